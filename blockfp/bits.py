@@ -1,0 +1,185 @@
+"""Integer arithmetic on floating-point numbers: casts to bits, products, quotients and rounding, exact on every library.
+
+Everything here is int32 arithmetic, conversions of integers below 2^24 to fp32, and single fp32 products of numbers in
+[1, 2) that go straight into a bit cast. XLA flushes subnormals and rewrites divisions, Triton and GPUs divide
+approximately, libraries disagree on exp2 and log2; none of them can change the result of these operations.
+
+A number is passed around in one of two ways: as its *bits* (int32, the fp32 pattern), or split into a *significand* (an
+integer whose leading bit is set) and an *exponent* (so that the value is significand / 2^point * 2^exponent, with
+point = 23 unless said otherwise).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from array_api_compat import array_namespace
+
+Array = Any
+"""An array of any supported library."""
+
+ONE = 0x3F800000
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+FP32_MAX = 0x7F7FFFFF
+SIGN = -0x80000000
+MAGNITUDE = 0x7FFFFFFF
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+LARGEST_FINITE = {"float32": FP32_MAX, "float16": 0x477FE000, "bfloat16": 0x7F7F0000}
+"""fp32 bits of the largest finite value of each dtype."""
+
+_BEYOND = 512  # added to the exponent of Inf and NaN: larger than any finite product's exponent
+
+
+def constant_bits(value: float) -> int:
+    """fp32 bits of a Python float, rounded to nearest."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def dtype_name(x: Array) -> str:
+    """Name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def from_float(x: Array) -> Array:
+    """fp32 bits of an array of float32, float16 or bfloat16; exact, subnormals and NaN included."""
+    xp = array_namespace(x)
+    name = dtype_name(x)
+    if name == "float32":
+        return x.view(xp.int32)
+    half = xp.astype(x.view(xp.int16), xp.int32)
+    if name == "bfloat16":
+        return half << 16
+    magnitude = half & 0x7FFF
+    special = xp.astype(magnitude >= 0x7C00, xp.int32)
+    rebiased = (magnitude << 13) + ((special + 1) * (112 << 23))
+    subnormal = (xp.astype(magnitude, xp.float32) * 2.0**-24).view(xp.int32)
+    return ((half & 0x8000) << 16) | xp.where(magnitude < 0x400, subnormal, rebiased)
+
+
+def to_float(bits: Array, dtype: str) -> Array:
+    """The array of `dtype` whose values are these fp32 bits, rounded once to nearest even; NaN becomes the canonical NaN."""
+    xp = array_namespace(bits)
+    magnitude = bits & MAGNITUDE
+    nan = magnitude > INFINITY
+    if dtype == "float32":
+        return xp.where(nan, NAN, bits).view(xp.float32)
+    if dtype == "bfloat16":
+        # The carry of a value that rounds past the largest finite one makes it Inf.
+        half = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        canonical = 0x7FC0
+    else:
+        significand, exponent = split(magnitude)
+        half = xp.minimum(round_nearest(significand, xp.minimum(exponent, 16), 10, -14), 0x7C00)
+        half = xp.where(magnitude == 0, 0, half)
+        canonical = 0x7E00
+    sign = (bits >> 16) & 0x8000
+    half = xp.astype(xp.where(nan, canonical, half | sign), xp.int16)
+    if dtype == "float16":
+        return half.view(xp.float16)
+    return half.view(_bfloat16(xp))
+
+
+def _bfloat16(xp) -> Any:
+    if hasattr(xp, "bfloat16"):
+        return xp.bfloat16
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def split(magnitude: Array) -> tuple[Array, Array]:
+    """(significand, exponent) of non-negative fp32 bits, subnormals normalized.
+
+    Zero counts as 2^-276, far below anything that rounds to a nonzero number here. Inf and NaN have exponents above every
+    product of finite numbers, so that they saturate.
+    """
+    xp = array_namespace(magnitude)
+    field = magnitude >> 23
+    fraction = magnitude & 0x7FFFFF
+    normalized = xp.astype(fraction, xp.float32).view(xp.int32)
+    subnormal = field == 0
+    significand = xp.where(subnormal, normalized & 0x7FFFFF, fraction) | 0x800000
+    exponent = xp.where(subnormal, (normalized >> 23) - (127 + 149), field - 127)
+    return significand, xp.where(field == 255, exponent + _BEYOND, exponent)
+
+
+def multiply(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The fp32 product of two split numbers, split again: IEEE's, but for its exponent being unbounded."""
+    xp = array_namespace(a[0])
+    one_to_two = [(significand + (ONE - 0x800000)).view(xp.float32) for significand in (a[0], b[0])]
+    product = (one_to_two[0] * one_to_two[1]).view(xp.int32)
+    return (product & 0x7FFFFF) | 0x800000, a[1] + b[1] + (product >> 23) - 127
+
+
+def divide(a: Array, b: Array) -> Array:
+    """fp32 bits of the IEEE quotient of two non-negative numbers given as bits, b not zero; overflow gives Inf.
+
+    Long division of the significands, one bit a step: no library's `/` is used.
+    """
+    xp = array_namespace(b)
+    significand_a, exponent_a = split(a)
+    significand_b, exponent_b = split(b)
+    smaller = significand_a < significand_b
+    remainder = xp.where(smaller, significand_a << 1, significand_a)
+    exponent = exponent_a - exponent_b - xp.astype(smaller, xp.int32)
+    quotient = xp.zeros_like(remainder)
+    for _ in range(25):
+        fits = remainder >= significand_b
+        quotient = (quotient << 1) | xp.astype(fits, xp.int32)
+        remainder = xp.where(fits, remainder - significand_b, remainder) << 1
+    sticky = xp.astype(remainder != 0, xp.int32)
+    return fp32((quotient << 1) | sticky, exponent, 25)
+
+
+def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
+    """fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
+    xp = array_namespace(exponent)
+    return xp.minimum(round_nearest(significand, xp.minimum(exponent, 128), 23, -126, point), INFINITY)
+
+
+def round_nearest(
+    significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23
+) -> Array:
+    """Magnitude code of a number in a float format, rounded to nearest, ties to even.
+
+    Args:
+        significand: int32 below 2^28 whose leading bit is bit `point`.
+        exponent: int32, at most 2^(31 - mantissa_bits) above `emin`.
+        mantissa_bits: mantissa bits of the format.
+        emin: exponent of the format's smallest normal number; below it the spacing stays.
+        point: fraction bits of the significand.
+
+    Returns:
+        exponent field << mantissa_bits | mantissa, not saturated: a carry runs on into the exponent field.
+    """
+    xp = array_namespace(exponent)
+    quotient, dropped, shift = _cut(xp, significand, exponent, mantissa_bits, emin, point)
+    twice, unit = dropped << 1, xp.ones_like(dropped) << shift
+    up = (twice > unit) | ((twice == unit) & ((quotient & 1) == 1))
+    return quotient + xp.astype(up, xp.int32) + (xp.maximum(exponent - emin, 0) << mantissa_bits)
+
+
+def round_stochastic(
+    significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array
+) -> Array:
+    """Like `round_nearest` with point 23, but floor(|y| / ulp + (2 u + 1) / 512) ulp for the random byte u, exactly.
+
+    The fraction f of |y| / ulp reaches the next integer where 512 f >= 511 - 2 u, an integer comparison.
+    """
+    xp = array_namespace(exponent)
+    quotient, dropped, _ = _cut(xp, significand, exponent, mantissa_bits, emin, 23)
+    # A fraction below 1/512 never rounds up; beyond a shift of 33 every fraction is.
+    shift = xp.minimum(xp.maximum(emin - exponent, 0) + (23 - mantissa_bits), 33)
+    up = (dropped >> (shift - 9)) >= 511 - 2 * random_byte
+    return quotient + xp.astype(up, xp.int32) + (xp.maximum(exponent - emin, 0) << mantissa_bits)
+
+
+def _cut(xp, significand, exponent, mantissa_bits, emin, point):
+    """(bits kept, bits dropped, how many were dropped), for a result whose spacing stays constant below 2^emin."""
+    # 29 places drop every bit of a significand below 2^28, and leave room to double what is dropped.
+    shift = xp.minimum(xp.maximum(emin - exponent, 0) + (point - mantissa_bits), 29)
+    quotient = significand >> shift
+    return quotient, significand - (quotient << shift), shift

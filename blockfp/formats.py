@@ -1,0 +1,210 @@
+"""What a quantized array is made of: element formats, scale formats, and the named formats that combine them.
+
+A `Format` is a plain immutable value. Its name is its identity: `Format.parse(name)` returns the one instance with that
+name, copies and unpickled formats are that instance, and so a format serves as a JAX static argument, a torch.compile
+constant and a dictionary key as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A sign and a small magnitude: a float of `exponent_bits` and `mantissa_bits`, or a fixed-point integer.
+
+    The magnitude code of a float is its exponent field above its mantissa field. INT8 has the same magnitude code with one
+    exponent bit (value = code / 64), stored in two's complement.
+
+    Attributes:
+        name: the field's name, such as "e4m3".
+        bits: bits of a code: 8, 6 or 4.
+        exponent_bits: bits of the exponent field.
+        mantissa_bits: bits of the mantissa field.
+        bias: exponent bias; the smallest normal exponent is `1 - bias`.
+        emax: exponent of the largest finite value.
+        max: largest finite value.
+        max_code: magnitude code of `max`.
+        nan_code: code written for NaN.
+        has_nan: whether `nan_code` decodes to NaN; if not, the block's scale is written as NaN.
+        signed: "magnitude" (a sign bit above the magnitude code) or "complement" (two's complement, no negative zero).
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    emax: int
+    max: float
+    max_code: int
+    nan_code: int
+    has_nan: bool
+    signed: Literal["magnitude", "complement"] = "magnitude"
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal value; below it the spacing stays that of this exponent."""
+        return 1 - self.bias
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes share a byte."""
+        return self.bits < 8
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = ElementFormat("e4m3", 8, 4, 3, bias=7, emax=8, max=448.0, max_code=0x7E, nan_code=0x7F, has_nan=True)
+E5M2 = ElementFormat("e5m2", 8, 5, 2, bias=15, emax=15, max=57344.0, max_code=0x7B, nan_code=0x7F, has_nan=True)
+E3M2 = ElementFormat("e3m2", 6, 3, 2, bias=3, emax=4, max=28.0, max_code=31, nan_code=31, has_nan=False)
+E2M3 = ElementFormat("e2m3", 6, 2, 3, bias=1, emax=2, max=7.5, max_code=31, nan_code=31, has_nan=False)
+E2M1 = ElementFormat("e2m1", 4, 2, 1, bias=1, emax=2, max=6.0, max_code=7, nan_code=7, has_nan=False)
+INT8 = ElementFormat(
+    "int8", 8, 1, 6, bias=1, emax=0, max=127 / 64, max_code=127, nan_code=127, has_nan=False, signed="complement"
+)
+
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8)}
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """How the scale of a block is stored, and the rule that turns the block's amax into it.
+
+    Attributes:
+        name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
+            tensor above it).
+        dtype: name of the stored dtype, "float32" or "uint8".
+        nan_code: the stored byte that means NaN, or None where scales are fp32.
+    """
+
+    name: str
+    dtype: Literal["float32", "uint8"]
+    nan_code: int | None
+
+    @property
+    def two_level(self) -> bool:
+        """Whether there is an fp32 scale per tensor above the block scales."""
+        return self.name == "e4m3"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FP32_SCALE = ScaleFormat("fp32", "float32", None)
+POW2_SCALE = ScaleFormat("pow2", "float32", None)
+E8M0_CEIL = ScaleFormat("e8m0_ceil", "uint8", 0xFF)
+E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
+E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F)
+
+
+@dataclass(frozen=True, eq=False)
+class Format:
+    """Element format, block shape and scale format of a quantized array, known by its name.
+
+    Attributes:
+        name: the identity, such as "mxfp8_e4m3_32x32".
+        element: format of the codes.
+        block: (rows, columns) that share a scale, or None where the whole tensor does.
+        scale: format of the scales.
+
+    Use `Format.parse(name)` to get one; `blockfp.formats.NAMES` lists the names.
+    """
+
+    name: str
+    element: ElementFormat = field(repr=False)
+    block: tuple[int, int] | None = field(repr=False)
+    scale: ScaleFormat = field(repr=False)
+
+    @staticmethod
+    def parse(name: Format | str) -> Format:
+        """The format of this name; a `Format` is returned as it is.
+
+        Raises:
+            ValueError: no format has this name; the message lists the nearest ones.
+            TypeError: `name` is neither a string nor a `Format`.
+        """
+        if isinstance(name, Format):
+            return name
+        if not isinstance(name, str):
+            raise TypeError(f"format must be a Format or its name, got {type(name).__name__}: {name!r}")
+        if name not in _FORMATS:
+            import difflib
+
+            near = difflib.get_close_matches(name, _FORMATS, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else "see blockfp.formats.NAMES"
+            raise ValueError(f"format {name!r} is not known; {hint}")
+        return _FORMATS[name]
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the whole tensor shares one scale."""
+        return self.block is None
+
+    @property
+    def square(self) -> bool:
+        """Whether a transposed array has the transposed codes and scales (square blocks, or one scale per tensor)."""
+        return self.block is None or self.block[0] == self.block[1]
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Storage of a large array per element: codes and block scales."""
+        scale_bytes = 4 if self.scale.dtype == "float32" else 1
+        share = 0.0 if self.block is None else scale_bytes / (self.block[0] * self.block[1])
+        return self.element.bits / 8 + share
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __reduce__(self):
+        return (Format.parse, (self.name,))
+
+    def __copy__(self) -> Format:
+        return self
+
+    def __deepcopy__(self, memo) -> Format:
+        return self
+
+
+def _named_formats() -> dict[str, Format]:
+    formats = []
+    for element in (E4M3, E5M2):
+        fp8 = f"fp8_{element}"
+        formats += [Format(fp8, element, None, FP32_SCALE), Format(f"{fp8}_pow2", element, None, POW2_SCALE)]
+        for block in ((1, 128), (128, 128)):
+            name = f"{fp8}_{block[0]}x{block[1]}"
+            formats += [Format(name, element, block, POW2_SCALE), Format(f"{name}_fp32", element, block, FP32_SCALE)]
+    for family, element in (("mxfp8", E4M3), ("mxfp8", E5M2), ("mxfp6", E3M2), ("mxfp6", E2M3), ("mxfp4", E2M1), ("mx", INT8)):
+        name = "mxint8" if element is INT8 else f"{family}_{element}"
+        for block, suffix in (((1, 32), ""), ((32, 32), "_32x32")):
+            formats += [
+                Format(name + suffix, element, block, E8M0_CEIL),
+                Format(f"{name}{suffix}_floor", element, block, E8M0_FLOOR),
+            ]
+    formats += [Format("nvfp4", E2M1, (1, 16), E4M3_SCALE), Format("nvfp4_16x16", E2M1, (16, 16), E4M3_SCALE)]
+    return {f.name: f for f in formats}
+
+
+_FORMATS = _named_formats()
+
+NAMES: tuple[str, ...] = tuple(_FORMATS)
+"""The names of all formats, family by family."""
+
+FORMATS: tuple[Format, ...] = tuple(_FORMATS.values())
+"""All formats, in the order of `NAMES`."""
+
+# The named constants most code asks for; every other format has its name.
+FP8_E4M3 = _FORMATS["fp8_e4m3"]
+FP8_E5M2 = _FORMATS["fp8_e5m2"]
+FP8_BLOCK_1x128 = _FORMATS["fp8_e4m3_1x128"]
+FP8_BLOCK_128x128 = _FORMATS["fp8_e4m3_128x128"]
+MXFP8 = _FORMATS["mxfp8_e4m3"]
+MXFP8_32x32 = _FORMATS["mxfp8_e4m3_32x32"]
+MXFP6 = _FORMATS["mxfp6_e3m2"]
+MXFP4 = _FORMATS["mxfp4_e2m1"]
+MXINT8 = _FORMATS["mxint8"]
+NVFP4 = _FORMATS["nvfp4"]
+NVFP4_16x16 = _FORMATS["nvfp4_16x16"]

@@ -1,0 +1,47 @@
+"""The random Hadamard transform: spreads outliers over groups of 16 before they meet a coarse format."""
+
+from __future__ import annotations
+
+from array_api_compat import array_namespace
+
+from . import bits
+from .bits import Array
+from .layout import on_device_of
+
+GROUP = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_SMALLEST = 27 << 23  # bits of 2^-100: sums of multiples of what is not below it are never subnormal
+
+
+def rotate(x: Array, origin: int = 0) -> Array:
+    """Multiplies groups of 16 along the last axis by an orthogonal matrix (signs, then Hadamard over 4).
+
+    Both operands of a product that are rotated alike along their contraction axis have the same product. The sums are a
+    fixed butterfly in fp32, rounded once to x's dtype, so the bits are the same everywhere; magnitudes below 2^-100 count as
+    zero of their sign. Groups are counted from the unsharded axis's start; a tail of fewer than 16 stays as it is.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., k].
+        origin: index of the first element in the unsharded axis; a multiple of 16.
+
+    Raises:
+        ValueError: `origin` cuts a group.
+    """
+    if origin % GROUP:
+        raise ValueError(f"origin {origin} of a rotated axis must be a multiple of {GROUP}: a group can't be cut")
+    xp = array_namespace(x)
+    *leading, length = x.shape
+    whole = length - length % GROUP
+    if whole == 0 or 0 in x.shape:
+        return x
+    pattern = bits.from_float(x[..., :whole]).reshape((*leading, whole // GROUP, GROUP))
+    flip = xp.asarray([bits.SIGN if s < 0 else 0 for s in SIGNS], dtype=xp.int32, **on_device_of(x))
+    magnitude = pattern & bits.MAGNITUDE
+    pattern = xp.where(magnitude < _SMALLEST, pattern & bits.SIGN, pattern) ^ flip
+    z = pattern.view(xp.float32)
+    for h in (1, 2, 4, 8):
+        pairs = z.reshape((*leading, whole // GROUP, GROUP // (2 * h), 2, h))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        z = xp.stack([a + b, a - b], axis=-2).reshape((*leading, whole // GROUP, GROUP))
+    rotated = bits.to_float((z * 0.25).view(xp.int32), bits.dtype_name(x)).reshape((*leading, whole))
+    return rotated if whole == length else xp.concat([rotated, x[..., whole:]], axis=-1)
