@@ -328,15 +328,14 @@ def scaled(code: Array, element: ElementFormat, scale: Array, *, power_of_two: b
     scale_magnitude = scale & bits.MAGNITUDE
     digits, exponent = bits.split(value)
     scale_digits, scale_exponent = bits.split(scale_magnitude)
-    # A code has no more digits than its mantissa and the leading one; a power of two has one.
-    digits = digits >> (23 - element.mantissa_bits)
-    point = element.mantissa_bits
     if power_of_two:
-        product = digits
+        result = bits.fp32(digits, exponent + scale_exponent)
     else:
-        product, point = digits * scale_digits, point + 23
-    carry = product >> (point + 1)
-    result = bits.fp32(product, exponent + scale_exponent + carry, carry + point)
+        # A code has no more digits than its mantissa and the leading one, so the product of integers is exact.
+        product = (digits >> (23 - element.mantissa_bits)) * scale_digits
+        point = 23 + element.mantissa_bits
+        carry = product >> (point + 1)
+        result = bits.fp32(product, exponent + scale_exponent + carry, point + carry)
     infinite = (value == bits.INFINITY) | (scale_magnitude == bits.INFINITY)
     zero = (value == 0) | (scale_magnitude == 0)
     nan = (value > bits.INFINITY) | (scale_magnitude > bits.INFINITY) | (infinite & zero)
