@@ -1,0 +1,13 @@
+"""Block-scaled FP8, FP6, FP4 and INT8 arrays with the same bits in NumPy, JAX and PyTorch.
+
+This package is the core and its NumPy face. `import blockfp.jax` and `import blockfp.torch` are the other two.
+"""
+
+from . import formats, recipes
+from .array import QuantizedArray, fake_quantize, quantize
+from .formats import Format
+from .recipes import Recipe
+
+__version__ = "0.1.0"
+
+__all__ = ["Format", "QuantizedArray", "Recipe", "__version__", "fake_quantize", "formats", "quantize", "recipes"]

@@ -140,9 +140,7 @@ def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
     return xp.minimum(round_nearest(significand, xp.minimum(exponent, 128), 23, -126, point), INFINITY)
 
 
-def round_nearest(
-    significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23
-) -> Array:
+def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:
     """Magnitude code of a number in a float format, rounded to nearest, ties to even.
 
     Args:
@@ -162,9 +160,7 @@ def round_nearest(
     return quotient + xp.astype(up, xp.int32) + (xp.maximum(exponent - emin, 0) << mantissa_bits)
 
 
-def round_stochastic(
-    significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array
-) -> Array:
+def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array) -> Array:
     """Like `round_nearest` with point 23, but floor(|y| / ulp + (2 u + 1) / 512) ulp for the random byte u, exactly.
 
     The fraction f of |y| / ulp reaches the next integer where 512 f >= 511 - 2 u, an integer comparison.

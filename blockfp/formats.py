@@ -177,7 +177,14 @@ def _named_formats() -> dict[str, Format]:
         for block in ((1, 128), (128, 128)):
             name = f"{fp8}_{block[0]}x{block[1]}"
             formats += [Format(name, element, block, POW2_SCALE), Format(f"{name}_fp32", element, block, FP32_SCALE)]
-    for family, element in (("mxfp8", E4M3), ("mxfp8", E5M2), ("mxfp6", E3M2), ("mxfp6", E2M3), ("mxfp4", E2M1), ("mx", INT8)):
+    for family, element in (
+        ("mxfp8", E4M3),
+        ("mxfp8", E5M2),
+        ("mxfp6", E3M2),
+        ("mxfp6", E2M3),
+        ("mxfp4", E2M1),
+        ("mx", INT8),
+    ):
         name = "mxint8" if element is INT8 else f"{family}_{element}"
         for block, suffix in (((1, 32), ""), ((32, 32), "_32x32")):
             formats += [

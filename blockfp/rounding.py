@@ -8,6 +8,7 @@ mesh and kernel draws the same bits, and a shard needs nothing but to know where
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -17,15 +18,13 @@ from .bits import Array
 from .formats import ElementFormat
 from .layout import on_device_of
 
-Key = int | Sequence[int] | Array
+Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def round_to_element(
-    significand: Array, exponent: Array, element: ElementFormat, random_byte: Array | None = None
-) -> Array:
+def round_to_element(significand: Array, exponent: Array, element: ElementFormat, random_byte: Array | None = None) -> Array:
     """Magnitude code of a split number (see `bits`), saturated at the element's largest finite value.
 
     Args:
@@ -43,7 +42,7 @@ def round_to_element(
     return xp.minimum(code, element.max_code)
 
 
-def key_words(key: Key) -> tuple[int | Array, int | Array]:
+def key_words(key: Key) -> tuple[Any, Any]:
     """The two words of a key: Python ints of 0..2^32 - 1, or elements of the array it is.
 
     An integer seed s is (s >> 32, s & 0xffffffff).
@@ -55,20 +54,19 @@ def key_words(key: Key) -> tuple[int | Array, int | Array]:
         if not 0 <= key < 1 << 64:
             raise ValueError(f"key must be a seed in 0..2^64 - 1 or two uint32 words, got {key}")
         return key >> 32, key & 0xFFFFFFFF
-    shape = tuple(key.shape) if hasattr(key, "shape") else (len(key),) if isinstance(key, Sequence) else None
-    dtype = bits.dtype_name(key) if hasattr(key, "dtype") else "int64"
-    if shape != (2,) or isinstance(key, str) or dtype not in ("uint32", "int32", "int64", "uint64"):
-        raise ValueError(f"key must be an integer seed or two uint32 words, got {key!r}")
-    if not hasattr(key, "dtype") and not all(isinstance(w, int) and 0 <= w < 1 << 32 for w in key):
-        raise ValueError(f"key must be an integer seed or two uint32 words in 0..2^32 - 1, got {key!r}")
-    return key[0], key[1]
+    if hasattr(key, "dtype"):
+        if tuple(key.shape) == (2,) and bits.dtype_name(key) in ("uint32", "int32", "int64"):
+            return key[0], key[1]
+    elif isinstance(key, Sequence) and len(key) == 2 and all(isinstance(w, int) and 0 <= w < 1 << 32 for w in key):
+        return key[0], key[1]
+    raise ValueError(f"key must be an integer seed or two uint32 words, got {key!r}")
 
 
 def _key_arrays(key: Key, like: Array) -> tuple[Array, Array]:
     """The key's words as int32 arrays of shape (1,) in the namespace of `like`."""
     xp = array_namespace(like)
 
-    def word(value: int | Array) -> Array:
+    def word(value: Any) -> Array:
         if isinstance(value, int):
             return xp.asarray([_signed(value)], dtype=xp.int32, **on_device_of(like))
         if array_namespace(value) is not xp:

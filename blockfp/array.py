@@ -1,0 +1,111 @@
+"""The NumPy face: a quantized array of NumPy arrays, and `quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from . import native, numerics
+from .formats import Format
+from .rounding import Key
+
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""NumPy's dtype for each name of a high-precision dtype."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray:
+    """Codes, scales and a format.
+
+    Attributes:
+        codes: uint8 [..., rows, bytes], packed along the last axis.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        tensor_scale: float32 of shape () for NVFP4, else None.
+        format: the `Format`.
+        columns: length of the last axis, which packing hides.
+        dtype: dtype of the original, and of `dequantize()`.
+        origin: (row, column) of the first element in the unsharded matrix.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    tensor_scale: np.ndarray | None
+    format: Format
+    columns: int
+    dtype: np.dtype
+    origin: tuple[int, int] = (0, 0)
+
+    def __post_init__(self):
+        numerics.check_codes(self.codes, self.columns, self.format)
+        numerics.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
+        dtype = np.dtype(self.dtype)
+        if dtype not in DTYPES.values():
+            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        object.__setattr__(self, "dtype", dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that was quantized."""
+        return (*self.codes.shape[:-1], self.columns)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def mT(self) -> QuantizedArray:
+        """The array with its last two axes swapped, exact and without requantizing.
+
+        Raises:
+            ValueError: the blocks are not square.
+        """
+        codes, scales = numerics.transpose(self.codes, self.scales, self.format, columns=self.columns)
+        rows = self.codes.shape[-2]
+        return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
+
+    def dequantize(self, dtype=None) -> np.ndarray:
+        """The values, rounded once to `dtype` (default: the original's)."""
+        name = np.dtype(self.dtype if dtype is None else dtype).name
+        run = native if native.available() else numerics
+        return run.dequantize(
+            self.codes, self.scales, self.tensor_scale, self.format, name, columns=self.columns, origin=self.origin
+        )
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
+
+
+def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> QuantizedArray:
+    """Quantizes a NumPy array in blocks of its last two axes.
+
+    Args:
+        x: float32, float16 or bfloat16 (`ml_dtypes.bfloat16`), two or more axes.
+        format: a `Format` or its name, see `blockfp.formats.NAMES`.
+        key: None rounds to nearest even; a seed or two uint32 words round stochastically.
+
+    Raises:
+        TypeError: x is not a NumPy array of a supported dtype.
+        ValueError: x has fewer than two axes, or the format or key is not valid.
+
+    Example:
+        >>> q = blockfp.quantize(np.ones((4, 64), np.float32), "mxfp8_e4m3")
+        >>> q.codes.shape, q.scales.shape
+        ((4, 64), (4, 2))
+    """
+    if not isinstance(x, np.ndarray):
+        raise TypeError(
+            f"x must be a NumPy array, got {type(x).__name__}: "
+            "use blockfp.jax.quantize for JAX and blockfp.torch.quantize for PyTorch"
+        )
+    numerics.check_input(x)
+    format = Format.parse(format)
+    run = native if native.available() else numerics
+    codes, scales, tensor_scale = run.quantize(x, format, key=key)
+    return QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], x.dtype)
+
+
+def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
+    """x quantized and dequantized again, in its own dtype: what a product with it would see."""
+    return quantize(x, format, key=key).dequantize()

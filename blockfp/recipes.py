@@ -1,0 +1,260 @@
+"""Recipes: which format, rounding and rotation each operand of a linear layer's three products gets.
+
+A product contracts one axis of each operand, and scales run along it. Rowwise is along the last axis, columnwise along
+the rows:
+
+    forward   y  = x w^T    input rowwise,        weight rowwise
+    dgrad     dx = g w      gradient rowwise,     weight columnwise
+    wgrad     dw = g^T x    gradient columnwise,  input columnwise
+
+A `Recipe` is a value: equal recipes are the same recipe, and it holds no state. Amax history, scales and random keys are
+arguments and results of functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from .formats import Format
+
+Operand = Literal["input", "weight", "gradient"]
+Direction = Literal["rowwise", "columnwise"]
+Product = Literal["forward", "dgrad", "wgrad"]
+
+
+@dataclass(frozen=True)
+class Cast:
+    """How one operand is quantized in one direction.
+
+    Attributes:
+        format: a `Format` (or its name); None keeps the operand in high precision.
+        stochastic: round stochastically, with a key given at the point of use.
+        rotate: apply the random Hadamard transform along the contraction axis first. Both operands of the product must.
+    """
+
+    format: Format | None
+    stochastic: bool = False
+    rotate: bool = False
+
+    def __post_init__(self):
+        if self.format is not None:
+            object.__setattr__(self, "format", Format.parse(self.format))
+        elif self.stochastic or self.rotate:
+            raise ValueError("an operand in high precision (format None) is neither rounded stochastically nor rotated")
+
+    def __str__(self) -> str:
+        extras = [name for name in ("stochastic", "rotate") if getattr(self, name)]
+        return " ".join([str(self.format or "high precision"), *extras])
+
+
+HIGH_PRECISION = Cast(None)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Options of delayed scaling (activations and gradients; a quantized weight always has its own current amax).
+
+    Attributes:
+        history: steps of amax history kept.
+        margin: the scale is divided by 2^margin.
+        algorithm: "max" of the history, or "most_recent".
+    """
+
+    history: int = 1024
+    margin: int = 0
+    algorithm: Literal["max", "most_recent"] = "max"
+
+    def __post_init__(self):
+        if self.history < 1:
+            raise ValueError(f"history must be 1 or more steps, got {self.history}")
+        if not -100 <= self.margin <= 100:
+            raise ValueError(f"margin must be in -100..100, got {self.margin}")
+        if self.algorithm not in ("max", "most_recent"):
+            raise ValueError(f"algorithm must be 'max' or 'most_recent', got {self.algorithm!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Casts of the three operands in both directions, and how products accumulate.
+
+    Attributes:
+        name: what it is called in tables and messages.
+        input, weight, gradient: the rowwise casts.
+        input_columnwise, weight_columnwise, gradient_columnwise: the columnwise casts.
+        delayed: options of delayed scaling, or None for scales from the current amax.
+        eps: lifts the amax of FP8 formats with fp32 scales.
+        fast_accum: the products that may accumulate in reduced precision on the tensor cores.
+
+    `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
+    """
+
+    name: str
+    input: Cast
+    weight: Cast
+    gradient: Cast
+    input_columnwise: Cast
+    weight_columnwise: Cast
+    gradient_columnwise: Cast
+    delayed: Delayed | None = None
+    eps: float = 0.0
+    fast_accum: frozenset[Product] = frozenset({"forward"})
+
+    def __post_init__(self):
+        for operand in get_args(Operand):
+            for direction in get_args(Direction):
+                cast = self.cast(operand, direction)
+                if not isinstance(cast, Cast):
+                    raise TypeError(f"{operand} {direction} must be a Cast, got {cast!r}")
+        if not 0 <= self.eps < float("inf"):
+            raise ValueError(f"eps must be finite and not negative, got {self.eps}")
+        object.__setattr__(self, "fast_accum", frozenset(self.fast_accum))
+        unknown = self.fast_accum - set(get_args(Product))
+        if unknown:
+            raise ValueError(f"fast_accum names products among {get_args(Product)}, got {sorted(unknown)}")
+        self._check_weight()
+        self._check_rotations()
+
+    def _check_weight(self):
+        rowwise, columnwise = self.weight.format, self.weight_columnwise.format
+        if columnwise is None:
+            return
+        if rowwise is not None and (columnwise is not rowwise or not rowwise.square):
+            raise ValueError(
+                f"weight_columnwise {columnwise} can't be derived from a weight in {rowwise}: a quantized weight is stored "
+                "once, and only square blocks (or one scale per tensor) have an exact transpose; use a square format for "
+                "both, or weight_columnwise=Cast(None), whose dgrad multiplies by the dequantized weight"
+            )
+
+    def _check_rotations(self):
+        for product, (a, b) in PRODUCTS.items():
+            if self.cast(*a).rotate != self.cast(*b).rotate:
+                raise ValueError(
+                    f"{product} contracts {a[0]} {a[1]} with {b[0]} {b[1]}: rotate both or neither, "
+                    f"got {self.cast(*a)} and {self.cast(*b)}"
+                )
+
+    def cast(self, operand: Operand, direction: Direction = "rowwise") -> Cast:
+        """The cast of one operand in one direction."""
+        return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
+
+    def replace(self, **changes) -> Recipe:
+        """A copy with some fields changed; a changed rowwise cast is the columnwise one too unless that is given."""
+        for operand in get_args(Operand):
+            if operand in changes and f"{operand}_columnwise" not in changes:
+                cast = changes[operand]
+                square = cast.format is None or cast.format.square or operand != "weight"
+                changes[f"{operand}_columnwise"] = cast if square else HIGH_PRECISION
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PRODUCTS: dict[Product, tuple[tuple[Operand, Direction], tuple[Operand, Direction]]] = {
+    "forward": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("gradient", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("gradient", "columnwise"), ("input", "columnwise")),
+}
+"""The operands of each product, as (operand, direction)."""
+
+
+def _recipe(name: str, input: str, weight: str, gradient: str, **options: Any) -> Recipe:
+    casts: dict[str, Any] = {}
+    for operand, format in (("input", input), ("weight", weight), ("gradient", gradient)):
+        casts[operand] = casts[f"{operand}_columnwise"] = Cast(Format.parse(format))
+    return Recipe(name, **(casts | options))
+
+
+def fp8_delayed(*, history: int = 1024, margin: int = 0, algorithm: Literal["max", "most_recent"] = "max") -> Recipe:
+    """FP8 with one scale per tensor, from the amaxes of earlier steps; E4M3, gradients E5M2."""
+    return _recipe("fp8_delayed", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2", delayed=Delayed(history, margin, algorithm))
+
+
+def fp8_current(*, eps: float = 0.0) -> Recipe:
+    """FP8 with one scale per tensor, from its current amax; E4M3, gradients E5M2."""
+    return _recipe("fp8_current", "fp8_e4m3", "fp8_e4m3", "fp8_e5m2", eps=eps)
+
+
+def fp8_block(*, eps: float = 0.0) -> Recipe:
+    """E4M3 in blocks of 1x128 for activations and gradients and 128x128 for weights, power-of-two scales."""
+    return _recipe("fp8_block", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", eps=eps)
+
+
+def mxfp8() -> Recipe:
+    """MXFP8 E4M3: 1x32, weights 32x32."""
+    return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3")
+
+
+def mxfp6() -> Recipe:
+    """MXFP6 E3M2: 1x32, weights 32x32."""
+    return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2")
+
+
+def mxfp4() -> Recipe:
+    """MXFP4: 1x32, weights 32x32, gradients MXFP6 E3M2."""
+    return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2")
+
+
+def nvfp4() -> Recipe:
+    """NVFP4: 1x16, weights 16x16, stochastic gradients; both operands of the weight gradient rotated."""
+    format = Format.parse("nvfp4")
+    return _recipe("nvfp4", "nvfp4", "nvfp4_16x16", "nvfp4").replace(
+        input_columnwise=Cast(format, rotate=True),
+        gradient=Cast(format, stochastic=True),
+        gradient_columnwise=Cast(format, stochastic=True, rotate=True),
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, mxfp8, mxfp6, mxfp4, nvfp4)
+}
+"""The named recipes."""
+
+CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
+"""From (module path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
+
+
+def parse(recipe: Recipe | str) -> Recipe:
+    """The recipe of this name with its default options; a `Recipe` is returned as it is.
+
+    Raises:
+        ValueError: no recipe has this name.
+        TypeError: `recipe` is neither a string nor a `Recipe`.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe must be a Recipe or its name, got {type(recipe).__name__}: {recipe!r}")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is not known; choose one of {', '.join(RECIPES)}")
+    return RECIPES[recipe]()
+
+
+def resolve(recipe: Recipe | str | CastFunction, path: str) -> Recipe:
+    """The recipe of the module at `path`: a recipe, a name, or what a function of (path, operand, direction) says.
+
+    Args:
+        recipe: a `Recipe`, its name, or a function that gives a cast for each operand and direction.
+        path: the module's path, such as "layers.0.mlp.up".
+
+    Raises:
+        TypeError, ValueError: the function's answer is not a cast, or the casts don't make a recipe; the message names the
+            path, operand and direction.
+    """
+    if not callable(recipe):
+        return parse(recipe)
+    casts: dict[str, Any] = {}
+    for operand in get_args(Operand):
+        for direction in get_args(Direction):
+            answer = recipe(path, operand, direction)
+            try:
+                cast = answer if isinstance(answer, Cast) else Cast(None if answer is None else Format.parse(answer))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"recipe for {path!r}, {operand} {direction}: {error}") from error
+            casts[operand if direction == "rowwise" else f"{operand}_columnwise"] = cast
+    try:
+        return Recipe(f"{getattr(recipe, '__name__', 'recipe')}({path})", **casts)
+    except ValueError as error:
+        raise ValueError(f"recipe for {path!r}: {error}") from error
