@@ -1,0 +1,183 @@
+"""The JAX face: a quantized array that is a pytree, and `quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from blockfp import numerics
+from blockfp.array import DTYPES
+from blockfp.formats import Format
+from blockfp.rounding import Key
+
+from . import ops
+
+
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray:
+    """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
+
+    It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
+    because JAX rebuilds trees with placeholders in them: `from_parts` does.
+
+    Gradients are straight-through within one trace: `quantize(x, ...).dequantize()` has the derivative of x. Codes are
+    integers and carry no gradient, so a QuantizedArray that went through the boundary of a transformed function (as an
+    argument or a result of jit, vmap, scan, cond, ...) is a constant: `dequantize` on the same side, or `fake_quantize`.
+
+    Attributes:
+        codes: uint8 [..., rows, bytes], packed along the last axis.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        tensor_scale: float32 of shape () for NVFP4, else None.
+        format: the `Format`.
+        columns: length of the last axis, which packing hides; the only length that is static.
+        dtype: dtype of the original, and of `dequantize()`.
+        origin: (row, column) of the first element in the unsharded matrix.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    tensor_scale: jax.Array | None
+    format: Format = field(metadata=_STATIC)
+    columns: int = field(metadata=_STATIC)
+    dtype: np.dtype = field(metadata=_STATIC)
+    origin: tuple[int, int] = field(default=(0, 0), metadata=_STATIC)
+
+    # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
+    # have to be stored, which is what quantizing is there to avoid.
+    _source: ClassVar[jax.Array | None] = None
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: jax.Array,
+        scales: jax.Array,
+        tensor_scale: jax.Array | None = None,
+        *,
+        format: Format | str,
+        columns: int,
+        dtype,
+        origin: tuple[int, int] = (0, 0),
+    ) -> QuantizedArray:
+        """A quantized array of codes and scales that are already there, checked.
+
+        Args:
+            codes: uint8 [..., rows, bytes].
+            scales: uint8 or float32, as the format stores them, one for each block.
+            tensor_scale: float32 of shape () for NVFP4, else None.
+            format: a `Format` or its name.
+            columns: length of the last axis.
+            dtype: float32, float16 or bfloat16: the dtype of the original.
+            origin: (row, column) of the first element in the unsharded matrix.
+
+        Raises:
+            TypeError: codes, scales or dtype are of a wrong dtype.
+            ValueError: a shape doesn't fit, or the format is not known.
+        """
+        format = Format.parse(format)
+        numerics.check_codes(codes, columns, format)
+        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        dtype = np.dtype(dtype)
+        if dtype not in DTYPES.values():
+            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        return cls(codes, scales, tensor_scale, format, columns, dtype, origin)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that was quantized."""
+        return (*self.codes.shape[:-1], self.columns)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def mT(self) -> QuantizedArray:
+        """The array with its last two axes swapped, exact and without requantizing.
+
+        Raises:
+            ValueError: the blocks are not square.
+        """
+        codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
+        rows = self.codes.shape[-2]
+        flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, self.origin[::-1])
+        return flipped if self._source is None else flipped._with_source(self._source.mT)
+
+    def dequantize(self, dtype=None) -> jax.Array:
+        """The values, rounded once to `dtype` (default: the original's).
+
+        Raises:
+            TypeError, ValueError: `dtype` is not float32, float16 or bfloat16.
+            ValueError: this is a stack of arrays that have one scale each, made by vmap or scan.
+        """
+        if (self.scales.size > 1) if self.format.per_tensor else (self.tensor_scale is not None and self.tensor_scale.ndim):
+            raise ValueError(
+                f"a stack of {self.format} arrays, each with its own scale per tensor, can't be dequantized at once "
+                f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
+            )
+        name = np.dtype(self.dtype if dtype is None else dtype).name
+        values = ops.dequantize(
+            self.codes,
+            self.scales,
+            self.tensor_scale,
+            format=self.format,
+            dtype=name,
+            columns=self.columns,
+            origin=self.origin,
+        )
+        return values if self._source is None else ops.straight_through(values, self._source)
+
+    def _with_source(self, source: jax.Array) -> QuantizedArray:
+        object.__setattr__(self, "_source", source)
+        return self
+
+    def __repr__(self) -> str:
+        # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
+        if not hasattr(self.codes, "shape"):
+            return f"QuantizedArray({self.format}, codes={self.codes!r}, scales={self.scales!r})"
+        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
+
+
+def quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> QuantizedArray:
+    """Quantizes an array in blocks of its last two axes.
+
+    Args:
+        x: float32, float16 or bfloat16, two or more axes; a NumPy array or a traced one will do.
+        format: a `Format` or its name, see `blockfp.formats.NAMES`.
+        key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
+            stochastically.
+
+    Raises:
+        TypeError: x is not an array of a supported dtype.
+        ValueError: x has fewer than two axes, or the format or key is not valid.
+
+    Example:
+        >>> q = bfp.quantize(jnp.ones((4, 64)), "mxfp8_e4m3")
+        >>> q.codes.shape, q.scales.shape
+        ((4, 64), (4, 2))
+        >>> jax.grad(lambda x: (bfp.quantize(x, "nvfp4").dequantize() ** 2).sum())(x)  # straight-through
+    """
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(
+            f"x must be a JAX or NumPy array, got {type(x).__name__}: use jnp.asarray, or blockfp.torch.quantize for PyTorch"
+        )
+    # Before JAX sees it: jnp.asarray would silently make float64 to float32.
+    numerics.check_input(x)
+    format = Format.parse(format)
+    codes, scales, tensor_scale = ops.quantize(x, ops.key_array(key), format=format)
+    q = QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
+    return q._with_source(x) if isinstance(x, jax.core.Tracer) else q
+
+
+def fake_quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> jax.Array:
+    """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
+
+    Takes and raises what `quantize` does.
+    """
+    return quantize(x, format, key=key).dequantize()

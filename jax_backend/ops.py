@@ -1,0 +1,92 @@
+"""The definition carried out by XLA: jitted quantize, dequantize and transpose on plain arrays, and the gradient rule.
+
+`blockfp.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
+shape and dtype; a key is data, so a new seed compiles nothing.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp import numerics
+from blockfp.formats import Format
+from blockfp.rounding import Key, key_words
+
+
+@partial(jax.jit, static_argnames=("format",))
+def quantize(x: jax.Array, key: jax.Array | None, *, format: Format) -> numerics.Quantized:
+    """`numerics.quantize`; x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent."""
+    return numerics.quantize(jax.lax.stop_gradient(x), format, key=key)
+
+
+@partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin"))
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    *,
+    format: Format,
+    dtype: str,
+    columns: int,
+    origin: tuple[int, int],
+) -> jax.Array:
+    """`numerics.dequantize`; no gradient goes to the scales."""
+    codes, scales, tensor_scale = jax.lax.stop_gradient((codes, scales, tensor_scale))
+    return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
+
+
+@partial(jax.jit, static_argnames=("format", "columns"))
+def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
+    """`numerics.transpose`."""
+    return numerics.transpose(codes, scales, format, columns=columns)
+
+
+def straight_through(values: jax.Array, source: jax.Array) -> jax.Array:
+    """`values`, with the derivative of `source`: its cotangent goes to `source` as it is, cast to its dtype."""
+    return _straight_through(values, source, source.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _straight_through(values: jax.Array, source: jax.Array, dtype: np.dtype) -> jax.Array:
+    return values
+
+
+def _straight_through_fwd(values: jax.Array, source: jax.Array, dtype: np.dtype) -> tuple[jax.Array, None]:
+    return values, None
+
+
+def _straight_through_bwd(dtype: np.dtype, _: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, cotangent.astype(dtype)
+
+
+_straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+
+
+def key_array(key: Key | None) -> Any:
+    """A key as an array of two uint32 words, or None.
+
+    Args:
+        key: an integer seed, two uint32 words, or a typed key of `jax.random.key`.
+
+    Raises:
+        ValueError: none of these, or a typed key of another generator than threefry2x32.
+    """
+    if key is None:
+        return None
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        generator = str(jax.random.key_impl(key))
+        if generator != "threefry2x32":
+            raise ValueError(
+                f"key must be of generator threefry2x32, got a key of {generator}: "
+                "use jax.random.key(seed, impl='threefry2x32')"
+            )
+        key = jax.random.key_data(key)
+    words = key_words(key)
+    if isinstance(key, jax.Array):
+        return key.astype(jnp.uint32)
+    return np.array([int(word) & 0xFFFFFFFF for word in words], np.uint32)
