@@ -15,7 +15,6 @@ from blockfp.rounding import Key
 
 from . import ops
 
-
 _STATIC = {"static": True}
 
 
@@ -105,8 +104,8 @@ class QuantizedArray:
             ValueError: the blocks are not square.
         """
         codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
-        rows = self.codes.shape[-2]
-        flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, self.origin[::-1])
+        rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
+        flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin)
         return flipped if self._source is None else flipped._with_source(self._source.mT)
 
     def dequantize(self, dtype=None) -> jax.Array:

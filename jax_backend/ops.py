@@ -7,7 +7,6 @@ shape and dtype; a key is data, so a new seed compiles nothing.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ def _straight_through_bwd(dtype: np.dtype, _: None, cotangent: jax.Array) -> tup
 _straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
-def key_array(key: Key | None) -> Any:
+def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
     """A key as an array of two uint32 words, or None.
 
     Args:
@@ -88,5 +87,5 @@ def key_array(key: Key | None) -> Any:
         key = jax.random.key_data(key)
     words = key_words(key)
     if isinstance(key, jax.Array):
-        return key.astype(jnp.uint32)
+        return jnp.asarray(key, jnp.uint32)
     return np.array([int(word) & 0xFFFFFFFF for word in words], np.uint32)
