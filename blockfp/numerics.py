@@ -194,7 +194,8 @@ def encode(
 ) -> Array:
     """Codes of x for scales that are already there: what a route through high precision does with the scales it carried.
 
-    Encoding what was dequantized, with its own scales, gives its codes back, except in blocks whose scale is NaN.
+    Encoding what was dequantized to fp32, with its own scales, gives its codes back wherever a value tells its code: not
+    where the scale is NaN or zero, nor for values beyond fp32 (the largest inputs may round up to 2^128).
 
     Args:
         x: float32, float16 or bfloat16, [..., rows, columns].

@@ -16,7 +16,13 @@ FP32_MAX = float(np.finfo(np.float32).max)
 LARGEST = {"float32": FP32_MAX, "float16": 65504.0, "bfloat16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)}
 
 # name: exponent bits, mantissa bits, bias, largest finite value
-FLOATS = {"e4m3": (4, 3, 7, 448.0), "e5m2": (5, 2, 15, 57344.0), "e3m2": (3, 2, 3, 28.0), "e2m3": (2, 3, 1, 7.5), "e2m1": (2, 1, 1, 6.0)}
+FLOATS = {
+    "e4m3": (4, 3, 7, 448.0),
+    "e5m2": (5, 2, 15, 57344.0),
+    "e3m2": (3, 2, 3, 28.0),
+    "e2m3": (2, 3, 1, 7.5),
+    "e2m1": (2, 1, 1, 6.0),
+}
 MAX = {name: fields[3] for name, fields in FLOATS.items()} | {"int8": 127 / 64}
 EMAX = {"e4m3": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2, "int8": 0}
 BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "int8": 8}
@@ -143,7 +149,8 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     """(codes one a byte, scales, tensor_scale) of x in the format of this name."""
     element, block, rule = describe(name)
     nominal = nominal or x.dtype.name
-    x = x.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        x = np.where(np.isnan(x), np.nan, x.astype(np.float64))
     codes = np.zeros(x.shape, np.uint8)
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)

@@ -1,0 +1,104 @@
+"""Recipes: the table, equality, mixed and high precision, functions, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+
+from blockfp import recipes
+from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
+
+TABLE = {
+    "fp8_delayed": ("fp8_e4m3", "fp8_e4m3", "fp8_e5m2"),
+    "fp8_current": ("fp8_e4m3", "fp8_e4m3", "fp8_e5m2"),
+    "fp8_block": ("fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128"),
+    "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3"),
+    "mxfp6": ("mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2"),
+    "mxfp4": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2"),
+    "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_table(name):
+    recipe = recipes.parse(name)
+    for operand, format in zip(("input", "weight", "gradient"), TABLE[name], strict=True):
+        for direction in ("rowwise", "columnwise"):
+            assert recipe.cast(operand, direction).format.name == format
+    assert recipe.fast_accum == {"forward"}
+    assert (recipe.delayed is not None) == (name == "fp8_delayed")
+    assert recipe == recipes.parse(name) == copy.deepcopy(recipe) == pickle.loads(pickle.dumps(recipe))
+    assert hash(recipe) == hash(recipes.RECIPES[name]())
+
+
+def test_only_nvfp4_rotates_and_rounds_stochastically():
+    for name in TABLE:
+        recipe = recipes.parse(name)
+        casts = {(o, d): recipe.cast(o, d) for o in ("input", "weight", "gradient") for d in ("rowwise", "columnwise")}
+        stochastic = {where for where, cast in casts.items() if cast.stochastic}
+        rotated = {where for where, cast in casts.items() if cast.rotate}
+        if name == "nvfp4":
+            assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")}
+            assert rotated == {("gradient", "columnwise"), ("input", "columnwise")}
+        else:
+            assert not stochastic | rotated
+
+
+def test_options():
+    delayed = recipes.fp8_delayed(history=16, margin=1, algorithm="most_recent").delayed
+    assert (delayed.history, delayed.margin, delayed.algorithm) == (16, 1, "most_recent")
+    assert recipes.fp8_delayed().delayed == recipes.Delayed(1024, 0, "max")
+    assert recipes.fp8_current(eps=1e-6) != recipes.fp8_current()
+    for bad in ({"history": 0}, {"margin": 1000}, {"algorithm": "median"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            recipes.fp8_delayed(**bad)
+    with pytest.raises(ValueError, match="eps"):
+        recipes.fp8_block(eps=-1.0)
+    with pytest.raises(ValueError, match="products"):
+        recipes.mxfp8().replace(fast_accum={"backward"})
+
+
+def test_mixed_and_high_precision():
+    mixed = recipes.mxfp8().replace(gradient=Cast("fp8_e5m2"), input_columnwise=HIGH_PRECISION)
+    assert mixed.gradient.format.name == mixed.gradient_columnwise.format.name == "fp8_e5m2"
+    assert mixed.input.format.name == "mxfp8_e4m3"
+    assert mixed.input_columnwise.format is None
+    one_dimensional = recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"))
+    assert one_dimensional.weight_columnwise == HIGH_PRECISION
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="square"):
+        recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"), weight_columnwise=Cast("mxfp8_e4m3"))
+    with pytest.raises(ValueError, match="rotate both"):
+        recipes.mxfp8().replace(input_columnwise=Cast("mxfp8_e4m3", rotate=True))
+    with pytest.raises(ValueError, match="high precision"):
+        Cast(None, stochastic=True)
+    with pytest.raises(ValueError, match="mxfp9"):
+        Cast("mxfp9")
+    with pytest.raises(ValueError, match="choose one of fp8_delayed"):
+        recipes.parse("mxfp9")
+    with pytest.raises(TypeError, match="Recipe or its name"):
+        recipes.parse(3)
+    with pytest.raises(TypeError, match="must be a Cast"):
+        recipes.mxfp8().replace(input_columnwise="mxfp8_e4m3")
+
+
+def test_a_function_of_path_operand_and_direction():
+    def choose(path, operand, direction):
+        if path.startswith("head"):
+            return None
+        if operand == "weight":
+            return "mxfp8_e4m3_32x32"
+        return Cast("mxfp8_e5m2") if operand == "gradient" else "mxfp8_e4m3"
+
+    head, body = recipes.resolve(choose, "head"), recipes.resolve(choose, "layers.0")
+    assert head.input == HIGH_PRECISION
+    assert body.gradient.format.name == "mxfp8_e5m2"
+    assert body == recipes.resolve(choose, "layers.0")
+    assert recipes.resolve("mxfp8", "layers.0") == recipes.mxfp8()
+    assert isinstance(recipes.resolve(recipes.nvfp4(), "x"), Recipe)
+    with pytest.raises(ValueError, match=r"'layers\.1', input rowwise.*mxfp9"):
+        recipes.resolve(lambda *_: "mxfp9", "layers.1")
+    with pytest.raises(ValueError, match=r"'layers\.2'.*square"):
+        recipes.resolve(lambda *_: "mxfp8_e4m3", "layers.2")

@@ -1,0 +1,79 @@
+"""Scale rules at their edges, and delayed scaling as a state transition."""
+
+import numpy as np
+import pytest
+import statement
+
+from blockfp import scaling
+from blockfp.formats import E4M3, E5M2, ELEMENTS
+
+EDGES = np.unique(
+    np.concatenate(
+        [
+            np.arange(0, 4000),
+            *(np.arange(e << 23, (e << 23) + 3) for e in range(255)),
+            *(np.arange((e << 23) - 3, e << 23) for e in range(1, 256)),
+            np.random.default_rng(0).integers(0, 0x7F800000, 20000),
+        ]
+    )
+).astype(np.int32)
+
+
+@pytest.mark.parametrize("rule", ["ceil", "floor"])
+@pytest.mark.parametrize("element", ELEMENTS.values(), ids=str)
+def test_e8m0_at_every_exponent(element, rule):
+    # Around the rounding of a subnormal product too, where 2^-127 + 2^-150 is a tie.
+    near = np.int32(scaling._smallest_above_zero(element)) + np.arange(-40, 40, dtype=np.int32)
+    amax = np.concatenate([EDGES[EDGES < 0x7F800000][::7], near[near >= 0], [0x7F800000]]).astype(np.int32)
+    expected = [statement.e8m0(float(a), element.name, rule) for a in amax.view(np.float32)]
+    np.testing.assert_array_equal(scaling.e8m0_scale(amax, element, f"e8m0_{rule}"), expected)
+
+
+def test_ceil_never_saturates_and_is_the_smallest_that_does_not():
+    amax = EDGES[(EDGES > 0x0C000000) & (EDGES < 0x7F000000)]
+    for element in ELEMENTS.values():
+        scale = scaling.e8m0_scale(amax, element, "e8m0_ceil").astype(np.float64)
+        needed = np.log2(amax.view(np.float32).astype(np.float64) / element.max)
+        assert (scale - 127 >= needed - 1e-6).all()
+        assert (scale - 127 < needed + 1 + 1e-6).all()
+
+
+def delayed_step(history, scale, element_max, margin, algorithm):
+    """The transition in the words of its formula, on one operand, float64 and fp32 division."""
+    last = history[0]
+    amax = max([last, *history[1:]]) if algorithm == "max" else last
+    moved = [0.0, *history[2:], last] if len(history) > 1 else [0.0]
+    if amax > 0:
+        scale = min(float(statement.div32(element_max * 2.0**-margin, amax)), statement.FP32_MAX)
+    return moved, scale
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 3, -2])
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_delayed_scaling(element, length, margin, algorithm):
+    rng = np.random.default_rng(length)
+    history, scale = np.zeros((length, 3), np.float32), np.ones(3, np.float32)
+    expected = [([0.0] * length, 1.0) for _ in range(3)]
+    for step in range(8):
+        for _ in range(2):
+            amax = np.float32(10.0 ** rng.uniform(-44, 38, 3))
+            amax[step % 3] = [0, np.inf, np.nan][step % 3]
+            history = scaling.record(history, amax)
+            for (h, _), a in zip(expected, amax.tolist(), strict=True):
+                h[0] = max(h[0], a if np.isfinite(a) else 0.0)
+        history, scale = scaling.update(history, scale, element, margin=margin, algorithm=algorithm)
+        expected = [delayed_step(h, s, element.max, margin, algorithm) for h, s in expected]
+        np.testing.assert_array_equal(history.T, np.array([h for h, _ in expected], np.float32))
+        np.testing.assert_array_equal(scale, np.array([s for _, s in expected], np.float32))
+
+
+def test_refused_options():
+    history, scale = np.zeros((4, 1), np.float32), np.ones(1, np.float32)
+    with pytest.raises(ValueError, match="algorithm"):
+        scaling.update(history, scale, E4M3, algorithm="mean")
+    with pytest.raises(ValueError, match="margin"):
+        scaling.update(history, scale, E4M3, margin=200)
+    with pytest.raises(ValueError, match="eps"):
+        scaling.lift(np.zeros(1, np.int32), -1.0)
