@@ -1,0 +1,12 @@
+"""The PyTorch face: `import blockfp.torch as bfp`.
+
+`quantize` makes a `QuantizedTensor`, its `dequantize` method gives the values back; both run eager and compiled, on the same
+bits as the NumPy and JAX faces.
+"""
+
+from .torch_backend.interchange import from_jax
+from .torch_backend.keys import random_key
+from .torch_backend.quantize import fake_quantize, quantize
+from .torch_backend.tensor import QuantizedTensor
+
+__all__ = ["QuantizedTensor", "fake_quantize", "from_jax", "quantize", "random_key"]

@@ -1,0 +1,1 @@
+"""The PyTorch backend. Its public names are those of `blockfp.torch`."""

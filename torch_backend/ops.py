@@ -1,0 +1,99 @@
+"""The custom ops: quantize and dequantize on plain tensors, and dequantize on a `QuantizedTensor`.
+
+    blockfp::quantize           (x, format, key) -> [codes, scales] or [codes, scales, tensor_scale]
+    blockfp::dequantize         (codes, scales, tensor_scale, format, dtype, columns, origin) -> values
+    blockfp::dequantize_tensor  (q, dtype) -> values
+
+They carry a format as its name. A compiled graph holds one call to each; what runs behind it (a kernel, or the definition on
+the same tensors) gives the same bits. The third exists because dynamo can't read attributes of a tensor subclass made
+inside the graph: its op table entry takes q apart after dynamo has gone.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from blockfp import layout, native, numerics
+from blockfp.bits import dtype_name
+from blockfp.formats import Format
+
+# A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
+_library = torch.library.Library("blockfp", "DEF")
+_library.define("quantize(Tensor x, str format, Tensor? key=None) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define(
+    "dequantize(Tensor codes, Tensor scales, Tensor? tensor_scale, str format, ScalarType dtype, SymInt columns, "
+    "SymInt[] origin) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("dequantize_tensor(Tensor q, ScalarType dtype) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+quantize = torch.ops.blockfp.quantize.default
+dequantize = torch.ops.blockfp.dequantize.default
+dequantize_tensor = torch.ops.blockfp.dequantize_tensor.default
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The core's name of a dtype: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _quantize(run, x: Tensor, format: str, key: Tensor | None) -> list[Tensor]:
+    parts = run.quantize(x, Format.parse(format), key=key)
+    return [part.contiguous() for part in parts if part is not None]
+
+
+def _dequantize(run, codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
+    values = run.dequantize(
+        codes, scales, tensor_scale, Format.parse(format), name_of(dtype), columns=columns, origin=tuple(origin)
+    )
+    return values.contiguous()
+
+
+@torch.library.impl(_library, "quantize", "CompositeExplicitAutograd")
+def _quantize_by_definition(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
+    return _quantize(numerics, x, format, key)
+
+
+@torch.library.impl(_library, "dequantize", "CompositeExplicitAutograd")
+def _dequantize_by_definition(codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
+    return _dequantize(numerics, codes, scales, tensor_scale, format, dtype, columns, origin)
+
+
+@torch.library.impl(_library, "quantize", "CPU")
+def _quantize_on_cpu(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
+    return _quantize(native if native.available() else numerics, x, format, key)
+
+
+@torch.library.impl(_library, "dequantize", "CPU")
+def _dequantize_on_cpu(codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
+    run = native if native.available() else numerics
+    return _dequantize(run, codes, scales, tensor_scale, format, dtype, columns, origin)
+
+
+@torch.library.impl(_library, "dequantize_tensor", "CompositeExplicitAutograd")
+def _dequantize_plain(q: Tensor, dtype: torch.dtype) -> Tensor:
+    raise TypeError(f"q must be a QuantizedTensor, got a tensor of {q.dtype}")
+
+
+@torch.library.register_fake("blockfp::quantize", lib=_library)
+def _quantize_fake(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
+    parsed = Format.parse(format)
+    scale_dtype = cast(torch.dtype, getattr(torch, parsed.scale.dtype))
+    parts = [
+        x.new_empty(layout.codes_shape(x.shape, parsed), dtype=torch.uint8),
+        x.new_empty(layout.scales_shape(x.shape, parsed), dtype=scale_dtype),
+    ]
+    return [*parts, x.new_empty((), dtype=torch.float32)] if parsed.scale.two_level else parts
+
+
+@torch.library.register_fake("blockfp::dequantize", lib=_library)
+def _dequantize_fake(codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+
+
+@torch.library.register_fake("blockfp::dequantize_tensor", lib=_library)
+def _dequantize_tensor_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(q.shape, dtype=dtype, device=q.device)
