@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from . import native, numerics
+from . import checks, native, numerics
 from .formats import Format
 from .rounding import Key
 
@@ -38,8 +38,8 @@ class QuantizedArray:
     origin: tuple[int, int] = (0, 0)
 
     def __post_init__(self):
-        numerics.check_codes(self.codes, self.columns, self.format)
-        numerics.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
+        checks.check_codes(self.codes, self.columns, self.format)
+        checks.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
         dtype = np.dtype(self.dtype)
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
@@ -99,7 +99,7 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
             f"x must be a NumPy array, got {type(x).__name__}: "
             "use blockfp.jax.quantize for JAX and blockfp.torch.quantize for PyTorch"
         )
-    numerics.check_input(x)
+    checks.check_input(x)
     format = Format.parse(format)
     run = native if native.available() else numerics
     codes, scales, tensor_scale = run.quantize(x, format, key=key)

@@ -18,6 +18,7 @@ from array_api_compat import array_namespace
 
 from . import bits, layout, scaling
 from .bits import Array
+from .checks import check_codes, check_input, check_scales
 from .formats import E4M3, ElementFormat, Format
 from .rounding import Key, random_bytes, round_to_element
 
@@ -56,15 +57,6 @@ class _Scales(NamedTuple):
     stored: Array  # int32: the stored bytes, or fp32 bits
     tensor: Array | None  # int32 bits of tensor_scale
     multiplier: Array  # int32: fp32 bits of what x is multiplied with, or for E8M0 the exponent to subtract
-
-
-def check_input(x: Array) -> None:
-    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes."""
-    dtype = bits.dtype_name(x)
-    if dtype not in bits.FLOAT_DTYPES:
-        raise TypeError(f"x must be one of {', '.join(bits.FLOAT_DTYPES)}, got dtype {dtype}: cast it first")
-    if len(x.shape) < 2:
-        raise ValueError(f"x must have two or more axes, got shape {tuple(x.shape)}: reshape it to a matrix first")
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
@@ -389,33 +381,3 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
     element = format.element
     flipped = layout.pack(layout.swap_matrix(layout.unpack(codes, element.bits, columns)), element.bits)
     return flipped, layout.swap_matrix(scales)
-
-
-def check_codes(codes: Array, columns: int, format: Format) -> None:
-    """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
-    if bits.dtype_name(codes) != "uint8":
-        raise TypeError(f"codes must be uint8, got {bits.dtype_name(codes)}")
-    expected = layout.packed_columns(columns, format.element.bits)
-    if len(codes.shape) < 2 or codes.shape[-1] != expected:
-        raise ValueError(
-            f"codes of {format} with {columns} columns must have shape [..., rows, {expected}], got {tuple(codes.shape)}"
-        )
-
-
-def check_scales(scales: Array, tensor_scale: Array | None, shape, format: Format, origin: Origin = (0, 0)) -> None:
-    """Raises TypeError or ValueError where scales don't fit an array of `shape` in this format."""
-    if bits.dtype_name(scales) != format.scale.dtype:
-        raise TypeError(f"scales of {format} must be {format.scale.dtype}, got {bits.dtype_name(scales)}")
-    expected = layout.scales_shape(shape, format, origin)
-    if tuple(scales.shape) != expected:
-        raise ValueError(
-            f"scales of {format} for shape {tuple(shape)} at origin {origin} must have shape {expected}, "
-            f"got {tuple(scales.shape)}"
-        )
-    if (tensor_scale is None) == format.scale.two_level:
-        need = "needs a tensor_scale" if tensor_scale is None else "has no tensor_scale"
-        raise ValueError(f"{format} {need}")
-    if tensor_scale is not None and (bits.dtype_name(tensor_scale), tuple(tensor_scale.shape)) != ("float32", ()):
-        raise ValueError(
-            f"tensor_scale must be float32 of shape (), got {bits.dtype_name(tensor_scale)} {tuple(tensor_scale.shape)}"
-        )
