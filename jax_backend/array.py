@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from blockfp import numerics
 from blockfp.array import DTYPES
@@ -171,7 +172,7 @@ def quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> Q
     format = Format.parse(format)
     codes, scales, tensor_scale = ops.quantize(x, ops.key_array(key), format=format)
     q = QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
-    return q._with_source(x) if isinstance(x, jax.core.Tracer) else q
+    return q._with_source(x) if isinstance(x, Tracer) else q
 
 
 def fake_quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> jax.Array:

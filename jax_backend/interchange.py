@@ -18,8 +18,8 @@ def from_torch(q) -> QuantizedArray:
     Raises:
         TypeError: `q` is not a QuantizedTensor.
     """
-    parts = [getattr(q, name, None) for name in ("codes", "scales", "format", "dtype")]
-    if any(part is None for part in parts) or not hasattr(q, "tensor_scale"):
+    missing = [name for name in ("codes", "scales", "tensor_scale", "format", "origin") if not hasattr(q, name)]
+    if missing or not hasattr(q.codes, "data_ptr"):
         raise TypeError(f"q must be a blockfp.torch.QuantizedTensor, got {type(q).__name__}")
 
     def share(tensor) -> jax.Array | None:
