@@ -121,8 +121,8 @@ def gather_weight(
         axes: mesh axes to gather over. The result stays sharded over the others (tensor parallelism's).
         columnwise: derive the transposed weight after the gather; exact for square blocks and one scale per tensor.
         obstacle: why the executor can't carry codes here. The values then travel in fp32 with the scales beside them, and are
-            encoded with those: the same codes again, except in a block whose scale is NaN, and where a value beyond fp32
-            became Inf.
+            encoded with those. Scales and values come out as they were, and so do the codes wherever a value tells its code:
+            not where the scale is NaN or zero, nor where code times scale is beyond fp32.
 
     Raises:
         ValueError: an axis that shards nothing or leaves separate runs, or a columnwise weight in 1-D blocks.

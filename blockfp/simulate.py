@@ -109,7 +109,7 @@ def exchange(messages: Sequence[Mapping[int, list[np.ndarray]]], receivers: int)
 def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
     kinds = {(a.shape, a.dtype) for a in arrays}
     if len(kinds) > 1:
-        raise AssertionError(f"arrays of one collective differ in shape or dtype: {sorted(map(str, kinds))}")
+        raise ValueError(f"arrays of one collective must have one shape and dtype, got {', '.join(sorted(map(str, kinds)))}")
     return arrays
 
 
