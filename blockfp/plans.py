@@ -205,7 +205,7 @@ def gather_activation(
 
     if have is format and not across and not rotate:
         return plan(*_gathers(sharding, axes, format, "codes"))
-    reason = _cut_by_gather(format, sharding.transposed() if across else sharding, axes, rotate)
+    reason = _cut_by_gather(format, sharding, axes, across, rotate)
     if reason is None:
         before = () if have is None else (Dequantize(have, sharding),)
         lies = sharding.transposed() if across else sharding
@@ -286,22 +286,22 @@ def _gathers(
     return tuple(gathers)
 
 
-def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], rotate: bool) -> str | None:
+def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, rotate: bool) -> str | None:
     """Why shards can't be quantized before they are gathered over these axes, or None if they can."""
+    lies = sharding.transposed() if columnwise else sharding
     last = len(sharding.shape) - 1
-    units = [
-        (last - 1, block_length(format, sharding, last - 1), "block"),
-        (last, block_length(format, sharding, last), "block"),
-    ]
+    units = [(dim, block_length(format, lies, dim), "block") for dim in (last - 1, last)]
     if rotate:
         units.append((last, GROUP, "rotation group"))
     for dim, unit, what in units:
-        if set(sharding.straddling_axes(dim, unit)) & set(axes):
-            cuts = [start for start, _ in sharding.spans(dim).values() if start % unit]
+        if set(lies.straddling_axes(dim, unit)) & set(axes):
+            cuts = [str(start) for start, _ in lies.spans(dim).values() if start % unit]
+            # The caller's array is the one that isn't transposed yet.
+            own = 2 * last - 1 - dim if columnwise else dim
+            where = ", ".join(cuts[:4]) + (", .." if len(cuts) > 4 else "")
             return (
-                f"shards of axis {dim} of {list(sharding.shape)} begin at {', '.join(map(str, cuts[:4]))}"
-                f"{', ..' if len(cuts) > 4 else ''}, inside a {what} of {unit}; shards whose length is a multiple of {unit} "
-                "travel quantized"
+                f"axis {own} of {list(sharding.shape)} is cut at {where}, inside a {what} of {unit}; "
+                f"shards whose length is a multiple of {unit} travel quantized"
             )
     return None
 

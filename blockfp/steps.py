@@ -8,7 +8,7 @@ Each rank holds either values (one float array) or codes (codes, scales and, for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -31,6 +31,10 @@ def grid_span(format: Format, region: Region, dim: int) -> tuple[int, int]:
     from_last = dim - len(region.shape)
     block = format.block[from_last] if from_last >= -2 else 1
     return region.start[dim] // block, block_grid(region.shape[dim], block, region.start[dim])
+
+
+# The hooks of a training step ask the same question of the same value again and again.
+_kept = lru_cache(maxsize=4096)
 
 
 @dataclass(frozen=True)
@@ -185,11 +189,13 @@ class Gather:
         """The ranks that gather together with `rank`, in the order of the sources."""
         return self.sharding.mesh.group(rank, self.axes)
 
+    @_kept
     def elements(self, rank: int) -> Join:
         """How the elements along `dim` are joined on this rank."""
         sizes = [self.sharding.span(self.dim, member)[1] for member in self.group(rank)]
         return Join(max(sizes), tuple((source, 0, size) for source, size in enumerate(sizes) if size))
 
+    @_kept
     def stored(self, rank: int) -> Join:
         """How values or stored codes along `dim` are joined on this rank: bytes, where codes are packed along it.
 
@@ -202,6 +208,7 @@ class Gather:
         runs = tuple((source, 0, packed_columns(stop, bits)) for source, _, stop in elements.runs)
         return Join(packed_columns(elements.chunk, bits), runs)
 
+    @_kept
     def scales(self, rank: int) -> Join:
         """How the scales along `dim` are joined on this rank.
 
@@ -236,8 +243,9 @@ class Gather:
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
         together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
-        spans = [[self.sharding.span(self.dim, r)[1] for r in self.group(rank)] for rank in range(self.sharding.mesh.size)]
-        return any(max(sizes) % together for sizes in spans if sum(map(bool, sizes)) > 1)
+        groups = {self.group(rank) for rank in self.sharding.spans(self.dim)}
+        joins = [self.elements(members[0]) for members in groups]
+        return any(join.chunk % together for join in joins if len(join.runs) > 1)
 
     def __str__(self) -> str:
         what = self.payload if self.format is None else f"{self.payload} and scales"
