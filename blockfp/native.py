@@ -1,12 +1,323 @@
-"""Placeholder until the kernel library is here."""
+"""The kernel library: quantize, dequantize and amax of NumPy arrays and CPU torch tensors, with the definition's bits.
+
+The functions have the contract of `blockfp.numerics` and give the same bits. The library is loaded on first use, because
+importing Apache TVM FFI takes a second. Where it can't be loaded `available()` is False, `status()` says why, and callers run the
+definition instead.
+
+Which instruction set runs (`instruction_set`, `use_instruction_set`) and on how many threads (`set_threads`) changes the
+speed and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import bits, layout, numerics
+from .bits import Array
+from .formats import Format
+from .numerics import Amax, Origin, Quantized
+from .rounding import Key, key_words
+
+LIBRARY = "libblockfp_cpu.so"
+
+# What the library calls things: kernels/include/blockfp/elements.h, scales.h and dtypes.h.
+_ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
+_RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3"))}
+_DTYPES = {name: index for index, name in enumerate(("float32", "float16", "bfloat16"))}
+_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+_library: Any = None
+_why_not = ""
+_specs: dict[Format, tuple[int, int, int, int]] = {}
+_dtype_names: dict[Any, str] = {}
 
 
 def available() -> bool:
-    return False
+    """Whether the kernel library is there; loads it the first time."""
+    return _load() is not None
 
 
-def quantize(*args, **kwargs):
-    raise NotImplementedError
+def status() -> str:
+    """One line: which library is loaded and what it runs on, or why there is none."""
+    if not available():
+        return f"no kernels: {_why_not}; the definition runs instead, with the same bits"
+    return f"{_library.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
 
 
-dequantize = amax = quantize
+class _Library:
+    """The library's functions, looked up once."""
+
+    def __init__(self, path: Path):
+        import tvm_ffi
+
+        module = tvm_ffi.load_module(str(path))
+        self.path = path
+        self.amax = module.amax
+        self.quantize = module.quantize
+        self.dequantize = module.dequantize
+        self.rotate = module.rotate
+        self.instruction_sets = module.instruction_sets
+        self.instruction_set = module.instruction_set
+        self.use_instruction_set = module.use_instruction_set
+        self.set_threads = module.set_threads
+
+
+def _load() -> _Library | None:
+    global _library, _why_not
+    if _library is None and not _why_not:
+        try:
+            _library = _Library(_find())
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            _why_not = f"{type(error).__name__}: {error}"
+    return _library
+
+
+def _find() -> Path:
+    """Where the library is: beside this file, or, of an editable install, where the other installed files are."""
+    beside = Path(__file__).with_name(LIBRARY)
+    if beside.is_file():
+        return beside
+    from importlib import metadata
+
+    try:
+        installed = Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/{LIBRARY}")))
+    except metadata.PackageNotFoundError:
+        installed = beside
+    if installed.is_file():
+        return installed
+    raise FileNotFoundError(f"{LIBRARY} was not built: install blockfp again on a machine with a C++ compiler")
+
+
+def _loaded() -> _Library:
+    library = _library or _load()
+    if library is None:
+        raise RuntimeError(status())
+    return library
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """The instruction sets that can run here, fastest first; the last is always "scalar"."""
+    return tuple(str(name) for name in _loaded().instruction_sets())
+
+
+def instruction_set() -> str:
+    """The instruction set in use."""
+    return str(_loaded().instruction_set())
+
+
+def use_instruction_set(name: str) -> None:
+    """Uses this instruction set from now on, in the whole process; every one gives the same bits.
+
+    Raises:
+        ValueError: it is not one of `instruction_sets()`.
+    """
+    if not _loaded().use_instruction_set(name):
+        raise ValueError(f"instruction set {name!r} can't run here; use one of {', '.join(instruction_sets())}")
+
+
+def set_threads(threads: int) -> int:
+    """Uses at most so many threads a call from now on; 0 means one for each core. Returns the limit in use."""
+    if threads < 0:
+        raise ValueError(f"threads must be 0 (one for each core) or more, got {threads}")
+    return int(_loaded().set_threads(threads))
+
+
+def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
+    """The largest magnitude of each block of x; see `numerics.amax`.
+
+    Args:
+        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
+        format: the format whose blocks to use.
+        origin: (row, column) of x's first element in the unsharded matrix.
+    """
+    library, format, dtype = _loaded(), Format.parse(format), _input_dtype(x)
+    grid = layout.scales_shape(x.shape, format, origin)
+    blocks = _empty(x, grid, "int32")
+    nan = None if format.element.has_nan else _empty(x, grid, "int32")
+    tensor = _empty(x, (), "int32") if format.scale.two_level else None
+    library.amax(_lend(x), blocks, nan, tensor, _DTYPES[dtype], *_spec(format), *origin)
+    return Amax(blocks, nan, tensor)
+
+
+def quantize(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Key | None = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+) -> Quantized:
+    """Quantizes x in blocks of its last two axes; see `numerics.quantize`, whose arguments, bits and errors these are.
+
+    Args:
+        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The results are of
+            the same library.
+    """
+    library, format, dtype = _loaded(), Format.parse(format), _input_dtype(x)
+    largest = _fp8_limits(format, eps, nominal or dtype)
+    rows, columns = x.shape[-2:]
+    codes = _empty(x, layout.codes_shape(x.shape, format), "uint8")
+    grid = layout.scales_shape(x.shape, format, origin)
+    scales = _empty(x, grid, format.scale.dtype)
+    tensor_scale = _empty(x, (), "float32") if format.scale.two_level else None
+    key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
+    index_rows, index_columns = shape or (origin[0] + rows, origin[1] + columns)
+    library.quantize(
+        _lend(x),
+        codes,
+        scales,
+        tensor_scale,
+        *((None, None, None) if amax is None else _given(amax, grid, format)),
+        _DTYPES[dtype],
+        *_spec(format),
+        largest,
+        eps,
+        key is not None,
+        key0,
+        key1,
+        *origin,
+        index_rows,
+        index_columns,
+    )
+    return Quantized(codes, scales, tensor_scale)
+
+
+def dequantize(
+    codes: Array,
+    scales: Array,
+    tensor_scale: Array | None,
+    format: Format | str,
+    dtype: str,
+    *,
+    columns: int,
+    origin: Origin = (0, 0),
+) -> Array:
+    """The values of codes and scales; see `numerics.dequantize`, whose arguments, bits and errors these are.
+
+    Args:
+        codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
+    """
+    library, format = _loaded(), Format.parse(format)
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    shape = (*codes.shape[:-1], columns)
+    numerics.check_codes(codes, columns, format)
+    numerics.check_scales(scales, tensor_scale, shape, format, origin)
+    out = _empty(codes, shape, dtype)
+    library.dequantize(
+        _lend(_contiguous(codes)),
+        _lend(_contiguous(scales)),
+        1.0 if tensor_scale is None else float(tensor_scale),
+        _lend(out),
+        _DTYPES[dtype],
+        *_spec(format),
+        *origin,
+    )
+    return out
+
+
+def rotate(x: Array) -> Array:
+    """The random Hadamard transform along x's last axis; see `rotation.rotate`.
+
+    Args:
+        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
+    """
+    library, dtype = _loaded(), _input_dtype(x)
+    out = _empty(x, x.shape, dtype)
+    library.rotate(_lend(x), _lend(out), _DTYPES[dtype])
+    return out
+
+
+def _fp8_limits(format: Format, eps: float, nominal: str) -> int:
+    """Bits of the value that replaces an infinite multiplier, after the checks that the definition makes."""
+    if format.scale.name not in ("fp32", "pow2"):
+        if eps:
+            raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
+        return bits.FP32_MAX
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    if nominal not in bits.LARGEST_FINITE:
+        raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
+    return bits.LARGEST_FINITE[nominal]
+
+
+def _spec(format: Format) -> tuple[int, int, int, int]:
+    """The format as the library takes it: element, block rows, block columns (0, 0 for the whole tensor), scale rule."""
+    spec = _specs.get(format)
+    if spec is None:
+        rows, columns = format.block or (0, 0)
+        spec = _specs[format] = (_ELEMENTS[format.element.name], rows, columns, _RULES[format.scale.name])
+    return spec
+
+
+def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
+    """An amax's fields for the library, once they fit the format."""
+    nan = None if format.element.has_nan else amax.nan
+    tensor = amax.tensor if format.scale.two_level else None
+    if tuple(amax.blocks.shape) != grid:
+        raise ValueError(f"amax.blocks of {format} must have shape {grid}, got {tuple(amax.blocks.shape)}")
+    if (nan is None) != format.element.has_nan or (tensor is not None) != format.scale.two_level:
+        raise ValueError(f"amax is not one of {format}: take it from amax(x, {str(format)!r})")
+    fields = (amax.blocks, nan, tensor)
+    for name, field in zip(Amax._fields, fields, strict=True):
+        if field is not None and bits.dtype_name(field) != "int32":
+            raise TypeError(f"amax.{name} must be int32, got {bits.dtype_name(field)}")
+    blocks, nan, tensor = (None if field is None else _lend(_contiguous(field)) for field in fields)
+    return blocks, nan, tensor
+
+
+def _input_dtype(x: Array) -> str:
+    """Name of x's dtype, once x is an array that the library can read."""
+    if len(x.shape) < 2 or (name := _dtype_names.get(x.dtype)) is None:
+        numerics.check_input(x)
+        name = _dtype_names[x.dtype] = bits.dtype_name(x)
+    return name
+
+
+def _is_torch(x: Array) -> bool:
+    if isinstance(x, np.ndarray):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
+        return True
+    where = f" on {x.device}" if hasattr(x, "device") else ""
+    raise TypeError(f"the CPU kernels take NumPy arrays and CPU torch tensors, got {type(x).__name__}{where}")
+
+
+def _empty(like: Array, shape, dtype: str) -> Array:
+    """A new array of like's library."""
+    if _is_torch(like):
+        torch = sys.modules["torch"]
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+    return np.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
+
+
+def _contiguous(x: Array) -> Array:
+    return x.contiguous() if _is_torch(x) else np.ascontiguousarray(x)
+
+
+class _Writable:
+    """NumPy exports no read-only array through DLPack; through this one it can be lent, and the library only reads it."""
+
+    def __init__(self, x: np.ndarray):
+        self.owner = x
+        self.__array_interface__ = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
+
+
+def _lend(x: Array) -> Array:
+    """x as the library can take it, in place."""
+    if _is_torch(x):
+        return x.detach() if x.requires_grad else x
+    if x.dtype == ml_dtypes.bfloat16:
+        x = x.view(np.uint16)
+    if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
+        x = np.ascontiguousarray(x)
+    return x if x.flags.writeable else np.asarray(_Writable(x))

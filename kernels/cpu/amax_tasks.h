@@ -1,0 +1,137 @@
+// Largest magnitudes, NaN ignored: of blocks, and of the whole tensor. Included by each instruction set's file.
+//
+// NaN's patterns are above Inf's. So the largest pattern is found without looking for NaN, and only where it is above Inf
+// are the elements looked at one by one.
+#pragma once
+
+#include "job.h"
+#include "lanes_cpu.h"
+
+namespace blockfp {
+namespace BLOCKFP_ISA {
+
+// A tile's elements, its rows `stride` apart and its columns adjacent.
+template <class T>
+struct Elements {
+  const typename T::Raw* data;
+  int64_t stride;
+
+  const typename T::Raw* row(int64_t r) const { return data + r * stride; }
+};
+
+// The tile as it lies in the input, or copied to `scratch` where columns are not adjacent.
+template <class T>
+Elements<T> elements_of(const Input& x, const Tile& tile, void* scratch) {
+  using Raw = typename T::Raw;
+  const int64_t rows = x.row_stride(), columns = x.column_stride();
+  const Raw* first =
+      static_cast<const Raw*>(x.data) + x.batch_offset(tile.batch) + tile.row * rows + tile.column * columns;
+  if (columns == 1 || tile.columns <= 1) return {first, rows};
+  Raw* copy = static_cast<Raw*>(scratch);
+  // Along the shorter stride first, in strips whose cache lines are used up before they are dropped.
+  constexpr int64_t kStrip = 64;
+  for (int64_t r0 = 0; r0 < tile.rows; r0 += kStrip) {
+    const int64_t r1 = r0 + kStrip < tile.rows ? r0 + kStrip : tile.rows;
+    for (int64_t c = 0; c < tile.columns; ++c) {
+      for (int64_t r = r0; r < r1; ++r) copy[r * tile.columns + c] = first[r * rows + c * columns];
+    }
+  }
+  return {copy, tile.columns};
+}
+
+template <class T>
+BLOCKFP_HD int32_t bits_of(uint32_t pattern) {
+  return widen<T, float>(static_cast<int32_t>(pattern));
+}
+
+// Largest pattern of some rows and columns, NaN counted as 0.
+template <class T>
+uint32_t largest_number(const Elements<T>& x, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  uint32_t most = 0;
+  for (int64_t r = row; r < row + rows; ++r) {
+    for (int64_t c = column; c < column + columns; ++c) {
+      const uint32_t magnitude = x.row(r)[c] & T::kRawMagnitude;
+      if (magnitude <= T::kRawInfinity && magnitude > most) most = magnitude;
+    }
+  }
+  return most;
+}
+
+// amax bits and NaN flags of one row of blocks, which is `rows` rows of the tile from `row` on.
+template <class T>
+void amax_of_blocks(const Elements<T>& x, int64_t row, int64_t rows, int64_t columns, int64_t phase, int64_t block,
+                    void* scratch, int32_t* amax, int32_t* nan) {
+  using Raw = typename T::Raw;
+  const Raw* values = x.row(row);
+  if (rows > 1) {
+    Raw* largest = static_cast<Raw*>(scratch);
+    for (int64_t c = 0; c < columns; ++c) largest[c] = values[c] & T::kRawMagnitude;
+    for (int64_t r = row + 1; r < row + rows; ++r) {
+      const Raw* next = x.row(r);
+      for (int64_t c = 0; c < columns; ++c) {
+        const Raw magnitude = next[c] & T::kRawMagnitude;
+        largest[c] = magnitude > largest[c] ? magnitude : largest[c];
+      }
+    }
+    values = largest;
+  }
+  int64_t column = 0;
+  for (int64_t b = 0; column < columns; ++b) {
+    int64_t end = (b + 1) * block - phase;
+    end = end < columns ? end : columns;
+    uint32_t most = largest_pattern<T>(values + column, end - column);
+    nan[b] = most > T::kRawInfinity;
+    if (nan[b]) most = largest_number(x, row, rows, column, end - column);
+    amax[b] = bits_of<T>(most);
+    column = end;
+  }
+}
+
+template <class T>
+void tensor_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
+  const Tile tile(job.tiling, task);
+  const Elements<T> x = elements_of<T>(job.x, tile, Scratch(job.tiling, scratch).gathered);
+  uint32_t most = 0;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    uint32_t row = largest_pattern<T>(x.row(r), tile.columns);
+    if (row > T::kRawInfinity) row = largest_number(x, r, 1, 0, tile.columns);
+    most = row > most ? row : most;
+  }
+  const int32_t bits = bits_of<T>(most);
+  int32_t seen = __atomic_load_n(job.tensor, __ATOMIC_RELAXED);
+  while (bits > seen &&
+         !__atomic_compare_exchange_n(job.tensor, &seen, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+// The rows of blocks in a tile, one after the other: calls body(first row in the tile, rows, row of the block grid).
+template <class Body>
+BLOCKFP_HD void for_block_rows(const Spec& spec, const Tiling& t, const Tile& tile, Body body) {
+  const int64_t block_rows = spec.per_tensor() ? 1 : spec.block_rows;
+  for (int64_t r = 0; r < tile.rows;) {
+    const int64_t global = t.row_phase + tile.row + r;
+    int64_t rows = block_rows - global % block_rows;
+    rows = rows < tile.rows - r ? rows : tile.rows - r;
+    body(r, rows, global / block_rows);
+    r += rows;
+  }
+}
+
+template <class T>
+void block_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
+  const Tiling& t = job.tiling;
+  const Tile tile(t, task);
+  const Scratch memory(t, scratch);
+  const Elements<T> x = elements_of<T>(job.x, tile, memory.gathered);
+  for_block_rows(job.spec, t, tile, [&](int64_t row, int64_t rows, int64_t block_row) {
+    amax_of_blocks(x, row, rows, tile.columns, tile.column_phase, job.spec.block_columns, memory.largest, memory.amax,
+                   memory.nan);
+    const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
+    const int64_t blocks = tile.blocks(job.spec);
+    memcpy(job.blocks + at, memory.amax, 4 * blocks);
+    if (job.nan != nullptr) memcpy(job.nan + at, memory.nan, 4 * blocks);
+  });
+}
+
+}  // namespace BLOCKFP_ISA
+}  // namespace blockfp

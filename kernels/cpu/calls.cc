@@ -1,0 +1,144 @@
+#include "calls.h"
+
+#include <algorithm>
+
+#include "float_mode.h"
+#include "instruction_sets.h"
+#include "run_tasks.h"
+
+namespace blockfp {
+namespace {
+
+// A tile is read twice: it stays in the second-level cache. Its rows are as long as that allows, for the prefetcher's sake.
+constexpr int64_t kTileBytes = 1 << 18;
+constexpr int64_t kLongestRow = 1 << 13;
+
+int item_bytes(int dtype) { return dtype == Fp32::kId ? 4 : 2; }
+
+int code_bits(int element) {
+  switch (element) {
+    case E2M1::kId:
+      return E2M1::kBits;
+    case E3M2::kId:
+    case E2M3::kId:
+      return E3M2::kBits;
+    default:
+      return 8;
+  }
+}
+
+int64_t batches_of(const Input& x) {
+  int64_t batches = 1;
+  for (int axis = 0; axis < x.ndim - 2; ++axis) batches *= x.shape[axis];
+  return batches;
+}
+
+int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+
+int64_t elements(const Tiling& t) { return t.batches * t.rows * t.columns; }
+
+int32_t tensor_amax_of(const Input& x, const Tiling& tiling, bool gather, const Spec& spec) {
+  int32_t bits = 0;
+  AmaxJob job{spec, tiling, x, nullptr, nullptr, &bits};
+  const auto run = current_kernels().tensor_amax;
+  run_tasks(tiling.tasks(), elements(tiling) * item_bytes(x.dtype), Scratch::bytes(tiling, gather),
+            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+  return bits;
+}
+
+template <class E>
+BlockScale<float> per_tensor_scale(const QuantizeJob& job, int32_t amax) {
+  if (job.spec.rule == ScaleRule::kPow2) return fp8_scale<E, ScaleRule::kPow2, float>(amax, job.eps_bits, kFp32Max);
+  return fp8_scale<E, ScaleRule::kFp32, float>(amax, job.eps_bits, kFp32Max);
+}
+
+}  // namespace
+
+Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
+                   int64_t first_column, int item_bytes) {
+  const int64_t block_rows = spec.per_tensor() ? 1 : spec.block_rows;
+  const int64_t block_columns = spec.per_tensor() ? 1 : spec.block_columns;
+  Tiling t{};
+  t.batches = batches;
+  t.rows = rows;
+  t.columns = columns;
+  t.row_phase = first_row % block_rows;
+  t.column_phase = first_column % block_columns;
+  t.grid_rows = rows == 0 ? 0 : up(t.row_phase + rows, block_rows);
+  t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
+  // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
+  const bool cut = code_bits(spec.element) == 8 || t.column_phase % 4 == 0;
+  const int64_t widest = std::clamp<int64_t>(kTileBytes / (block_rows * item_bytes) / 128 * 128, 128, kLongestRow);
+  const int64_t whole = up(t.column_phase + columns, 128) * 128;
+  t.tile_columns = std::max<int64_t>(cut ? std::min(widest, whole) : whole, 128);
+  t.tile_rows = std::max<int64_t>(kTileBytes / (t.tile_columns * item_bytes) / block_rows, 1) * block_rows;
+  t.row_tiles = up(t.row_phase + rows, t.tile_rows);
+  t.column_tiles = up(t.column_phase + columns, t.tile_columns);
+  if (batches == 0 || rows == 0 || columns == 0) t.row_tiles = t.column_tiles = 0;
+  return t;
+}
+
+void run_amax(AmaxJob job, int64_t first_row, int64_t first_column) {
+  const FloatMode mode;
+  const int64_t batches = batches_of(job.x), rows = job.x.shape[job.x.ndim - 2], columns = job.x.shape[job.x.ndim - 1];
+  const Tiling t = job.tiling =
+      make_tiling(job.spec, batches, rows, columns, first_row, first_column, item_bytes(job.x.dtype));
+  const bool gather = job.x.column_stride() != 1;
+  if (job.spec.per_tensor()) {
+    *job.blocks = tensor_amax_of(job.x, t, gather, job.spec);
+    return;
+  }
+  const auto run = current_kernels().block_amax;
+  run_tasks(t.tasks(), elements(t) * item_bytes(job.x.dtype), Scratch::bytes(t, gather),
+            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+  if (job.tensor != nullptr) {
+    const int64_t blocks = t.batches * t.grid_rows * t.grid_columns;
+    *job.tensor = blocks == 0 ? 0 : *std::max_element(job.blocks, job.blocks + blocks);
+  }
+}
+
+void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out) {
+  const FloatMode mode;
+  const int64_t batches = batches_of(job.x), rows = job.x.shape[job.x.ndim - 2], columns = job.x.shape[job.x.ndim - 1];
+  const Tiling t = job.tiling =
+      make_tiling(job.spec, batches, rows, columns, job.first_row, job.first_column, item_bytes(job.x.dtype));
+  const bool gather = job.x.column_stride() != 1;
+  if (job.spec.per_tensor()) {
+    const int32_t amax = job.given_blocks != nullptr ? *job.given_blocks : tensor_amax_of(job.x, t, gather, job.spec);
+    const BlockScale<float> scale =
+        job.spec.element == E4M3::kId ? per_tensor_scale<E4M3>(job, amax) : per_tensor_scale<E5M2>(job, amax);
+    job.multiplier = scale.multiplier;
+    *static_cast<int32_t*>(job.scales) = scale.stored;
+  } else if (job.spec.rule == ScaleRule::kE4m3) {
+    const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.spec);
+    job.multiplier = tensor_multiplier<E2M1>(amax);
+    job.tensor_scale = divide(1.0f, job.multiplier);
+    *tensor_scale_out = job.tensor_scale;
+  }
+  const auto run = current_kernels().quantize;
+  const int64_t work = elements(t) * (item_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
+  run_tasks(t.tasks(), work, Scratch::bytes(t, gather),
+            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+}
+
+void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
+                    int64_t first_column) {
+  const FloatMode mode;
+  const Tiling t = job.tiling =
+      make_tiling(job.spec, batches, rows, columns, first_row, first_column, item_bytes(job.dtype));
+  const auto run = current_kernels().dequantize;
+  run_tasks(t.tasks(), elements(t) * (item_bytes(job.dtype) + 1), Scratch::bytes(t, false),
+            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+}
+
+void run_rotate(const RotateJob& job, int64_t batches) {
+  const auto run = current_kernels().rotate;
+  const int64_t rows_a_task = std::max<int64_t>(1, kTileBytes / 4 / std::max<int64_t>(job.columns, 1));
+  const int64_t rows = batches * job.rows;
+  run_tasks(up(rows, rows_a_task), rows * job.columns * 4, 0, [&](int64_t task, void*) {
+    const int64_t end = std::min(rows, (task + 1) * rows_a_task);
+    for (int64_t row = task * rows_a_task; row < end; ++row) run(job, row);
+  });
+}
+
+}  // namespace blockfp

@@ -1,0 +1,183 @@
+// The library's functions, callable from any language through Apache TVM FFI. Arrays come as DLPack tensors; bfloat16 and
+// NumPy's float16 may come as 16-bit integers, so the dtype is an argument of its own. Outputs are the caller's.
+//
+// Callers check formats, shapes and dtypes (blockfp/native.py); here only what would read or write outside an array is checked.
+
+#include <tvm/ffi/tvm_ffi.h>
+
+#include <optional>
+#include <string>
+
+#include "calls.h"
+#include "instruction_sets.h"
+#include "run_tasks.h"
+
+namespace blockfp {
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Optional;
+using tvm::ffi::String;
+using tvm::ffi::TensorView;
+
+void check(bool ok, const char* what) {
+  if (!ok) TVM_FFI_THROW(ValueError) << what;
+}
+
+template <class T>
+T* data_of(const TensorView& tensor) {
+  return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
+}
+
+template <class T>
+T* data_of(const Optional<TensorView>& tensor) {
+  return tensor.has_value() ? data_of<T>(tensor.value()) : nullptr;
+}
+
+int bytes_of(int64_t dtype) { return dtype == Fp32::kId ? 4 : 2; }
+
+void check_output(const TensorView& tensor, int64_t count, int bytes, const char* what) {
+  check(tensor.device().device_type == kDLCPU && tensor.IsContiguous() && tensor.numel() == count &&
+            tensor.dtype().bits == 8 * bytes,
+        what);
+}
+
+Input input_of(const TensorView& x, int64_t dtype) {
+  check(x.device().device_type == kDLCPU && x.ndim() >= 2 && x.dtype().bits == 8 * bytes_of(dtype),
+        "x must be a CPU array of two or more axes and the dtype that was named");
+  return {data_of<const void>(x), static_cast<int>(dtype), x.ndim(), x.shape().data(), x.strides().data()};
+}
+
+Spec spec_of(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
+  check(element >= 0 && element <= Int8::kId && rule >= 0 && rule <= static_cast<int>(ScaleRule::kE4m3),
+        "the format has an element or a scale rule that this library does not know: rebuild it");
+  check(block_columns == 0 || (block_columns >= 16 && block_columns <= 128 && (block_columns & (block_columns - 1)) == 0),
+        "block columns must be 16, 32, 64 or 128");
+  check(block_columns != 0 || (element <= E5M2::kId && rule <= static_cast<int>(ScaleRule::kPow2)),
+        "one scale for the whole tensor is for FP8 alone");
+  return {static_cast<int>(element), static_cast<int>(block_rows), static_cast<int>(block_columns),
+          static_cast<ScaleRule>(rule)};
+}
+
+int64_t code_row_bytes(int64_t element, int64_t columns) {
+  if (element == E2M1::kId) return Packing<4>::row_bytes(columns);
+  if (element == E3M2::kId || element == E2M3::kId) return Packing<6>::row_bytes(columns);
+  return columns;
+}
+
+int64_t rows_in_all(const TensorView& x) {
+  int64_t rows = 1;
+  for (int axis = 0; axis < x.ndim() - 1; ++axis) rows *= x.size(axis);
+  return rows;
+}
+
+int64_t scale_count(const Spec& spec, const Tiling& t) {
+  return spec.per_tensor() ? 1 : t.batches * t.grid_rows * t.grid_columns;
+}
+
+Tiling tiling_of(const Spec& spec, const TensorView& x, int64_t columns, int64_t first_row, int64_t first_column) {
+  check(first_row >= 0 && first_column >= 0, "origin must not be negative");
+  const int64_t rows = x.size(-2);
+  int64_t batches = 1;
+  for (int axis = 0; axis < x.ndim() - 2; ++axis) batches *= x.size(axis);
+  return make_tiling(spec, batches, rows, columns, first_row, first_column, 4);
+}
+
+void amax(TensorView x, TensorView blocks, Optional<TensorView> nan, Optional<TensorView> tensor, int64_t dtype,
+          int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t first_row, int64_t first_column) {
+  const Input input = input_of(x, dtype);
+  const Spec spec = spec_of(element, block_rows, block_columns, rule);
+  const int64_t scales = scale_count(spec, tiling_of(spec, x, x.size(-1), first_row, first_column));
+  check_output(blocks, scales, 4, "blocks must be contiguous int32, one for each block");
+  if (nan.has_value()) check_output(nan.value(), scales, 4, "nan must be contiguous int32, one for each block");
+  if (tensor.has_value()) check_output(tensor.value(), 1, 4, "tensor must be one int32");
+  run_amax({spec, {}, input, data_of<int32_t>(blocks), data_of<int32_t>(nan), data_of<int32_t>(tensor)}, first_row,
+           first_column);
+}
+
+void quantize(TensorView x, TensorView codes, TensorView scales, Optional<TensorView> tensor_scale,
+              Optional<TensorView> given_blocks, Optional<TensorView> given_nan, Optional<TensorView> given_tensor,
+              int64_t dtype, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t largest,
+              double eps, bool stochastic, int64_t key0, int64_t key1, int64_t first_row, int64_t first_column,
+              int64_t index_rows, int64_t index_columns) {
+  QuantizeJob job{};
+  job.x = input_of(x, dtype);
+  job.spec = spec_of(element, block_rows, block_columns, rule);
+  const int64_t count = scale_count(job.spec, tiling_of(job.spec, x, x.size(-1), first_row, first_column));
+  const bool bytes = rule > static_cast<int>(ScaleRule::kPow2), two_levels = rule == static_cast<int>(ScaleRule::kE4m3);
+  check_output(codes, rows_in_all(x) * code_row_bytes(element, x.size(-1)), 1, "codes must be contiguous uint8, packed");
+  check_output(scales, count, bytes ? 1 : 4, "scales must be contiguous, one for each block");
+  check(tensor_scale.has_value() == two_levels, "tensor_scale belongs to formats of two levels");
+  if (two_levels) check_output(tensor_scale.value(), 1, 4, "tensor_scale must be one float32");
+  if (given_blocks.has_value()) {
+    check_output(given_blocks.value(), count, 4, "amax.blocks must be contiguous int32, one for each block");
+    check(given_nan.has_value() == (element > E5M2::kId), "amax.nan belongs to elements without a NaN code");
+    if (given_nan.has_value()) check_output(given_nan.value(), count, 4, "amax.nan must be like amax.blocks");
+    check(given_tensor.has_value() == two_levels, "amax.tensor belongs to formats of two levels");
+    if (two_levels) check_output(given_tensor.value(), 1, 4, "amax.tensor must be one int32");
+  }
+  job.codes = data_of<uint8_t>(codes);
+  job.scales = data_of<void>(scales);
+  job.given_blocks = data_of<int32_t>(given_blocks);
+  job.given_nan = data_of<int32_t>(given_nan);
+  job.eps_bits = bit_cast<int32_t>(static_cast<float>(eps));
+  job.largest = static_cast<int32_t>(largest);
+  job.stochastic = stochastic;
+  job.key0 = static_cast<uint32_t>(key0);
+  job.key1 = static_cast<uint32_t>(key1);
+  job.first_row = first_row;
+  job.first_column = first_column;
+  job.index_rows = index_rows;
+  job.index_columns = index_columns;
+  run_quantize(job, data_of<int32_t>(given_tensor), data_of<float>(tensor_scale));
+}
+
+void dequantize(TensorView codes, TensorView scales, double tensor_scale, TensorView out, int64_t dtype, int64_t element,
+                int64_t block_rows, int64_t block_columns, int64_t rule, int64_t first_row, int64_t first_column) {
+  DequantizeJob job{};
+  job.spec = spec_of(element, block_rows, block_columns, rule);
+  check(out.ndim() >= 2, "out must have two or more axes");
+  const int64_t columns = out.size(-1);
+  const Tiling t = tiling_of(job.spec, out, columns, first_row, first_column);
+  check_output(out, t.batches * t.rows * columns, bytes_of(dtype), "out must be contiguous and of the dtype that was named");
+  check_output(codes, rows_in_all(out) * code_row_bytes(element, columns), 1, "codes must be contiguous uint8, packed");
+  const bool bytes = rule > static_cast<int>(ScaleRule::kPow2);
+  check_output(scales, scale_count(job.spec, t), bytes ? 1 : 4, "scales must be contiguous, one for each block");
+  job.codes = data_of<const uint8_t>(codes);
+  job.scales = data_of<const void>(scales);
+  job.tensor_scale = static_cast<float>(tensor_scale);
+  job.dtype = static_cast<int>(dtype);
+  job.out = data_of<void>(out);
+  run_dequantize(job, t.batches, t.rows, columns, first_row, first_column);
+}
+
+void rotate(TensorView x, TensorView out, int64_t dtype) {
+  const Input input = input_of(x, dtype);
+  check_output(out, x.numel(), bytes_of(dtype), "out must be contiguous and like x");
+  const int64_t rows = x.size(-2), batches = rows == 0 ? 0 : rows_in_all(x) / rows;
+  run_rotate({input, rows, x.size(-1), data_of<void>(out)}, batches);
+}
+
+Array<String> available() {
+  Array<String> names;
+  for (const std::string& name : instruction_sets()) names.push_back(name);
+  return names;
+}
+
+bool use(String name) { return use_instruction_set(name); }
+
+String in_use() { return current_kernels().name; }
+
+int64_t threads(int64_t most) { return set_threads(static_cast<int>(most)); }
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, rotate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_sets, available);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(use_instruction_set, use);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_set, in_use);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_threads, threads);
+
+}  // namespace
+}  // namespace blockfp

@@ -1,0 +1,175 @@
+// What a call asks for, how it is cut into tasks, and the table of functions that each instruction set offers.
+//
+// A task is a tile of one matrix: some rows and some columns that stay in the cache while they are read twice. Tiles begin on
+// block boundaries, so tasks share nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "blockfp/dtypes.h"
+#include "blockfp/packing.h"
+#include "blockfp/scales.h"
+
+namespace blockfp {
+
+// The format, as small integers: a format is added in `blockfp.formats` alone as long as its parts exist here.
+struct Spec {
+  int element;      // kId of elements.h
+  int block_rows;   // 0: one scale for the whole tensor
+  int block_columns;
+  ScaleRule rule;
+
+  BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
+};
+
+// How [batches, rows, columns] is cut.
+struct Tiling {
+  int64_t batches, rows, columns;
+  int64_t row_phase, column_phase;  // where in its block the first row and column lie
+  int64_t tile_rows, tile_columns;  // multiples of the block
+  int64_t row_tiles, column_tiles;
+  int64_t grid_rows, grid_columns;  // blocks of one matrix
+
+  BLOCKFP_HD int64_t tasks() const { return batches * row_tiles * column_tiles; }
+};
+
+// One task: local coordinates of its elements, and of its first block.
+struct Tile {
+  int64_t batch, row, rows, column, columns;
+  int64_t column_phase;
+  int64_t grid_column;  // where the tile's first block begins, counted from the grid's
+
+  BLOCKFP_HD Tile(const Tiling& t, int64_t task) {
+    const int64_t column_tile = task % t.column_tiles, row_tile = task / t.column_tiles % t.row_tiles;
+    batch = task / t.column_tiles / t.row_tiles;
+    row = inside(row_tile * t.tile_rows - t.row_phase, t.rows);
+    rows = inside((row_tile + 1) * t.tile_rows - t.row_phase, t.rows) - row;
+    column = inside(column_tile * t.tile_columns - t.column_phase, t.columns);
+    columns = inside((column_tile + 1) * t.tile_columns - t.column_phase, t.columns) - column;
+    column_phase = column_tile == 0 ? t.column_phase : 0;
+    grid_column = column_tile * t.tile_columns;
+  }
+
+  // Of one row of the block grid: the column of the tile's first block, and how many it has.
+  BLOCKFP_HD int64_t first_block(const Spec& spec) const { return grid_column / spec.block_columns; }
+  BLOCKFP_HD int64_t blocks(const Spec& spec) const {
+    return spec.per_tensor() ? 1 : (column_phase + columns + spec.block_columns - 1) / spec.block_columns;
+  }
+
+ private:
+  BLOCKFP_HD static int64_t inside(int64_t at, int64_t size) { return at < 0 ? 0 : (at < size ? at : size); }
+};
+
+// The input, of any strides, counted in elements. Leading axes are counted as one, row-major.
+struct Input {
+  const void* data;
+  int dtype;  // kId of dtypes.h
+  int ndim;
+  const int64_t* shape;
+  const int64_t* strides;
+
+  BLOCKFP_HD int64_t batch_offset(int64_t batch) const {
+    int64_t offset = 0;
+    for (int axis = ndim - 3; axis >= 0; --axis) {
+      offset += batch % shape[axis] * strides[axis];
+      batch /= shape[axis];
+    }
+    return offset;
+  }
+  BLOCKFP_HD int64_t row_stride() const { return strides[ndim - 2]; }
+  BLOCKFP_HD int64_t column_stride() const { return strides[ndim - 1]; }
+};
+
+struct AmaxJob {
+  Spec spec;
+  Tiling tiling;
+  Input x;
+  int32_t* blocks;   // fp32 bits for each block
+  int32_t* nan;      // 1 where the block holds a NaN, or null
+  int32_t* tensor;   // one maximum, updated atomically
+};
+
+struct QuantizeJob {
+  Spec spec;
+  Tiling tiling;
+  Input x;
+  uint8_t* codes;
+  void* scales;
+  const int32_t* given_blocks;  // amaxes reduced elsewhere, or null
+  const int32_t* given_nan;     // null where the element has its own NaN
+  int32_t eps_bits;
+  int32_t largest;              // replaces an FP8 multiplier that overflows, fp32 bits
+  float multiplier;             // per tensor: the elements'; two levels: the tensor's
+  float tensor_scale;           // two levels
+  bool stochastic;
+  uint32_t key0, key1;
+  int64_t first_row, first_column, index_rows, index_columns;  // where x lies in the unsharded array
+};
+
+struct DequantizeJob {
+  Spec spec;
+  Tiling tiling;
+  const uint8_t* codes;
+  const void* scales;
+  float tensor_scale;
+  int dtype;
+  void* out;
+};
+
+struct RotateJob {
+  Input x;
+  int64_t rows, columns;
+  void* out;
+};
+
+// Tasks run in any order, on any thread; `scratch` has scratch_bytes(tiling) bytes, 64-byte aligned.
+struct Kernels {
+  const char* name;
+  void (*tensor_amax)(const AmaxJob&, int64_t task, void* scratch);
+  void (*block_amax)(const AmaxJob&, int64_t task, void* scratch);
+  void (*quantize)(const QuantizeJob&, int64_t task, void* scratch);
+  void (*dequantize)(const DequantizeJob&, int64_t task, void* scratch);
+  void (*rotate)(const RotateJob&, int64_t row);
+};
+
+// The pieces of a task's scratch memory.
+struct Scratch {
+  void* gathered;       // the tile's elements, where the input's columns are not adjacent
+  void* largest;        // largest magnitude of each column of a row of blocks
+  int32_t* amax;        // of each block; these five have room for 16 more
+  int32_t* nan;
+  int32_t* stored;
+  float* multipliers;
+  float* factors;       // two for each block
+  uint8_t* codes;
+  uint8_t* random;
+
+  BLOCKFP_HD Scratch(const Tiling& t, void* memory) {
+    const int64_t blocks = t.tile_columns / 16 + 32;
+    char* next = static_cast<char*>(memory);
+    amax = reinterpret_cast<int32_t*>(take(next, 4 * blocks));
+    nan = reinterpret_cast<int32_t*>(take(next, 4 * blocks));
+    stored = reinterpret_cast<int32_t*>(take(next, 4 * blocks));
+    multipliers = reinterpret_cast<float*>(take(next, 4 * blocks));
+    factors = reinterpret_cast<float*>(take(next, 8 * blocks));
+    largest = take(next, 4 * t.tile_columns);
+    codes = reinterpret_cast<uint8_t*>(take(next, t.tile_columns));
+    random = reinterpret_cast<uint8_t*>(take(next, t.tile_columns + 192));
+    gathered = next;
+  }
+
+  // Size for a tiling, with or without the copy of a tile whose columns are not adjacent.
+  BLOCKFP_HD static int64_t bytes(const Tiling& t, bool gather) {
+    return 28 * (t.tile_columns / 16 + 32) + 6 * t.tile_columns + 2048 + (gather ? 4 * t.tile_rows * t.tile_columns : 0);
+  }
+
+ private:
+  // Each piece with some room to spare, for stores of whole vectors.
+  BLOCKFP_HD static char* take(char*& next, int64_t bytes) {
+    char* piece = next;
+    next += (bytes + 127) / 64 * 64;
+    return piece;
+  }
+};
+
+}  // namespace blockfp

@@ -1,0 +1,99 @@
+// The table of one instruction set: every element, dtype and rounding, instantiated. Included by avx512.cc, avx2.cc, scalar.cc.
+#pragma once
+
+#include "blockfp/hadamard.h"
+#include "dequantize_tasks.h"
+#include "quantize_tasks.h"
+
+namespace blockfp {
+namespace BLOCKFP_ISA {
+
+// Calls body with a value of the struct that `id` stands for.
+template <class Body>
+BLOCKFP_HD void with_element(int id, Body body) {
+  switch (id) {
+    case E4M3::kId:
+      return body(E4M3{});
+    case E5M2::kId:
+      return body(E5M2{});
+    case E3M2::kId:
+      return body(E3M2{});
+    case E2M3::kId:
+      return body(E2M3{});
+    case E2M1::kId:
+      return body(E2M1{});
+    case Int8::kId:
+      return body(Int8{});
+  }
+}
+
+template <class Body>
+BLOCKFP_HD void with_dtype(int id, Body body) {
+  switch (id) {
+    case Fp32::kId:
+      return body(Fp32{});
+    case Fp16::kId:
+      return body(Fp16{});
+    case Bf16::kId:
+      return body(Bf16{});
+  }
+}
+
+void tensor_amax(const AmaxJob& job, int64_t task, void* scratch) {
+  with_dtype(job.x.dtype, [&](auto dtype) { tensor_amax_task<decltype(dtype)>(job, task, scratch); });
+}
+
+void block_amax(const AmaxJob& job, int64_t task, void* scratch) {
+  with_dtype(job.x.dtype, [&](auto dtype) { block_amax_task<decltype(dtype)>(job, task, scratch); });
+}
+
+void quantize(const QuantizeJob& job, int64_t task, void* scratch) {
+  with_element(job.spec.element, [&](auto element) {
+    with_dtype(job.x.dtype, [&](auto dtype) {
+      using E = decltype(element);
+      using T = decltype(dtype);
+      if (job.stochastic) {
+        quantize_task<E, T, true>(job, task, scratch);
+      } else {
+        quantize_task<E, T, false>(job, task, scratch);
+      }
+    });
+  });
+}
+
+void dequantize(const DequantizeJob& job, int64_t task, void* scratch) {
+  with_element(job.spec.element, [&](auto element) {
+    with_dtype(job.dtype, [&](auto dtype) { dequantize_task<decltype(element), decltype(dtype)>(job, task, scratch); });
+  });
+}
+
+// One row rotated in groups of 16; a tail of fewer than 16 is copied.
+void rotate(const RotateJob& job, int64_t row) {
+  with_dtype(job.x.dtype, [&](auto dtype) {
+    using T = decltype(dtype);
+    using Raw = typename T::Raw;
+    const int64_t batch = row / job.rows, columns = job.columns;
+    const Raw* x =
+        static_cast<const Raw*>(job.x.data) + job.x.batch_offset(batch) + row % job.rows * job.x.row_stride();
+    const int64_t stride = job.x.column_stride();
+    Raw* out = static_cast<Raw*>(job.out) + row * columns;
+    int64_t c = 0;
+    for (; c + kHadamardGroup <= columns; c += kHadamardGroup) {
+      float group[kHadamardGroup];
+      for (int i = 0; i < kHadamardGroup; ++i) {
+        group[i] = bit_cast<float>(widen<T, float>(static_cast<int32_t>(x[(c + i) * stride])));
+      }
+      hadamard16<float>(group);
+      for (int i = 0; i < kHadamardGroup; ++i) {
+        out[c + i] = static_cast<Raw>(narrow<T, float>(canonical<float>(to_bits(group[i]))));
+      }
+    }
+    for (; c < columns; ++c) out[c] = x[c * stride];
+  });
+}
+
+extern const Kernels kernels;
+const Kernels kernels = {BLOCKFP_ISA_NAME, tensor_amax, block_amax, quantize, dequantize, rotate};
+
+}  // namespace BLOCKFP_ISA
+}  // namespace blockfp

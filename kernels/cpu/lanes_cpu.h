@@ -1,0 +1,182 @@
+// The lane types of the instruction set that this file is compiled for, and the few operations that have an instruction
+// of their own: 16 elements at a time ("a unit") loaded as fp32, stored as codes, compared for the largest magnitude.
+//
+// Included once by each of avx512.cc, avx2.cc and scalar.cc, inside no namespace; BLOCKFP_ISA names theirs.
+#pragma once
+
+#include <cstring>
+
+#include "blockfp/dtypes.h"
+#include "blockfp/packing.h"
+
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace blockfp {
+
+#if defined(__AVX512BW__)
+typedef float FloatLanes __attribute__((vector_size(64)));
+typedef int32_t IntLanes __attribute__((vector_size(64)));
+typedef uint32_t UIntLanes __attribute__((vector_size(64)));
+#elif defined(__AVX2__)
+typedef float FloatLanes __attribute__((vector_size(32)));
+typedef int32_t IntLanes __attribute__((vector_size(32)));
+typedef uint32_t UIntLanes __attribute__((vector_size(32)));
+#endif
+
+#if defined(__AVX512BW__) || defined(__AVX2__)
+template <>
+struct LaneTypes<FloatLanes> {
+  using Int = IntLanes;
+  using UInt = UIntLanes;
+  BLOCKFP_HD static FloatLanes to_float(IntLanes x) { return __builtin_convertvector(x, FloatLanes); }
+  BLOCKFP_HD static IntLanes truncate(FloatLanes x) { return __builtin_convertvector(x, IntLanes); }
+};
+#endif
+
+namespace BLOCKFP_ISA {
+
+constexpr int kUnit = 16;
+
+#if defined(__AVX512BW__) || defined(__AVX2__)
+using F = FloatLanes;
+using I = IntLanes;
+#else
+using F = float;
+using I = int32_t;
+#endif
+constexpr int kLanes = sizeof(F) / sizeof(float);
+constexpr int kVectors = kUnit / kLanes;  // vectors of lanes in a unit
+
+template <class V>
+BLOCKFP_HD V load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+template <class V>
+BLOCKFP_HD void store(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof(V));
+}
+
+// kLanes unsigned bytes as integers.
+BLOCKFP_HD I load_bytes(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return bit_cast<I>(_mm512_cvtepu8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__)
+  return bit_cast<I>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  return *p;
+#endif
+}
+
+// kLanes patterns of T as fp32.
+template <class T>
+BLOCKFP_HD F load_floats(const typename T::Raw* p) {
+  if constexpr (T::kId == Fp32::kId) {
+    return load<F>(p);
+  } else {
+#if defined(__AVX512BW__)
+    __m256i raw = load<__m256i>(p);
+    if constexpr (T::kId == Fp16::kId) return bit_cast<F>(_mm512_cvtph_ps(raw));
+    return bit_cast<F>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+#elif defined(__AVX2__)
+    __m128i raw = load<__m128i>(p);
+    if constexpr (T::kId == Fp16::kId) return bit_cast<F>(_mm256_cvtph_ps(raw));
+    return bit_cast<F>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+#else
+    return from_bits<F>(widen<T, F>(*p));
+#endif
+  }
+}
+
+// Codes of one unit, of which the low bytes count.
+BLOCKFP_HD void store_codes(const I (&codes)[kVectors], uint8_t* out) {
+#if defined(__AVX512BW__)
+  store(out, _mm512_cvtepi32_epi8(bit_cast<__m512i>(codes[0])));
+#elif defined(__AVX2__)
+  __m256i words = _mm256_packus_epi32(bit_cast<__m256i>(codes[0]), bit_cast<__m256i>(codes[1]));
+  words = _mm256_permute4x64_epi64(words, 0xD8);
+  store(out, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+  for (int i = 0; i < kUnit; ++i) out[i] = static_cast<uint8_t>(codes[i]);
+#endif
+}
+
+// kLanes fp32 values, NaN canonical, rounded once to T.
+template <class T>
+BLOCKFP_HD void store_floats(F x, typename T::Raw* out) {
+  I bits = canonical<F>(to_bits(x));
+  if constexpr (T::kId == Fp32::kId) {
+    store(out, bits);
+  } else {
+#if defined(__AVX512BW__)
+    if constexpr (T::kId == Fp16::kId) {
+      store(out, _mm512_cvtps_ph(bit_cast<__m512>(bits), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    } else {
+      store(out, _mm512_cvtepi32_epi16(bit_cast<__m512i>(narrow<T, F>(bits))));
+    }
+#elif defined(__AVX2__)
+    if constexpr (T::kId == Fp16::kId) {
+      store(out, _mm256_cvtps_ph(bit_cast<__m256>(bits), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    } else {
+      __m256i words = bit_cast<__m256i>(narrow<T, F>(bits));
+      store(out, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    }
+#else
+    *out = static_cast<uint16_t>(narrow<T, F>(bits));
+#endif
+  }
+}
+
+// Largest magnitude pattern of n elements, NaN counted as the number its bits are.
+template <class T>
+BLOCKFP_HD uint32_t largest_pattern(const typename T::Raw* p, int64_t n) {
+  uint32_t most = 0;
+  int64_t i = 0;
+#if defined(__AVX512BW__) || defined(__AVX2__)
+  if (n >= kUnit) {
+    __m128i eighth;
+    if constexpr (T::kId == Fp32::kId) {
+      const __m256i mask = _mm256_set1_epi32(T::kRawMagnitude);
+#if defined(__AVX512BW__)
+      __m512i whole = _mm512_setzero_si512();
+      for (; i + kUnit <= n; i += kUnit) {
+        whole = _mm512_max_epi32(whole, _mm512_and_si512(load<__m512i>(p + i), _mm512_set1_epi32(T::kRawMagnitude)));
+      }
+      __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(whole), _mm512_extracti64x4_epi64(whole, 1));
+      half = _mm256_and_si256(half, mask);
+#else
+      __m256i half = _mm256_setzero_si256(), other = half;
+      for (; i + kUnit <= n; i += kUnit) {
+        half = _mm256_max_epi32(half, _mm256_and_si256(load<__m256i>(p + i), mask));
+        other = _mm256_max_epi32(other, _mm256_and_si256(load<__m256i>(p + i + 8), mask));
+      }
+      half = _mm256_max_epi32(half, other);
+#endif
+      eighth = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+      eighth = _mm_max_epi32(eighth, _mm_shuffle_epi32(eighth, 0x4E));
+      eighth = _mm_max_epi32(eighth, _mm_shuffle_epi32(eighth, 0xB1));
+      most = static_cast<uint32_t>(_mm_cvtsi128_si32(eighth));
+    } else {
+      const __m256i mask = _mm256_set1_epi16(T::kRawMagnitude);
+      __m256i half = _mm256_setzero_si256();
+      for (; i + kUnit <= n; i += kUnit) half = _mm256_max_epu16(half, _mm256_and_si256(load<__m256i>(p + i), mask));
+      eighth = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+      // The one horizontal instruction is a minimum.
+      eighth = _mm_minpos_epu16(_mm_xor_si128(eighth, _mm_set1_epi16(-1)));
+      most = static_cast<uint32_t>(~_mm_cvtsi128_si32(eighth)) & 0xFFFF;
+    }
+  }
+#endif
+  for (; i < n; ++i) {
+    const uint32_t magnitude = p[i] & T::kRawMagnitude;
+    most = magnitude > most ? magnitude : most;
+  }
+  return most;
+}
+
+}  // namespace BLOCKFP_ISA
+}  // namespace blockfp

@@ -1,0 +1,100 @@
+// Quantizing a tile: for each row of blocks the amaxes, from them the scales, with those the codes. Included by each
+// instruction set's file.
+#pragma once
+
+#include "amax_tasks.h"
+#include "pack_rows.h"
+#include "rows.h"
+
+namespace blockfp {
+namespace BLOCKFP_ISA {
+
+template <class E, ScaleRule R>
+BLOCKFP_HD BlockScale<F> scale_of(const QuantizeJob& job, I amax) {
+  if constexpr (kFp32Scale<R>) {
+    return fp8_scale<E, R, F>(amax, job.eps_bits, job.largest);
+  } else if constexpr (kE8m0Scale<R>) {
+    return e8m0_scale<E, R, F>(amax);
+  } else {
+    return e4m3_scale<E, F>(amax, job.multiplier, job.tensor_scale);
+  }
+}
+
+// Multipliers and stored scales of one row of blocks; the stored ones go to `out`.
+template <class E, ScaleRule R>
+void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
+  for (int64_t b = 0; b < blocks; b += kLanes) {
+    const BlockScale<F> scale = scale_of<E, R>(job, load<I>(memory.amax + b));
+    store(memory.stored + b, scale.stored);
+    store(memory.multipliers + b, scale.multiplier);
+  }
+  if constexpr (kFp32Scale<R>) {
+    memcpy(static_cast<float*>(job.scales) + at, memory.stored, 4 * blocks);
+  } else {
+    uint8_t* out = static_cast<uint8_t*>(job.scales) + at;
+    for (int64_t b = 0; b < blocks; ++b) {
+      out[b] = static_cast<uint8_t>(!E::kHasNan && memory.nan[b] ? kNanScale<R> : memory.stored[b]);
+    }
+  }
+}
+
+template <class E>
+BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
+  switch (job.spec.rule) {
+    case ScaleRule::kFp32:
+      return scales_of_blocks<E, ScaleRule::kFp32>(job, memory, blocks, at);
+    case ScaleRule::kPow2:
+      return scales_of_blocks<E, ScaleRule::kPow2>(job, memory, blocks, at);
+    case ScaleRule::kE8m0Ceil:
+      return scales_of_blocks<E, ScaleRule::kE8m0Ceil>(job, memory, blocks, at);
+    case ScaleRule::kE8m0Floor:
+      return scales_of_blocks<E, ScaleRule::kE8m0Floor>(job, memory, blocks, at);
+    case ScaleRule::kE4m3:
+      return scales_of_blocks<E, ScaleRule::kE4m3>(job, memory, blocks, at);
+  }
+}
+
+// The number of places that take a column to its block: a shift, for blocks are powers of two; one block for all columns is 62.
+BLOCKFP_HD int block_shift(const Spec& spec) {
+  return spec.per_tensor() ? 62 : __builtin_ctz(static_cast<unsigned>(spec.block_columns));
+}
+
+template <class E, class T, bool Stochastic>
+void quantize_task(const QuantizeJob& job, int64_t task, void* scratch) {
+  using P = Packing<E::kBits>;
+  const Tiling& t = job.tiling;
+  const Tile tile(t, task);
+  const Scratch memory(t, scratch);
+  const Elements<T> x = elements_of<T>(job.x, tile, memory.gathered);
+  const int64_t blocks = tile.blocks(job.spec), row_bytes = P::row_bytes(t.columns);
+  const int shift = block_shift(job.spec);
+  if (job.spec.per_tensor()) memory.multipliers[0] = job.multiplier;
+  for_block_rows(job.spec, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
+    if (!job.spec.per_tensor()) {
+      const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
+      if (job.given_blocks != nullptr) {
+        memcpy(memory.amax, job.given_blocks + at, 4 * blocks);
+        if (job.given_nan != nullptr) memcpy(memory.nan, job.given_nan + at, 4 * blocks);
+      } else {
+        amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.spec.block_columns, memory.largest,
+                       memory.amax, memory.nan);
+      }
+      scales_by_rule<E>(job, memory, blocks, at);
+    }
+    for (int64_t r = first; r < first + rows; ++r) {
+      const uint8_t* random = nullptr;
+      if constexpr (Stochastic) {
+        const uint64_t row = tile.batch * job.index_rows + job.first_row + tile.row + r;
+        const uint64_t index = row * job.index_columns + job.first_column + tile.column;
+        random = random_row(job.key0, job.key1, index, tile.columns, memory.random);
+      }
+      uint8_t* out = job.codes + (tile.batch * t.rows + tile.row + r) * row_bytes + P::row_bytes(tile.column);
+      uint8_t* codes = E::kBits == 8 ? out : memory.codes;
+      encode_row<E, T, Stochastic>(x.row(r), tile.columns, memory.multipliers, tile.column_phase, shift, random, codes);
+      if constexpr (E::kBits != 8) pack_row<E::kBits>(codes, tile.columns, out);
+    }
+  });
+}
+
+}  // namespace BLOCKFP_ISA
+}  // namespace blockfp

@@ -1,0 +1,65 @@
+#include "run_tasks.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "float_mode.h"
+
+namespace blockfp {
+namespace {
+
+// A thread costs about 20 us to start; a core moves 8 GB/s or more.
+constexpr int64_t kBytesPerThread = 1 << 19;
+
+std::atomic<int> most_threads{0};
+
+int allowed_cores() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+int set_threads(int threads) {
+  most_threads = threads;
+  return threads > 0 ? threads : allowed_cores();
+}
+
+void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes, const std::function<void(int64_t, void*)>& body) {
+  int64_t threads = std::min(tasks, work / kBytesPerThread);
+  if (threads > 1) {
+    const int limit = most_threads.load();
+    threads = std::min<int64_t>(threads, limit > 0 ? limit : allowed_cores());
+  }
+  threads = std::max<int64_t>(threads, 1);
+  const int64_t stride = (scratch_bytes + 63) / 64 * 64;
+  const std::unique_ptr<char[]> memory(new char[threads * stride + 64]);
+  char* aligned = memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
+  std::atomic<int64_t> next{0};
+  const auto worker = [&](int64_t thread) {
+    const FloatMode mode;
+    for (int64_t task; (task = next.fetch_add(1)) < tasks;) body(task, aligned + thread * stride);
+  };
+  // Threads live as long as the call: a pool would not survive fork, which data loaders use.
+  std::vector<std::thread> helpers;
+  for (int64_t i = 1; i < threads; ++i) {
+    try {
+      helpers.emplace_back(worker, i);
+    } catch (const std::system_error&) {
+      break;  // no more threads to be had: those that are there do the work
+    }
+  }
+  worker(0);
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace blockfp

@@ -1,0 +1,16 @@
+// Runs a call's tasks on the CPU's cores.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace blockfp {
+
+// Calls body(task, scratch) for task 0 .. tasks - 1 in some order, on as many threads as `work` (bytes read and written)
+// is worth, in the floating-point mode that the arithmetic needs. `scratch` is one thread's own, `scratch_bytes` long.
+void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes, const std::function<void(int64_t, void*)>& body);
+
+// At most this many threads a call from now on; 0: as many as the process may run on. Returns the limit in use.
+int set_threads(int threads);
+
+}  // namespace blockfp

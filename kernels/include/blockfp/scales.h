@@ -1,0 +1,94 @@
+// From the largest magnitude of a block (fp32 bits, NaN ignored) to the scale that is stored and the number its elements are
+// multiplied with; and from a stored scale back to its value. One function for each rule.
+#pragma once
+
+#include "elements.h"
+
+namespace blockfp {
+
+enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4 };
+
+template <ScaleRule R>
+constexpr bool kFp32Scale = R == ScaleRule::kFp32 || R == ScaleRule::kPow2;
+template <ScaleRule R>
+constexpr bool kE8m0Scale = R == ScaleRule::kE8m0Ceil || R == ScaleRule::kE8m0Floor;
+// Byte that means NaN, where scales are bytes.
+template <ScaleRule R>
+constexpr int kNanScale = R == ScaleRule::kE4m3 ? 0x7F : 0xFF;
+
+// A block's scale: `stored` is the byte or the fp32 bits kept with the codes.
+template <class F>
+struct BlockScale {
+  Int<F> stored;
+  F multiplier;
+};
+
+// FP8 per tensor and FP8 blocks: MAX / amax; 1 for amax 0 and Inf, `largest` (fp32 bits) where the quotient overflows.
+template <class E, ScaleRule R, class F>
+BLOCKFP_HD BlockScale<F> fp8_scale(Int<F> amax, int32_t eps_bits, int32_t largest) {
+  using I = Int<F>;
+  amax = larger<I>(amax, splat<I>(eps_bits));
+  I zero = splat<I>(0);
+  I special = amax == kInfinity ? zero : amax;
+  I safe = special == 0 ? splat<I>(kOne) : amax;
+  I bits = to_bits(divide(splat<F>(element_max<E>()), from_bits<F>(safe)));
+  bits = bits == kInfinity ? splat<I>(largest) : bits;
+  if constexpr (R == ScaleRule::kPow2) bits = bits & kInfinity;
+  bits = special == 0 ? splat<I>(kOne) : bits;
+  F multiplier = from_bits<F>(bits);
+  return {to_bits(divide(splat<F>(1.0f), multiplier)), multiplier};
+}
+
+// MX: an E8M0 byte; the decode scale is 2^(byte - 127), and multiplying with its inverse is exact.
+template <class E, ScaleRule R, class F>
+BLOCKFP_HD BlockScale<F> e8m0_scale(Int<F> amax) {
+  using I = Int<F>;
+  I byte;
+  if constexpr (R == ScaleRule::kE8m0Floor) {
+    byte = larger<I>((amax >> 23) - E::kEmax, splat<I>(0));
+  } else {
+    I v = to_bits(multiply(from_bits<F>(amax), splat<F>(element_max_reciprocal<E>())));
+    I subnormal = v > 0x400000 ? splat<I>(1) : splat<I>(0);
+    I normal = (v + 0x7FFFFF) >> 23;
+    byte = v < 0x800000 ? subnormal : normal;
+  }
+  byte = smaller<I>(byte, splat<I>(254));
+  byte = amax == kInfinity ? splat<I>(254) : byte;
+  I inverse = byte == 254 ? splat<I>(0x400000) : (254 - byte) << 23;
+  return {byte, from_bits<F>(inverse)};
+}
+
+// NVFP4's multiplier of the whole tensor, 448 * MAX / amax of the tensor; `tensor_scale` is its reciprocal.
+template <class E>
+BLOCKFP_HD float tensor_multiplier(int32_t amax) {
+  if (amax == 0 || amax == kInfinity) return 1.0f;
+  int32_t bits = to_bits(divide(multiply(element_max<E4M3>(), element_max<E>()), from_bits<float>(amax)));
+  return from_bits<float>(smaller(bits, kFp32Max));
+}
+
+// NVFP4's block scale: an E4M3 byte, relative to the tensor's. Encoding uses the decoded stored scale.
+template <class E, class F>
+BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float tensor_scale) {
+  using I = Int<F>;
+  float factor = multiply(tensor_multiplier, element_max_reciprocal<E>());
+  I stored = encode_nearest<E4M3, F>(multiply(from_bits<F>(amax), splat<F>(factor)));
+  F decode_scale = multiply(decode<E4M3, F>(stored), splat<F>(tensor_scale));
+  I inverse = to_bits(divide(splat<F>(1.0f), decode_scale));
+  return {stored, from_bits<F>(smaller<I>(inverse, splat<I>(kFp32Max)))};
+}
+
+// Value of a stored scale: fp32 bits as they are, an E8M0 byte, or an E4M3 byte times the tensor's scale.
+template <ScaleRule R, class F>
+BLOCKFP_HD F decode_scale(Int<F> stored, float tensor_scale) {
+  using I = Int<F>;
+  if constexpr (kFp32Scale<R>) {
+    return from_bits<F>(stored);
+  } else if constexpr (kE8m0Scale<R>) {
+    I bits = stored == 0 ? splat<I>(0x400000) : stored << 23;
+    return from_bits<F>(stored == 0xFF ? splat<I>(kNan) : bits);
+  } else {
+    return multiply(decode<E4M3, F>(stored), splat<F>(tensor_scale));
+  }
+}
+
+}  // namespace blockfp
