@@ -1,5 +1,10 @@
-"""What XLA compiles has the bits of the definition on NumPy, for every format: codes, scales, dequantized values."""
+"""What XLA compiles has the bits of the definition on NumPy, for every format: codes, scales, dequantized values.
 
+The programs are also read: none may hold a division, which XLA replaces by a product with a reciprocal, nor an exponential,
+logarithm or power, which are inexact.
+"""
+
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -19,11 +24,27 @@ SHAPE = (133, 150)  # ragged along both axes for every block, and more than one 
 WORDS = (0xDEADBEEF, 0x87654321)
 
 
+FORBIDDEN = re.compile(r"\b(divide|remainder|exponential|exponential-minus-one|log|log-plus-one|power|r?sqrt|cbrt)\(")
+
+
+def compiled(function, *arguments):
+    """The compiled function, after a look at the program before and after XLA's optimizations."""
+    lowered = jax.jit(function).lower(*arguments)
+    program = lowered.compile()
+    for text in (lowered.compiler_ir("hlo").as_hlo_text(), program.as_text()):
+        assert "ENTRY" in text
+        assert FORBIDDEN.findall(text) == []
+        assert "custom-call(" not in text
+    return program
+
+
 @cache
 def cases(dtype: str) -> np.ndarray:
-    """Every kind of sample and, of a 16-bit dtype, all its patterns in order and shuffled: one tensor each."""
+    """18 tensors: every kind of sample and, of a 16-bit dtype, all its patterns, in order and shuffled."""
     arrays = [sample(kind, SHAPE, dtype) for kind in KINDS]
-    if dtype != "float32":
+    if dtype == "float32":
+        arrays += [sample(kind, SHAPE, dtype, seed) for kind in ("random_bits", "exponents") for seed in range(1, 5)]
+    else:
         patterns = all_patterns(dtype).reshape(-1)
         for order in (patterns, np.random.default_rng(1).permutation(patterns)):
             filled = np.zeros(4 * SHAPE[0] * SHAPE[1], order.dtype)
@@ -74,36 +95,38 @@ def foreign_parts(format: Format, seed: int):
 
 
 @BY_NAME
-def test_jitted_and_vmapped_bits(format):
-    @jax.jit
-    @jax.vmap
-    def dequantize(q):
-        return [q.dequantize(name) for name in DTYPES]
-
-    def check_values(q, expected):
-        # Nominally of one dtype, which is static, so that all are one compilation.
-        for name, values in zip(DTYPES, dequantize(replace(q, dtype=np.dtype("float32"))), strict=True):
-            assert_same(values, np.stack([numerics.dequantize(*e, format, name, columns=SHAPE[1]) for e in expected]))
-
+def test_vmapped_tensors_of_every_dtype(format):
+    made = []
     for dtype in DTYPES:
         x = cases(dtype)
-        q = jax.jit(jax.vmap(lambda x: bfp.quantize(x, format)))(x)
+        q = compiled(jax.vmap(lambda x: bfp.quantize(x, format)), x)(x)
         expected = [numerics.quantize(case, format) for case in x]
         assert_same_parts(parts(q), stacked(expected), x)
-        check_values(q, expected)
+        # The dtype is static: of one nominal dtype, all dequantize in one program.
+        made.append((replace(q, dtype=np.dtype("float32")), expected))
     foreign = [foreign_parts(format, seed) for seed in range(len(x))]
     codes, scales, tensor_scale = stacked(foreign)
-    check_values(bfp.QuantizedArray(codes, scales, tensor_scale, format, SHAPE[1], q.dtype), foreign)
+    made.append((replace(made[0][0], codes=codes, scales=scales, tensor_scale=tensor_scale), foreign))
+
+    dequantize = compiled(jax.vmap(lambda q: [q.dequantize(name) for name in DTYPES]), made[0][0])
+    for q, each in made:
+        for name, values in zip(DTYPES, dequantize(q), strict=True):
+            assert_same(values, np.stack([numerics.dequantize(*e, format, name, columns=SHAPE[1]) for e in each]))
 
 
 @BY_NAME
 def test_leading_axes_and_stochastic_rounding(format):
-    for kind, key in (("bf16_valued", 0), ("exponents", 2**63 + 12345), ("special", WORDS)):
+    quantize = None
+    for kind, seed in (("bf16_valued", 0), ("exponents", 2**63 + 12345), ("special", 42)):
         x = sample(kind, (2, 3, 33, 47), "bfloat16")
-        expected = numerics.quantize(x, format, key=key)
-        assert_same_parts(parts(bfp.quantize(jnp.asarray(x), format, key=key)), expected, x)
-    x = sample("bf16_valued", (2, 3, 33, 47), "bfloat16")
-    assert_same_parts(parts(bfp.quantize(x, format)), numerics.quantize(x, format), x)
+        key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+        quantize = quantize or compiled(lambda x, key: bfp.quantize(x, format, key=jnp.asarray(key)), x, key)
+        assert_same_parts(parts(quantize(x, key)), numerics.quantize(x, format, key=seed), x)
+
+
+def test_the_look_at_the_program_sees_a_division():
+    with pytest.raises(AssertionError, match="divide"):
+        compiled(lambda x: x / 3, jnp.ones(4))
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2_128x128", "mxfp6_e2m3", "mxfp4_e2m1_32x32", "nvfp4"])
