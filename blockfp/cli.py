@@ -1,0 +1,311 @@
+"""The `blockfp` command: info, check, quantize, dequantize. Loads the backends that are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+
+from . import __version__, native
+from .atomic import replacing
+from .crosscheck import Backend, Definition, check
+from .formats import FORMATS, Format
+from .numerics import Quantized
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from .modelfile import BadFile, Model, Tensor, open_model
+    from .report import Findings, format_table, tensor_table, to_json
+    from .store import dequantize_model, quantize_model
+except ModuleNotFoundError as error:
+    sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """The entry point of the `blockfp` command."""
+    app()
+
+
+class Kernels:
+    """The CPU kernels behind NumPy arrays."""
+
+    name = "kernels"
+
+    @property
+    def version(self) -> str:
+        return native.status()
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        return native.quantize(x, format)
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        return native.dequantize(*q, format, dtype, columns=columns)
+
+
+def _kernels() -> Backend:
+    if not native.available():
+        raise ImportError(native.status())
+    return Kernels()
+
+
+def _installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
+    def load() -> Backend:
+        if importlib.util.find_spec(library) is None:
+            raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
+        return getattr(importlib.import_module(f"blockfp.{adapter}"), name)()
+
+    return load
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numpy": Definition,
+    "kernels": _kernels,
+    "jax": _installed("jax", "jax_backend.check", "JaxBackend"),
+    "torch": _installed("torch", "torch_backend.check", "TorchBackend"),
+    "torch-definition": _installed("torch", "torch_backend.check", "TorchDefinition"),
+}
+"""Every backend's name and what makes it; raises ImportError where it is not installed. The first is the reference."""
+
+
+def _backends(names: list[str] | None) -> list[Backend]:
+    """The named backends; by default all that are installed."""
+    found = []
+    for name in names or BACKENDS:
+        if name not in BACKENDS:
+            raise _refused(f"--backend {name}: must be one of {', '.join(BACKENDS)}")
+        try:
+            found.append(BACKENDS[name]())
+        except ImportError as error:
+            if names:
+                raise _refused(f"--backend {name}: not here: {error}") from error
+    return found
+
+
+def _format(name: str) -> Format:
+    try:
+        return Format.parse(name)
+    except ValueError as error:
+        raise _refused(f"--format: {error}") from error
+
+
+def _open(path: Path) -> Model:
+    try:
+        return open_model(path)
+    except BadFile as error:
+        raise _refused(error) from error
+
+
+def _refused(why: object) -> typer.Exit:
+    """What ends a command because of its input, after saying why."""
+    err.print(f"[red]error:[/red] {_plain(why)}", soft_wrap=True, highlight=False)
+    return typer.Exit(2)
+
+
+def _plain(text: object) -> str:
+    return str(text).replace("[", r"\[")
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=err, transient=True)
+
+
+def _check_output(path: Path, suffix: str, option: str, *, force: bool = True) -> None:
+    """Refuses, before any work, what could not be written after it."""
+    if path.suffix != suffix:
+        raise _refused(f"{option} {path}: the name must end in {suffix}")
+    if not path.parent.is_dir():
+        raise _refused(f"{option} {path}: {path.parent} is not a folder")
+    if path.is_dir():
+        raise _refused(f"{option} {path}: is a folder")
+    if path.exists() and not force:
+        raise _refused(f"{option} {path}: exists already; --force overwrites it")
+
+
+def _versions() -> dict[str, str]:
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    libraries = {name: metadata.version(name) for name in ("numpy", "ml_dtypes", "apache-tvm-ffi")}
+    return {"blockfp": __version__, "python": python, **libraries}
+
+
+@app.command()
+def info() -> None:
+    """Says which backends, kernels, instruction sets, devices and versions are here."""
+    lines = _versions()
+    for name, load in BACKENDS.items():
+        try:
+            lines[f"backend {name}"] = load().version
+        except ImportError as error:
+            lines[f"backend {name}"] = f"not here: {error}"
+    for name, line in lines.items():
+        out.print(f"{name:25} {_plain(line)}", soft_wrap=True, highlight=False)
+
+
+FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
+BackendOption = Annotated[
+    list[str] | None, typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}; may be repeated. Default: all that are here.")
+]
+
+
+@app.command("check")
+def check_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A .safetensors, .npy or .npz file.")],
+    format: FormatOption = ["all"],  # noqa: B006
+    backend: BackendOption = None,
+    report: Annotated[Path | None, typer.Option(help="Write everything found to this .json file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw errors and scales into this .png file.")] = None,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="A table line for each tensor and format.")] = False,
+) -> None:
+    """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
+
+    Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input.
+    """
+    formats = list(FORMATS) if "all" in format else list(dict.fromkeys(map(_format, format)))
+    for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
+        if path:
+            _check_output(path, suffix, option)
+    models = {path: _open(path) for path in files}
+    findings = Findings(_backends(backend), formats)
+    err.print(f"comparing {', '.join(b.name for b in findings.backends)}")
+    _run_checks(models, findings)
+
+    out.print(tensor_table(findings) if per_tensor else format_table(findings))
+    _print_skipped(findings, None if per_tensor else 8)
+    _print_verdict(findings)
+    if report:
+        with replacing(report) as temporary:
+            temporary.write_text(json.dumps(to_json(findings, _versions()), indent=1, allow_nan=False) + "\n")
+        out.print(f"report: {_plain(report)}", soft_wrap=True)
+    if plot:
+        from .plot import draw
+
+        with replacing(plot) as temporary:
+            draw(findings, temporary)
+        out.print(f"picture: {_plain(plot)}", soft_wrap=True)
+    raise typer.Exit(0 if findings.identical else 1)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core; what hasn't begun when an exception comes is dropped."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
+    total = sum(not tensor.skipped for model in models.values() for tensor in model.tensors) * len(findings.formats)
+    # NumPy, XLA and the kernels work without Python's lock, so two formats of a tensor go side by side.
+    with _progress() as progress, _pool() as pool:
+        task = progress.add_task("", total=total)
+        for path, model in models.items():
+            findings.files[path] = []
+            findings.skipped[path] = [tensor for tensor in model.tensors if tensor.skipped]
+            for tensor in model.tensors:
+                if tensor.skipped:
+                    continue
+                progress.update(task, description=_plain(tensor.name))
+                try:
+                    x = tensor.read()
+                except BadFile as error:
+                    raise _refused(error) from error
+                running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
+                checks = []
+                for future in running:
+                    checks.append(future.result())
+                    progress.advance(task)
+                findings.files[path].append((tensor, checks))
+
+
+def _print_skipped(findings: Findings, shown: int | None) -> None:
+    for path, tensors in findings.skipped.items():
+        reasons: dict[str, list[str]] = {}
+        for tensor in tensors:
+            reasons.setdefault(tensor.skipped or "", []).append(tensor.name)
+        for reason, names in reasons.items():
+            more = f" and {len(names[shown:])} more (--per-tensor lists them)" if shown and names[shown:] else ""
+            what = f"skipped in {path.name}, {reason}: {', '.join(names[:shown])}{more}"
+            out.print(_plain(what), soft_wrap=True, highlight=False)
+
+
+def _print_verdict(findings: Findings, shown: int = 20) -> None:
+    differences = findings.differences()
+    for path, tensor, format, difference in differences[:shown]:
+        out.print(f"[red]{_plain(path)}, {_plain(tensor.name)}, {format}: {_plain(difference)}[/red]", soft_wrap=True)
+    if len(differences) > shown:
+        out.print(f"and {len(differences) - shown} more")
+    tensors = sum(len(tensors) for tensors in findings.files.values())
+    names = ", ".join(backend.name for backend in findings.backends)
+    what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
+    if differences:
+        out.print(f"[red]{what}: bits differ[/red]")
+    elif len(findings.backends) == 1:
+        out.print(f"[yellow]{what}: only one backend, nothing to compare it with[/yellow]")
+    else:
+        out.print(f"[green]{what}: all bits equal[/green]")
+
+
+Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
+Source = Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors, .npy or .npz file.")]
+Target = Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")]
+
+
+@app.command("quantize")
+def quantize_command(
+    source: Source,
+    target: Target,
+    format: Annotated[str, typer.Option("--format", help="A format's name.")],
+    force: Force = False,
+) -> None:
+    """Writes a model's codes and scales; tensors of fewer than two axes or another type are copied."""
+    parsed = _format(format)
+    _check_output(target, ".safetensors", "OUT", force=force)
+    model = _open(source)
+    _convert(model, target, lambda done: quantize_model(model, parsed, target, done))
+
+
+def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
+    with _progress() as progress:
+        task = progress.add_task(_plain(target.name), total=len(model.tensors))
+        try:
+            convert(lambda _: progress.advance(task))
+        except BadFile as error:
+            raise _refused(error) from error
+    out.print(f"wrote {_plain(target)}", soft_wrap=True)
+
+
+@app.command("dequantize")
+def dequantize_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file that blockfp quantize wrote.")],
+    target: Target,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original one.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Writes the values of a quantized model."""
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
+    _check_output(target, ".safetensors", "OUT", force=force)
+    model = _open(source)
+    _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))

@@ -1,0 +1,124 @@
+"""How far quantized values lie from the originals: noise, largest error, saturation, zeros, bytes, exponents of scales."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from . import layout
+from .formats import ElementFormat, Format
+from .numerics import Quantized
+
+
+@dataclass
+class Statistics:
+    """How far dequantized values lie from the originals. Sums, so that statistics of parts can be added.
+
+    Attributes:
+        elements: how many there are.
+        excluded: of these, how many have an input or a value that is Inf or NaN; they don't count in the next three.
+        signal, noise: sums of x^2 and of (x - value)^2.
+        largest_relative_error: largest |x - value| / |x| over all that are neither zero nor flushed to zero.
+        saturated: how many were beyond the largest code, so that more than rounding was lost.
+        flushed: how many became zero without being zero.
+        stored_bytes, original_bytes: of codes and scales, and of the input.
+        exponents: how many scales have the binary exponent e, floor(log2(scale)); zero and NaN not counted.
+    """
+
+    elements: int = 0
+    excluded: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    largest_relative_error: float = 0.0
+    saturated: int = 0
+    flushed: int = 0
+    stored_bytes: int = 0
+    original_bytes: int = 0
+    exponents: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise, 10 log10(signal / noise); Inf where nothing was lost, NaN where nothing was."""
+        if self.noise == 0:
+            return math.inf if self.signal else math.nan
+        return 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def saturated_share(self) -> float:
+        return self.saturated / max(self.elements, 1)
+
+    @property
+    def flushed_share(self) -> float:
+        return self.flushed / max(self.elements, 1)
+
+    def add(self, other: Statistics) -> None:
+        """Counts what `other` counted."""
+        for name in ("elements", "excluded", "signal", "noise", "saturated", "flushed", "stored_bytes", "original_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest_relative_error = max(self.largest_relative_error, other.largest_relative_error)
+        self.exponents.update(other.exponents)
+
+
+def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> Statistics:
+    """Statistics of one array.
+
+    Args:
+        x: the original, float32, float16 or bfloat16, [..., rows, columns].
+        q: its codes and scales.
+        values: q dequantized, x's shape.
+        format: q's format.
+    """
+    parts = [part for part in q if part is not None]
+    result = Statistics(
+        elements=x.size,
+        stored_bytes=sum(part.nbytes for part in parts),
+        original_bytes=x.nbytes,
+        exponents=scale_exponents(q, format),
+    )
+    x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
+    finite = np.isfinite(x) & np.isfinite(values)
+    result.saturated = _saturated(x, values, q, format)
+    result.excluded = x.size - int(np.count_nonzero(finite))
+    if result.excluded:
+        x, values = x[finite], values[finite]
+    result.signal = float(np.square(x, dtype=np.float64).sum())
+    error = np.abs(np.subtract(x, values, dtype=np.float64))
+    result.noise = float(np.square(error).sum())
+    lost = values == 0
+    result.flushed = int(np.count_nonzero(lost & (x != 0)))
+    relative = np.divide(error, np.abs(x), where=~lost & (x != 0), out=np.zeros_like(error))
+    result.largest_relative_error = float(relative.max(initial=0.0))
+    return result
+
+
+def _saturated(x: np.ndarray, values: np.ndarray, q: Quantized, format: Format) -> int:
+    """How many elements have the largest code and lie above it by more than half a step."""
+    element = format.element
+    codes = layout.unpack(q.codes, element.bits, x.shape[-1])
+    half_step = 2.0 ** (element.emax - element.mantissa_bits - 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        beyond = np.abs(x) > np.abs(values) * np.float32(1 + half_step / element.max)
+    return int(np.count_nonzero(beyond & (_magnitude_codes(codes, element) == element.max_code)))
+
+
+def _magnitude_codes(codes: np.ndarray, element: ElementFormat) -> np.ndarray:
+    if element.signed == "complement":
+        return np.abs(codes.view(np.int8))
+    return codes & ((1 << (element.bits - 1)) - 1)
+
+
+def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
+    """How many decode scales have the binary exponent e, that is floor(log2(scale)); zero, Inf and NaN not counted."""
+    if format.scale.dtype == "float32":
+        scales = q.scales.astype(np.float64)
+    elif q.tensor_scale is None:
+        scales = np.where(q.scales == format.scale.nan_code, np.nan, np.exp2(q.scales.astype(np.float64) - 127))
+    else:
+        scales = q.scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.float64(q.tensor_scale)
+    usable = scales[np.isfinite(scales) & (scales > 0)]
+    exponents, counts = np.unique(np.frexp(usable)[1] - 1, return_counts=True)
+    return Counter(dict(zip(exponents.tolist(), counts.tolist(), strict=True)))

@@ -1,0 +1,163 @@
+"""Quantized models in .safetensors files.
+
+A tensor NAME of the original becomes
+
+    NAME               the codes, U8 [..., rows, bytes]
+    NAME_scale         the scales, U8 or F32, one for each block
+    NAME_tensor_scale  F32, shape (), for NVFP4 only
+
+and what is not quantized stays as it is, under its name. The file's metadata says under "blockfp" what the codes are, as JSON:
+
+    {"version": 1, "tensors": {NAME: {"format": "mxfp8_e4m3", "shape": [384, 1536], "dtype": "float32"}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from . import layout
+from .array import DTYPES, QuantizedArray, quantize
+from .atomic import replacing
+from .formats import Format
+from .modelfile import TAGS, BadFile, Entry, Model, Tensor, write_safetensors
+
+KEY = "blockfp"
+VERSION = 1
+
+Progress = Callable[[Tensor], None]
+"""Called with each tensor when it is done."""
+
+
+def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> None:
+    """Writes the model with every tensor quantized that can be (`Tensor.skipped`), to a .safetensors file at `path`.
+
+    Raises:
+        BadFile: a tensor can't be read or stored; nothing is written then.
+    """
+    if KEY in model.metadata:
+        raise BadFile(model.path, "is quantized already: dequantize it first")
+    entries: list[Entry] = []
+    described: dict[str, dict[str, object]] = {}
+    for tensor in model.tensors:
+        if tensor.skipped:
+            _check_storable(model, tensor)
+            entries.append(Entry(tensor.name, tensor.dtype, tensor.shape))
+            continue
+        entries += _quantized_entries(tensor.name, tensor.shape, format)
+        described[tensor.name] = {"format": format.name, "shape": list(tensor.shape), "dtype": tensor.dtype.name}
+    _check_names(model, entries)
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for tensor in model.tensors:
+            if tensor.skipped:
+                yield tensor.name, tensor.read()
+            else:
+                q = quantize(tensor.read(), format)
+                for entry, part in zip(_quantized_entries(tensor.name, tensor.shape, format), _parts(q), strict=True):
+                    yield entry.name, part
+            done(tensor)
+
+    metadata = {**model.metadata, KEY: json.dumps({"version": VERSION, "tensors": described})}
+    with replacing(path) as temporary:
+        write_safetensors(temporary, entries, arrays(), metadata)
+
+
+def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress) -> None:
+    """Writes a quantized model with the values of its codes, in `dtype` or each tensor's original one.
+
+    Raises:
+        BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; nothing is written then.
+    """
+    described = _description(model)
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    quantized = {name: _Stored(model, tensors, name, what) for name, what in described.items()}
+    taken = {name for stored in quantized.values() for name in stored.keys}
+    others = {name: tensor for name, tensor in tensors.items() if name not in taken}
+    entries = [Entry(t.name, t.dtype, t.shape) for t in others.values()]
+    entries += [Entry(name, DTYPES[dtype or stored.dtype], stored.shape) for name, stored in quantized.items()]
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        for name, stored in quantized.items():
+            yield name, stored.read().dequantize(dtype and DTYPES[dtype])
+            done(tensors[name])
+        for name, tensor in others.items():
+            yield name, tensor.read()
+            done(tensor)
+
+    metadata = {key: value for key, value in model.metadata.items() if key != KEY}
+    with replacing(path) as temporary:
+        write_safetensors(temporary, entries, arrays(), metadata)
+
+
+def _quantized_entries(name: str, shape: tuple[int, ...], format: Format) -> list[Entry]:
+    entries = [
+        Entry(name, np.dtype(np.uint8), layout.codes_shape(shape, format)),
+        Entry(f"{name}_scale", np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
+    ]
+    if format.scale.two_level:
+        entries.append(Entry(f"{name}_tensor_scale", np.dtype(np.float32), ()))
+    return entries
+
+
+def _parts(q: QuantizedArray) -> list[np.ndarray]:
+    return [q.codes, q.scales] if q.tensor_scale is None else [q.codes, q.scales, np.asarray(q.tensor_scale)]
+
+
+def _check_storable(model: Model, tensor: Tensor) -> None:
+    if tensor.dtype not in TAGS:
+        raise BadFile(model.path, f"dtype {tensor.dtype} can't be stored in a .safetensors file", tensor.name)
+
+
+def _check_names(model: Model, entries: list[Entry]) -> None:
+    names: set[str] = set()
+    for entry in entries:
+        if entry.name in names:
+            raise BadFile(model.path, "its name is needed for the scales of another tensor", entry.name)
+        names.add(entry.name)
+
+
+def _description(model: Model) -> dict[str, dict]:
+    if KEY not in model.metadata:
+        raise BadFile(model.path, "is not quantized by blockfp (its metadata has no 'blockfp')")
+    try:
+        description = json.loads(model.metadata[KEY])
+        version, tensors = description["version"], dict(description["tensors"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadFile(model.path, f"its metadata 'blockfp' is not what blockfp writes: {error!r}") from error
+    if version != VERSION:
+        raise BadFile(model.path, f"is of version {version}; this blockfp reads version {VERSION}")
+    return tensors
+
+
+class _Stored:
+    """A quantized tensor in a file, held against its description."""
+
+    def __init__(self, model: Model, tensors: dict[str, Tensor], name: str, what: dict):
+        try:
+            self.format = Format.parse(what["format"])
+            self.shape = tuple(int(size) for size in what["shape"])
+            self.dtype = str(what["dtype"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadFile(model.path, f"its description in the metadata is wrong: {error}", name) from error
+        if self.dtype not in DTYPES or len(self.shape) < 2:
+            raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
+        self.keys: list[str] = []
+        self._tensors: list[Tensor] = []
+        for entry in _quantized_entries(name, self.shape, self.format):
+            tensor = tensors.get(entry.name)
+            found = "missing" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
+            if tensor is None or (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
+                what_for = f"{self.format} of shape {self.shape}"
+                problem = f"is {found}, {what_for} needs {entry.dtype} of shape {entry.shape}"
+                raise BadFile(model.path, problem, entry.name)
+            self.keys.append(entry.name)
+            self._tensors.append(tensor)
+
+    def read(self) -> QuantizedArray:
+        codes, scales, *tensor_scale = (tensor.read() for tensor in self._tensors)
+        columns, dtype = self.shape[-1], DTYPES[self.dtype]
+        return QuantizedArray(codes, scales, tensor_scale[0] if tensor_scale else None, self.format, columns, dtype)

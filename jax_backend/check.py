@@ -1,0 +1,33 @@
+"""What `blockfp check` knows JAX as."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp.formats import Format
+from blockfp.numerics import Quantized
+
+from .array import QuantizedArray, quantize
+
+
+class JaxBackend:
+    """`blockfp.jax` behind NumPy arrays: quantize and dequantize jitted by XLA on the default device."""
+
+    name = "jax"
+
+    @property
+    def version(self) -> str:
+        return f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        q = quantize(jnp.asarray(x), format)
+        tensor_scale = None if q.tensor_scale is None else np.asarray(q.tensor_scale)
+        return Quantized(np.asarray(q.codes), np.asarray(q.scales), tensor_scale)
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        codes, scales = jnp.asarray(q.codes), jnp.asarray(q.scales)
+        tensor_scale = None if q.tensor_scale is None else jnp.asarray(q.tensor_scale)
+        whole = QuantizedArray.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype)
+        return np.asarray(whole.dequantize())

@@ -1,0 +1,72 @@
+"""What `blockfp check` knows PyTorch as."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from blockfp import numerics
+from blockfp.formats import Format
+from blockfp.numerics import Quantized
+
+from .quantize import quantize
+from .tensor import QuantizedTensor
+
+
+class TorchBackend:
+    """`blockfp.torch` behind NumPy arrays: its custom ops on CPU tensors, as users get them.
+
+    Sets torch to one thread: whole formats run side by side, and its own threads would only wait for each other.
+    """
+
+    name = "torch"
+
+    def __init__(self):
+        torch.set_num_threads(1)
+
+    @property
+    def version(self) -> str:
+        return f"PyTorch {torch.__version__} on the CPU"
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        q = quantize(to_torch(x), format)
+        return _to_numpy(Quantized(q.codes, q.scales, q.tensor_scale))
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        tensor = QuantizedTensor.from_parts(*_to_torch(q), format=format, columns=columns, dtype=getattr(torch, dtype))
+        return to_numpy(tensor.dequantize())
+
+
+class TorchDefinition(TorchBackend):
+    """The definition (`blockfp.numerics`) run by PyTorch's own operations: what `blockfp.torch` runs where no kernel is."""
+
+    name = "torch-definition"
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        return _to_numpy(numerics.quantize(to_torch(x), format))
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        return to_numpy(numerics.dequantize(*_to_torch(q), format, dtype, columns=columns))
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    """A tensor of x's memory; of a copy where x is read-only."""
+    x = x if x.flags.writeable else x.copy()
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def _to_torch(q: Quantized) -> Quantized:
+    return Quantized(*(None if part is None else to_torch(part) for part in q))
+
+
+def _to_numpy(q: Quantized) -> Quantized:
+    return Quantized(*(None if part is None else to_numpy(part) for part in q))
