@@ -1,8 +1,8 @@
 """The kernel library: quantize, dequantize and amax of NumPy arrays and CPU torch tensors, with the definition's bits.
 
 The functions have the contract of `blockfp.numerics` and give the same bits. The library is loaded on first use, because
-importing Apache TVM FFI takes a second. Where it can't be loaded `available()` is False, `status()` says why, and callers run the
-definition instead.
+importing Apache TVM FFI takes a second. Where it can't be loaded `available()` is False, `status()` says why, and callers run
+the definition instead.
 
 Which instruction set runs (`instruction_set`, `use_instruction_set`) and on how many threads (`set_threads`) changes the
 speed and nothing else.
@@ -158,8 +158,8 @@ def quantize(
     """Quantizes x in blocks of its last two axes; see `numerics.quantize`, whose arguments, bits and errors these are.
 
     Args:
-        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The results are of
-            the same library.
+        x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
+            results are of the same library.
     """
     library, format, dtype = _loaded(), Format.parse(format), _input_dtype(x)
     largest = _fp8_limits(format, eps, nominal or dtype)
@@ -276,6 +276,7 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Ar
 
 def _input_dtype(x: Array) -> str:
     """Name of x's dtype, once x is an array that the library can read."""
+    _is_torch(x)
     if len(x.shape) < 2 or (name := _dtype_names.get(x.dtype)) is None:
         numerics.check_input(x)
         name = _dtype_names[x.dtype] = bits.dtype_name(x)
@@ -283,7 +284,7 @@ def _input_dtype(x: Array) -> str:
 
 
 def _is_torch(x: Array) -> bool:
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | np.generic):
         return False
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":

@@ -15,18 +15,6 @@ constexpr int64_t kLongestRow = 1 << 13;
 
 int item_bytes(int dtype) { return dtype == Fp32::kId ? 4 : 2; }
 
-int code_bits(int element) {
-  switch (element) {
-    case E2M1::kId:
-      return E2M1::kBits;
-    case E3M2::kId:
-    case E2M3::kId:
-      return E3M2::kBits;
-    default:
-      return 8;
-  }
-}
-
 int64_t batches_of(const Input& x) {
   int64_t batches = 1;
   for (int axis = 0; axis < x.ndim - 2; ++axis) batches *= x.shape[axis];
@@ -54,6 +42,18 @@ BlockScale<float> per_tensor_scale(const QuantizeJob& job, int32_t amax) {
 
 }  // namespace
 
+int64_t code_row_bytes(int element, int64_t columns) {
+  switch (element) {
+    case E2M1::kId:
+      return Packing<E2M1::kBits>::row_bytes(columns);
+    case E3M2::kId:
+    case E2M3::kId:
+      return Packing<E3M2::kBits>::row_bytes(columns);
+    default:
+      return columns;
+  }
+}
+
 Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
                    int64_t first_column, int item_bytes) {
   const int64_t block_rows = spec.per_tensor() ? 1 : spec.block_rows;
@@ -67,7 +67,7 @@ Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t colu
   t.grid_rows = rows == 0 ? 0 : up(t.row_phase + rows, block_rows);
   t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
   // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
-  const bool cut = code_bits(spec.element) == 8 || t.column_phase % 4 == 0;
+  const bool cut = code_row_bytes(spec.element, 4) == 4 || t.column_phase % 4 == 0;
   const int64_t widest = std::clamp<int64_t>(kTileBytes / (block_rows * item_bytes) / 128 * 128, 128, kLongestRow);
   const int64_t whole = up(t.column_phase + columns, 128) * 128;
   t.tile_columns = std::max<int64_t>(cut ? std::min(widest, whole) : whole, 128);
@@ -115,6 +115,7 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
     job.tensor_scale = divide(1.0f, job.multiplier);
     *tensor_scale_out = job.tensor_scale;
   }
+  expect_writes(job.codes, t.batches * t.rows * code_row_bytes(job.spec.element, t.columns));
   const auto run = current_kernels().quantize;
   const int64_t work = elements(t) * (item_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
   run_tasks(t.tasks(), work, Scratch::bytes(t, gather),
@@ -126,6 +127,7 @@ void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t co
   const FloatMode mode;
   const Tiling t = job.tiling =
       make_tiling(job.spec, batches, rows, columns, first_row, first_column, item_bytes(job.dtype));
+  expect_writes(job.out, elements(t) * item_bytes(job.dtype));
   const auto run = current_kernels().dequantize;
   run_tasks(t.tasks(), elements(t) * (item_bytes(job.dtype) + 1), Scratch::bytes(t, false),
             [&](int64_t task, void* scratch) { run(job, task, scratch); });

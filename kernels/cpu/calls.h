@@ -5,6 +5,9 @@
 
 namespace blockfp {
 
+// Bytes of a row of so many codes.
+int64_t code_row_bytes(int element, int64_t columns);
+
 // Tiling of [batches, rows, columns] whose first element lies at (first_row, first_column) of the unsharded matrix.
 Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
                    int64_t first_column, int item_bytes);

@@ -59,12 +59,6 @@ Spec spec_of(int64_t element, int64_t block_rows, int64_t block_columns, int64_t
           static_cast<ScaleRule>(rule)};
 }
 
-int64_t code_row_bytes(int64_t element, int64_t columns) {
-  if (element == E2M1::kId) return Packing<4>::row_bytes(columns);
-  if (element == E3M2::kId || element == E2M3::kId) return Packing<6>::row_bytes(columns);
-  return columns;
-}
-
 int64_t rows_in_all(const TensorView& x) {
   int64_t rows = 1;
   for (int axis = 0; axis < x.ndim() - 1; ++axis) rows *= x.size(axis);
@@ -105,7 +99,7 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
   job.spec = spec_of(element, block_rows, block_columns, rule);
   const int64_t count = scale_count(job.spec, tiling_of(job.spec, x, x.size(-1), first_row, first_column));
   const bool bytes = rule > static_cast<int>(ScaleRule::kPow2), two_levels = rule == static_cast<int>(ScaleRule::kE4m3);
-  check_output(codes, rows_in_all(x) * code_row_bytes(element, x.size(-1)), 1, "codes must be contiguous uint8, packed");
+  check_output(codes, rows_in_all(x) * code_row_bytes(job.spec.element, x.size(-1)), 1, "codes must be contiguous uint8, packed");
   check_output(scales, count, bytes ? 1 : 4, "scales must be contiguous, one for each block");
   check(tensor_scale.has_value() == two_levels, "tensor_scale belongs to formats of two levels");
   if (two_levels) check_output(tensor_scale.value(), 1, 4, "tensor_scale must be one float32");
@@ -140,7 +134,7 @@ void dequantize(TensorView codes, TensorView scales, double tensor_scale, Tensor
   const int64_t columns = out.size(-1);
   const Tiling t = tiling_of(job.spec, out, columns, first_row, first_column);
   check_output(out, t.batches * t.rows * columns, bytes_of(dtype), "out must be contiguous and of the dtype that was named");
-  check_output(codes, rows_in_all(out) * code_row_bytes(element, columns), 1, "codes must be contiguous uint8, packed");
+  check_output(codes, rows_in_all(out) * code_row_bytes(job.spec.element, columns), 1, "codes must be contiguous uint8, packed");
   const bool bytes = rule > static_cast<int>(ScaleRule::kPow2);
   check_output(scales, scale_count(job.spec, t), bytes ? 1 : 4, "scales must be contiguous, one for each block");
   job.codes = data_of<const uint8_t>(codes);

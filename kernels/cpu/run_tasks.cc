@@ -1,6 +1,7 @@
 #include "run_tasks.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -28,6 +29,15 @@ int allowed_cores() {
 }
 
 }  // namespace
+
+void expect_writes(void* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kLargePage = 1 << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kLargePage * kLargePage;
+  if (end > begin + kLargePage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
 
 int set_threads(int threads) {
   most_threads = threads;

@@ -10,6 +10,10 @@ namespace blockfp {
 // is worth, in the floating-point mode that the arithmetic needs. `scratch` is one thread's own, `scratch_bytes` long.
 void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes, const std::function<void(int64_t, void*)>& body);
 
+// Asks for large pages behind a large output, as NumPy does for its own arrays: the first writes to 32 MiB of small pages cost
+// more than quantizing. Only a hint, and memory that has been written to already stays as it is.
+void expect_writes(void* data, int64_t bytes);
+
 // At most this many threads a call from now on; 0: as many as the process may run on. Returns the limit in use.
 int set_threads(int threads);
 

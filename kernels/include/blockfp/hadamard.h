@@ -6,20 +6,23 @@
 namespace blockfp {
 
 constexpr int kHadamardGroup = 16;
-constexpr uint32_t kHadamardFlips = 0xD7E8;         // bit i: element i changes sign
-constexpr int32_t kHadamardSmallest = 27 << 23;     // 2^-100: less counts as zero, so no sum is subnormal
+constexpr uint32_t kHadamardFlips = 0xD7E8;      // bit i: element i changes sign
+constexpr int32_t kHadamardSmallest = 27 << 23;  // 2^-100: less counts as zero, so no sum is subnormal
 
 // F: float for one group, or vectors for as many groups as they have lanes. Not yet rounded to the input's dtype.
 template <class F>
 BLOCKFP_HD void hadamard16(F (&x)[kHadamardGroup]) {
   using I = Int<F>;
+  BLOCKFP_UNROLL
   for (int i = 0; i < kHadamardGroup; ++i) {
     I bits = to_bits(x[i]);
     I sign = bits & ~kMagnitude;
     bits = (bits & kMagnitude) < kHadamardSmallest ? sign : bits;
     x[i] = from_bits<F>(((kHadamardFlips >> i) & 1) ? bits ^ ~kMagnitude : bits);
   }
+  BLOCKFP_UNROLL
   for (int h = 1; h < kHadamardGroup; h *= 2) {
+    BLOCKFP_UNROLL
     for (int i = 0; i < kHadamardGroup; ++i) {
       if (i & h) continue;
       F a = x[i], b = x[i + h];
@@ -27,6 +30,7 @@ BLOCKFP_HD void hadamard16(F (&x)[kHadamardGroup]) {
       x[i + h] = add(a, -b);
     }
   }
+  BLOCKFP_UNROLL
   for (int i = 0; i < kHadamardGroup; ++i) x[i] = multiply(x[i], splat<F>(0.25f));
 }
 

@@ -11,8 +11,10 @@
 // keeps from the AVX-512 file would crash a machine without AVX-512.
 #if defined(__CUDACC__)
 #define BLOCKFP_HD __host__ __device__ __forceinline__
+#define BLOCKFP_UNROLL _Pragma("unroll")
 #else
 #define BLOCKFP_HD inline __attribute__((always_inline))
+#define BLOCKFP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace blockfp {

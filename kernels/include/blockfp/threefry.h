@@ -20,17 +20,9 @@ BLOCKFP_HD Words<U> threefry2x32(uint32_t k0, uint32_t k1, U x0, U x1) {
   const int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
   x0 = x0 + schedule[0];
   x1 = x1 + schedule[1];
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#else
-#pragma GCC unroll 5
-#endif
+  BLOCKFP_UNROLL
   for (int block = 0; block < 5; ++block) {
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#else
-#pragma GCC unroll 4
-#endif
+    BLOCKFP_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int r = rotations[block & 1][i];
       x0 = x0 + x1;

@@ -1,0 +1,144 @@
+// What a kernel is told, and the launches that the exports call. Plain values, passed to the GPU by value.
+//
+// A launch only enqueues work on `stream`: it allocates nothing and waits for nothing, so it may be captured in a graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "blockfp/dtypes.h"
+#include "blockfp/scales.h"
+
+namespace blockfp {
+namespace cuda {
+
+// A stack of matrices; strides count elements.
+struct Matrices {
+  const void* data;
+  int dtype;  // kId of dtypes.h
+  int64_t batches, rows, columns;
+  int64_t batch_stride, row_stride, column_stride;
+};
+
+struct Format {
+  int element;  // kId of elements.h
+  int block_rows, block_columns;  // 0, 0: one scale for the whole tensor
+  ScaleRule rule;
+
+  bool per_tensor() const { return block_rows == 0; }
+  bool square() const { return block_rows == block_columns; }
+};
+
+// Where x lies in the unsharded matrix, for blocks (phase) and for the random index.
+struct Window {
+  int64_t row, column;    // of x's first element
+  int64_t rows, columns;  // of the unsharded matrix
+  int row_phase, column_phase;  // where in its block it lies
+};
+
+// One direction's outputs; codes is null where it is not wanted.
+struct Output {
+  uint8_t* codes;
+  void* scales;
+  const uint32_t* key;  // two words, or null for nearest even
+};
+
+struct QuantizeArguments {
+  Matrices x;
+  Format format;
+  Window window;
+  Output row, column;           // column: of the transposed matrix
+  const int32_t* amax;          // of the tensor, fp32 bits; or null
+  const float* multiplier;      // per tensor, instead of amax
+  int32_t* recorded;            // per tensor: raised to the amax of x, or null
+  float* tensor_scale;          // two-level formats
+  int32_t eps_bits;
+  int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
+  bool rotate_column;           // the random Hadamard transform before the column direction
+};
+
+struct EncodeArguments {
+  Matrices x;
+  Format format;
+  Window window;
+  uint8_t* codes;
+  void* scales;
+  const int32_t* blocks;        // amaxes of the block grid, already reduced; null: `scales` are given
+  const int32_t* nan;
+  const int32_t* amax;          // of the tensor, for two-level formats with given blocks
+  float* tensor_scale;          // read where scales are given
+  const uint32_t* key;
+  int32_t eps_bits, largest_bits;
+};
+
+struct AmaxBlocksArguments {
+  Matrices x;
+  Format format;
+  Window window;
+  int32_t* blocks;
+  int32_t* nan;     // or null
+  int32_t* tensor;  // or null
+};
+
+struct DequantizeArguments {
+  const uint8_t* codes;
+  const void* scales;
+  const float* tensor_scale;
+  Format format;
+  Window window;
+  int64_t batches, rows, columns;
+  void* out;
+  int dtype;
+};
+
+cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
+cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
+cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
+cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);
+// Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
+cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,
+                             cudaStream_t stream);
+// One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
+cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, int64_t rows, int64_t m, int64_t n,
+                              int repeat, cudaStream_t stream);
+
+// One definition for each element: each is compiled on its own, from the same file.
+template <class E>
+cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);
+template <class E>
+cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
+
+// Calls body with the struct that an id stands for.
+template <class Body>
+auto with_element(int id, Body body) {
+  switch (id) {
+    case E4M3::kId:
+      return body(E4M3{});
+    case E5M2::kId:
+      return body(E5M2{});
+    case E3M2::kId:
+      return body(E3M2{});
+    case E2M3::kId:
+      return body(E2M3{});
+    case E2M1::kId:
+      return body(E2M1{});
+    default:
+      return body(Int8{});
+  }
+}
+
+template <class Body>
+auto with_dtype(int id, Body body) {
+  switch (id) {
+    case Fp32::kId:
+      return body(Fp32{});
+    case Fp16::kId:
+      return body(Fp16{});
+    default:
+      return body(Bf16{});
+  }
+}
+
+}  // namespace cuda
+}  // namespace blockfp

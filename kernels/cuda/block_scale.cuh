@@ -1,0 +1,86 @@
+// A block's scale from its amax, on the GPU: scales.h, with the conversions and the reciprocal that the GPU has.
+//
+// `Block` is the number of elements along the contraction axis, which names the family: 0 per tensor, 128 FP8 blocks, 32 MX, 16 NVFP4.
+#pragma once
+
+#include "arguments.h"
+#include "codes.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+// What all blocks of a tensor share.
+struct TensorScale {
+  float multiplier;  // per tensor: of the elements; two levels: G
+  float factor;      // two levels: what a block's amax is multiplied with
+  float decode;      // per tensor: the stored scale; two levels: tensor_scale
+};
+
+template <class E, int Block>
+__device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a) {
+  TensorScale t{1.0f, 1.0f, 1.0f};
+  if constexpr (Block == 0) {
+    if (a.multiplier != nullptr) {
+      t.multiplier = __ldg(a.multiplier);
+      t.decode = divide(1.0f, t.multiplier);
+    } else {
+      const int32_t amax = __ldg(a.amax);
+      const auto s = a.format.rule == ScaleRule::kPow2
+                         ? fp8_scale<E, ScaleRule::kPow2, float>(amax, a.eps_bits, kFp32Max)
+                         : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, kFp32Max);
+      t.multiplier = s.multiplier;
+      t.decode = from_bits<float>(s.stored);
+    }
+  } else if constexpr (Block == 16) {
+    t.multiplier = tensor_multiplier<E>(__ldg(a.amax));
+    t.factor = multiply(t.multiplier, element_max_reciprocal<E>());
+    t.decode = divide(1.0f, t.multiplier);
+  }
+  return t;
+}
+
+__device__ __forceinline__ float e4m3_value(uint32_t code) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
+  float out;
+  asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(out) : "r"(halves));
+  return out;
+}
+
+// The stored scale of a block (a byte, or fp32 bits) and the number its elements are multiplied with.
+template <class E, int Block>
+__device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const QuantizeArguments& a, const TensorScale& t) {
+  if constexpr (Block == 0) {
+    return {__float_as_int(t.decode), t.multiplier};
+  } else if constexpr (Block == 128) {
+    return a.format.rule == ScaleRule::kPow2 ? fp8_scale<E, ScaleRule::kPow2, float>(amax, a.eps_bits, a.largest_bits)
+                                             : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, a.largest_bits);
+  } else if constexpr (Block == 32) {
+    return a.format.rule == ScaleRule::kE8m0Ceil ? e8m0_scale<E, ScaleRule::kE8m0Ceil, float>(amax)
+                                                 : e8m0_scale<E, ScaleRule::kE8m0Floor, float>(amax);
+  } else {
+    const uint32_t stored = convert_pair<false>(multiply(__int_as_float(amax), t.factor), 0.0f) & 0xFF;
+    const float decode = multiply(e4m3_value(stored), t.decode);
+    return {static_cast<int32_t>(stored), fminf(__frcp_rn(decode), from_bits<float>(kFp32Max))};
+  }
+}
+
+// Byte that marks a block of E with a NaN in it; only elements without a NaN code of their own need one.
+template <class E, int Block>
+constexpr int kNanMark = Block == 16 ? 0x7F : 0xFF;
+
+template <int Block>
+__device__ __forceinline__ void store_scale(void* scales, int64_t index, int32_t stored) {
+  if constexpr (Block == 0 || Block == 128) {
+    static_cast<int32_t*>(scales)[index] = stored;
+  } else {
+    static_cast<uint8_t*>(scales)[index] = stored;
+  }
+}
+
+// Whether elements of E can come in blocks of this many.
+template <class E, int Block>
+constexpr bool kHasBlock = Block == 32 || (Block == 16 ? E::kId == E2M1::kId : E::kHasNan);
+
+}  // namespace cuda
+}  // namespace blockfp

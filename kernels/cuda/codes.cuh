@@ -1,0 +1,155 @@
+// Eight codes at a time, packed: rounding with the conversions that the GPU has, and arithmetic where it has none.
+//
+// Bit for bit what elements.h says (tests hold the two together). FP6 borrows the 8-bit conversions: E3M2 is the low part of E5M2
+// and E2M3 of E4M3, spacing below the smallest normal included, once the number is multiplied with 2^-12 or 2^-6.
+#pragma once
+
+#include "blockfp/elements.h"
+#include "blockfp/packing.h"
+
+namespace blockfp {
+namespace cuda {
+
+// What the multiplier of a block is multiplied with, exactly, before encode_eight<E>.
+template <class E>
+__device__ __forceinline__ float prescaled(float multiplier) {
+  if constexpr (E::kId == E3M2::kId) return multiply(multiplier, 0x1p-12f);
+  if constexpr (E::kId == E2M3::kId) return multiply(multiplier, 0x1p-6f);
+  return multiplier;
+}
+
+template <bool Wide>
+__device__ __forceinline__ uint32_t convert_pair(float low, float high) {
+  uint16_t out;
+  if constexpr (Wide) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  }
+  return out;
+}
+
+template <bool Wide>
+__device__ __forceinline__ uint32_t convert_four(const float* y) {
+  return __byte_perm(convert_pair<Wide>(y[0], y[1]), convert_pair<Wide>(y[2], y[3]), 0x5410);
+}
+
+// Four 8-bit codes of a prescaled number as four 6-bit ones: 24 bits.
+__device__ __forceinline__ uint32_t narrow_to_six(uint32_t codes) {
+  const uint32_t above = (codes | (codes << 1)) & 0x40404040u;  // a magnitude beyond 31
+  codes |= (above >> 1) - (above >> 6);
+  const uint32_t six = (codes & 0x1F1F1F1Fu) | ((codes & 0x80808080u) >> 2);
+  const uint32_t twelve = (six & 0x003F003Fu) | ((six & 0x3F003F00u) >> 2);
+  return (twelve & 0xFFFu) | ((twelve >> 4) & 0xFFF000u);
+}
+
+template <int RoundDown>
+__device__ __forceinline__ float fused(float a, float b, float c) {
+  return RoundDown ? __fmaf_rd(a, b, c) : __fmaf_rn(a, b, c);
+}
+
+// A float whose low bits are the E2M1 magnitude of |y|, NaN as 0: the code is the concave function
+// min(2 y, y + 2, y / 2 + 4, 7) rounded, summed here as three pieces that saturate, onto a number whose last place is 1, or
+// 1/512 rounded down.
+template <bool RoundDown>
+__device__ __forceinline__ uint32_t e2m1_magnitude(float y, float base) {
+  const float half = __fmul_rn(fabsf(y), 0.5f);
+  const float first = __saturatef(half), second = __saturatef(__fadd_rn(half, -1.0f)), third = __saturatef(__fadd_rn(half, -2.0f));
+  float sum = fused<RoundDown>(first, 4.0f, base);
+  sum = fused<RoundDown>(second, 2.0f, sum);
+  return __float_as_uint(fused<RoundDown>(third, 1.0f, sum));
+}
+
+// Sign bits of eight floats, each at the top of its nibble.
+__device__ __forceinline__ uint32_t nibble_signs(const float* y) {
+  uint32_t bits[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) bits[i] = __float_as_uint(y[i]);
+  const uint32_t even = __byte_perm(__byte_perm(bits[0], bits[2], 0x0073), __byte_perm(bits[4], bits[6], 0x0073), 0x5410);
+  const uint32_t odd = __byte_perm(__byte_perm(bits[1], bits[3], 0x0073), __byte_perm(bits[5], bits[7], 0x0073), 0x5410);
+  return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
+}
+
+// Codes of eight numbers (already multiplied with prescaled<E>), packed into 8, 6 or 4 bytes. A NaN of E2M1 must not come here.
+template <class E>
+__device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
+  constexpr bool kWide = E::kMantissaBits == 2;
+  if constexpr (E::kId == Int8::kId) {
+    uint32_t r[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float inside = fmaxf(fminf(y[i], 127.0f / 64), -127.0f / 64);
+      r[i] = __float_as_uint(__fmaf_rn(inside, 64.0f, 0x1.8p23f));
+    }
+    return {__byte_perm(__byte_perm(r[0], r[1], 0x0040), __byte_perm(r[2], r[3], 0x0040), 0x5410),
+            __byte_perm(__byte_perm(r[4], r[5], 0x0040), __byte_perm(r[6], r[7], 0x0040), 0x5410)};
+  } else if constexpr (E::kBits == 8) {
+    return {convert_four<kWide>(y), convert_four<kWide>(y + 4)};
+  } else if constexpr (E::kBits == 6) {
+    const uint32_t low = narrow_to_six(convert_four<kWide>(y)), high = narrow_to_six(convert_four<kWide>(y + 4));
+    return {low | (high << 24), high >> 8};
+  } else {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 7; i >= 0; --i) word = word * 16 + e2m1_magnitude<false>(y[i], 0x1.8p23f);
+    // Eight times the bits of the base, each in its place.
+    constexpr uint32_t kBase = 0x4B400000u * 0x11111111u;
+    return {word - kBase + nibble_signs(y), 0};
+  }
+}
+
+// The same with random bytes (eight, little-endian) for E2M1: 9 bits of the fraction are kept, rounded down, and decide.
+__device__ __forceinline__ uint2 encode_eight_stochastic(const float (&y)[8], uint2 random) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    const uint32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFF;
+    const uint32_t sum = e2m1_magnitude<true>(y[i], 24576.0f + 1.0f / 512) + 2 * byte;
+    word = word * 16 + ((sum >> 9) & 7);
+  }
+  return {word + nibble_signs(y), 0};
+}
+
+// Eight codes of E by elements.h, for what the conversions above leave out: NaN in E2M1, random bytes for any element.
+template <class E>
+__device__ __noinline__ uint2 encode_eight_slowly(const float* y, bool stochastic, uint2 random) {
+  uint64_t out = 0;
+#pragma unroll 1
+  for (int i = 7; i >= 0; --i) {
+    const int32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFF;
+    const int32_t code = stochastic ? encode_stochastic<E, float>(y[i], byte) : encode_nearest<E, float>(y[i]);
+    out = (out << E::kBits) | static_cast<uint32_t>(code);
+  }
+  return {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32)};
+}
+
+// Bytes of `count` codes that begin a group.
+template <int Bits>
+__device__ __forceinline__ int packed_bytes(int count) {
+  return Bits == 8 ? count : (Bits == 4 ? (count + 1) / 2 : (count + 3) / 4 * 3);
+}
+
+// Eight codes to memory aligned as vectors are: 8, 2 or 4 bytes.
+template <int Bits>
+__device__ __forceinline__ void store_eight(uint8_t* out, uint2 codes) {
+  if constexpr (Bits == 8) {
+    *reinterpret_cast<uint2*>(out) = codes;
+  } else if constexpr (Bits == 4) {
+    *reinterpret_cast<uint32_t*>(out) = codes.x;
+  } else {
+    uint16_t* halves = reinterpret_cast<uint16_t*>(out);
+    halves[0] = codes.x, halves[1] = codes.x >> 16, halves[2] = codes.y;
+  }
+}
+
+// Bytes first .. last - 1 of eight codes.
+template <int Bits>
+__device__ __forceinline__ void store_some(uint8_t* out, uint2 codes, int first, int last) {
+#pragma unroll
+  for (int i = 0; i < Bits; ++i) {
+    if (i >= first && i < last) out[i] = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4));
+  }
+}
+
+}  // namespace cuda
+}  // namespace blockfp

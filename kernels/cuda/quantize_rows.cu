@@ -1,0 +1,75 @@
+// Launches of quantize_rows.cuh for one element, BLOCKFP_ELEMENT.
+#include <algorithm>
+
+#include "launch.h"
+#include "quantize_rows.cuh"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+template <class E, int Block, class T, bool Stochastic>
+cudaError_t flat(const QuantizeArguments& a, int64_t elements, cudaStream_t stream) {
+  constexpr int kUnroll = sizeof(typename T::Raw) == 2 && kRowGroups<E> == 1 ? 2 : 1;
+  const int64_t pieces = elements / (8 * kRowGroups<E>);
+  const int64_t blocks = ceil_div(pieces, kRowThreads * kUnroll);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  quantize_rows_flat<E, Block, T, Stochastic, kUnroll><<<blocks, kRowThreads, 0, stream>>>(a, pieces);
+  return cudaGetLastError();
+}
+
+template <class E, int Block, class T>
+cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
+  constexpr int kElements = 8 * kRowGroups<E>;
+  const int64_t pieces = ceil_div(a.window.column_phase + a.x.columns, kElements);
+  int shift = 4;  // sixteen lanes hold the longest block
+  while (shift < 8 && (int64_t{1} << shift) < pieces) ++shift;
+  // An empty array still has a scale of its tensor, which the first block writes.
+  const int64_t spans = std::max(ceil_div(pieces, int64_t{1} << shift), int64_t{1});
+  const int64_t blocks = spans * std::max(ceil_div(a.x.batches * a.x.rows, kRowThreads >> shift), int64_t{1});
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  const int64_t grid_columns = Block == 0 ? 1 : ceil_div(a.window.column_phase + a.x.columns, Block);
+  quantize_rows_general<E, Block, T><<<blocks, kRowThreads, 0, stream>>>(a, shift, spans, grid_columns, vectors_fit(a.x));
+  return cudaGetLastError();
+}
+
+template <class E, int Block>
+cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
+  if constexpr (!kHasBlock<E, Block>) {
+    return cudaErrorInvalidValue;
+  } else {
+    return with_dtype(a.x.dtype, [&](auto dtype) {
+      using T = decltype(dtype);
+      const int64_t elements = a.x.batches * a.x.rows * a.x.columns;
+      const bool whole = elements > 0 && a.window.column_phase == 0 && a.x.columns % (Block == 0 ? 1 : Block) == 0 &&
+                         elements % (8 * kRowGroups<E>) == 0 && is_contiguous(a.x) && vectors_fit(a.x) && aligned(a.row.codes);
+      if (whole && a.row.key == nullptr) return flat<E, Block, T, false>(a, elements, stream);
+      if constexpr (Block == 16) {
+        const Window& w = a.window;
+        if (whole && w.row == 0 && w.column == 0 && w.rows == a.x.rows && w.columns == a.x.columns) {
+          return flat<E, Block, T, true>(a, elements, stream);
+        }
+      }
+      return general<E, Block, T>(a, stream);
+    });
+  }
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_rows<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
+  switch (a.format.block_columns) {
+    case 0:
+      return with_block<BLOCKFP_ELEMENT, 0>(a, stream);
+    case 16:
+      return with_block<BLOCKFP_ELEMENT, 16>(a, stream);
+    case 32:
+      return with_block<BLOCKFP_ELEMENT, 32>(a, stream);
+    default:
+      return with_block<BLOCKFP_ELEMENT, 128>(a, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace blockfp

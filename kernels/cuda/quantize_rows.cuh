@@ -1,0 +1,199 @@
+// Quantizes along the last axis, in one pass: each thread holds one or two groups of eight neighbouring elements, neighbouring lanes
+// share a block.
+#pragma once
+
+#include "block_scale.cuh"
+#include "random.cuh"
+#include "vectors.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+// Flat: contiguous, aligned, whole blocks: no row is ever looked at. FlatStochastic: the same with random bytes, from index 0.
+// General: everything else; blocks still begin at multiples of eight columns.
+enum class Rows { kFlat, kFlatStochastic, kGeneral };
+
+constexpr int kRowThreads = 256;
+
+// Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
+template <class E>
+constexpr int kRowGroups = E::kBits == 8 ? 1 : 2;
+
+// Elements of thread `lane` of a warp in a row pass, and their scales.
+template <class E, int Block, class T>
+struct RowPiece {
+  static constexpr int kGroups = kRowGroups<E>;
+  static constexpr int kLanes = Block == 0 ? 1 : (Block / (8 * kGroups) > 1 ? Block / (8 * kGroups) : 1);  // that share a block
+  Eight<T> x[kGroups];
+
+  template <bool Poison>
+  __device__ __forceinline__ int32_t amax() const {
+    int32_t most = largest<T, Poison>(x[0]);
+    if constexpr (kGroups == 2) most = max(most, largest<T, Poison>(x[1]));
+    return lanes_max<kLanes>(most);
+  }
+
+  // The block's amax, and whether it holds a NaN. Every lane of the warp must come here.
+  __device__ __forceinline__ int32_t amax_and_nan(bool& nan) const {
+    nan = false;
+    if constexpr (Block == 0) return 0;
+    if constexpr (E::kHasNan) return amax<false>();
+    int32_t most = amax<true>();
+    nan = most > kInfinity;
+    if (__any_sync(0xFFFFFFFFu, nan)) most = amax<false>();
+    return most;
+  }
+
+  __device__ __forceinline__ uint2 encode(int group, float multiplier, bool nan, bool stochastic, uint2 random) const {
+    float y[8];
+    const bool slowly = (stochastic && E::kId != E2M1::kId) || (nan && E::kId == E2M1::kId);
+    const float factor = slowly ? multiplier : prescaled<E>(multiplier);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = multiply(value<T>(x[group], i), factor);
+    if (slowly) return encode_eight_slowly<E>(y, stochastic, random);
+    if constexpr (E::kId == E2M1::kId) {
+      if (stochastic) return encode_eight_stochastic(y, random);
+    }
+    return encode_eight<E>(y);
+  }
+};
+
+template <class E>
+__device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
+  if constexpr (E::kBits == 8) {
+    *reinterpret_cast<uint2*>(out) = codes[0];
+  } else if constexpr (E::kBits == 4) {
+    *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
+  } else {
+    uint32_t* words = reinterpret_cast<uint32_t*>(out);
+    words[0] = codes[0].x, words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
+  }
+}
+
+// Of the tensor's scale the division is done by one thread, while the loads of the others are under way.
+template <class E, int Block>
+__device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArguments& a) {
+  if constexpr (Block == 32 || Block == 128) return {1.0f, 1.0f, 1.0f};
+  __shared__ TensorScale shared;
+  if (threadIdx.x == 0) {
+    shared = tensor_scale<E, Block>(a);
+    if (blockIdx.x == 0) {
+      if constexpr (Block == 0) {
+        if (a.row.scales != nullptr) *static_cast<float*>(a.row.scales) = shared.decode;
+        if (a.column.scales != nullptr) *static_cast<float*>(a.column.scales) = shared.decode;
+      } else {
+        *a.tensor_scale = shared.decode;
+      }
+    }
+  }
+  __syncthreads();
+  return shared;
+}
+
+__device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
+  amax = lanes_max<32>(amax);
+  if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
+}
+
+template <class E, int Block, class T, bool Stochastic, int Unroll>
+__global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
+  using Piece = RowPiece<E, Block, T>;
+  constexpr int kElements = 8 * Piece::kGroups;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kRowThreads * Unroll) + threadIdx.x;
+  Piece piece[Unroll];
+#pragma unroll
+  for (int u = 0; u < Unroll; ++u) {
+    const int64_t index = first + u * kRowThreads;
+#pragma unroll
+    for (int g = 0; g < Piece::kGroups; ++g) {
+      piece[u].x[g] = zeros<T>();
+      if (index < pieces) {
+        piece[u].x[g] = load_vector<T>(static_cast<const typename T::Raw*>(a.x.data) + index * kElements + 8 * g);
+      }
+    }
+  }
+  const TensorScale tensor = shared_tensor_scale<E, Block>(a);
+#pragma unroll
+  for (int u = 0; u < Unroll; ++u) {
+    const int64_t index = first + u * kRowThreads;
+    bool nan;
+    const int32_t amax = piece[u].amax_and_nan(nan);
+    if constexpr (Block == 0) {
+      if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece[u].x[0]));
+    }
+    const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+    uint2 codes[Piece::kGroups];
+#pragma unroll
+    for (int g = 0; g < Piece::kGroups; ++g) {
+      uint2 random{};
+      if constexpr (Stochastic) random = random_eight(a.row.key, index * kElements + 8 * g);
+      codes[g] = piece[u].encode(g, scale.multiplier, nan, Stochastic, random);
+    }
+    if (index >= pieces) continue;
+    store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
+    if (Block != 0 && threadIdx.x % Piece::kLanes == 0) {
+      store_scale<Block>(a.row.scales, index / Piece::kLanes, nan ? kNanMark<E, Block> : scale.stored);
+    }
+  }
+}
+
+// Rows of threads: 2^shift threads side by side along a row, the others on the rows below.
+template <class E, int Block, class T>
+__global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __grid_constant__ QuantizeArguments a, int shift,
+                                                                     int64_t spans, int64_t grid_columns, bool vectors) {
+  using Piece = RowPiece<E, Block, T>;
+  using Raw = typename T::Raw;
+  constexpr int kElements = 8 * Piece::kGroups;
+  const int64_t span = blockIdx.x % spans, band = blockIdx.x / spans;
+  const int64_t row = band * (kRowThreads >> shift) + (threadIdx.x >> shift);
+  const int64_t piece_in_row = (span << shift) + (threadIdx.x & ((1 << shift) - 1));
+  const int64_t column = piece_in_row * kElements - a.window.column_phase;
+  const bool inside = row < a.x.batches * a.x.rows && column < a.x.columns;
+  const int64_t batch = inside ? row / a.x.rows : 0, row_in_batch = row - batch * a.x.rows;
+  Piece piece;
+  int first[Piece::kGroups], last[Piece::kGroups];
+#pragma unroll
+  for (int g = 0; g < Piece::kGroups; ++g) {
+    const int64_t at = column + 8 * g;
+    first[g] = at < 0 ? static_cast<int>(min(-at, int64_t{8})) : 0;
+    last[g] = inside ? static_cast<int>(max(min(a.x.columns - at, int64_t{8}), int64_t{0})) : 0;
+    const Raw* x = static_cast<const Raw*>(a.x.data) + batch * a.x.batch_stride + row_in_batch * a.x.row_stride + at;
+    if (vectors && first[g] == 0 && last[g] == 8) {
+      piece.x[g] = load_vector<T>(x);
+    } else {
+      piece.x[g] = load_some<T>(x, first[g], last[g]);
+    }
+  }
+  const TensorScale tensor = shared_tensor_scale<E, Block>(a);
+  bool nan;
+  const int32_t amax = piece.amax_and_nan(nan);
+  if constexpr (Block == 0) {
+    if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece.x[0]));
+  }
+  const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+  const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);
+  const bool stochastic = a.row.key != nullptr;
+#pragma unroll
+  for (int g = 0; g < Piece::kGroups; ++g) {
+    uint2 random{};
+    if (stochastic) {
+      const uint64_t global_row = batch * a.window.rows + a.window.row + row_in_batch;
+      random = random_eight(a.row.key, global_row * a.window.columns + a.window.column + column + 8 * g);
+    }
+    const uint2 codes = piece.encode(g, scale.multiplier, nan, stochastic, random);
+    uint8_t* out = a.row.codes + row * pitch + (column + 8 * g) / 8 * E::kBits;
+    // A phase is a multiple of eight, so a group begins with x or lies outside it.
+    if (first[g] == 0) store_some<E::kBits>(out, codes, 0, packed_bytes<E::kBits>(last[g]));
+  }
+  if (Block != 0 && inside) {
+    const int64_t block = piece_in_row / Piece::kLanes;
+    // The first lane of a block may lie before x.
+    const int64_t begin = max(block * Block - a.window.column_phase, int64_t{0});
+    if (begin >= column && begin < column + kElements) {
+      store_scale<Block>(a.row.scales, row * grid_columns + block, nan ? kNanMark<E, Block> : scale.stored);
+    }
+  }
+}
+
+}  // namespace cuda
+}  // namespace blockfp

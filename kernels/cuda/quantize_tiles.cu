@@ -1,0 +1,54 @@
+// Launches of quantize_tiles.cuh for one element, BLOCKFP_ELEMENT.
+#include "quantize_tiles.cuh"
+
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+template <class E, int Block, class T, bool Square, bool Aligned>
+cudaError_t tiles(const QuantizeArguments& a, cudaStream_t stream) {
+  const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
+  const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
+  const int64_t blocks = a.x.batches * across * down;
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  quantize_tiles<E, Block, T, Square, Aligned><<<blocks, kTileThreads, 0, stream>>>(a, across, down, vectors_fit(a.x));
+  return cudaGetLastError();
+}
+
+template <class E, int Block, bool Square>
+cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
+  if constexpr (!kHasBlock<E, Block>) {
+    return cudaErrorInvalidValue;
+  } else {
+    return with_dtype(a.x.dtype, [&](auto dtype) {
+      using T = decltype(dtype);
+      const int row_unit = E::kBits == 4 ? 32 : 16;
+      const bool fits = a.window.row_phase == 0 && a.window.column_phase == 0 && a.x.columns % 8 == 0 &&
+                        a.x.rows % row_unit == 0 && vectors_fit(a.x) && aligned(a.row.codes) && aligned(a.column.codes);
+      if (fits) return tiles<E, Block, T, Square, true>(a, stream);
+      return tiles<E, Block, T, Square, false>(a, stream);
+    });
+  }
+}
+
+}  // namespace
+
+template <>
+cudaError_t launch_tiles<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
+  const bool square = a.format.square();
+  switch (a.format.block_columns) {
+    case 0:
+      return with_block<BLOCKFP_ELEMENT, 0, true>(a, stream);
+    case 16:
+      return square ? with_block<BLOCKFP_ELEMENT, 16, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 16, false>(a, stream);
+    case 32:
+      return square ? with_block<BLOCKFP_ELEMENT, 32, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 32, false>(a, stream);
+    default:
+      return square ? with_block<BLOCKFP_ELEMENT, 128, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 128, false>(a, stream);
+  }
+}
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,140 @@
+// Eight neighbouring elements in registers: loading them, their values, and their largest magnitude.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "blockfp/dtypes.h"
+
+namespace blockfp {
+namespace cuda {
+
+// Registers that hold eight elements of T: two in a word, or one.
+template <class T>
+constexpr int kWords = 2 * sizeof(typename T::Raw);
+
+template <class T>
+struct Eight {
+  uint32_t word[kWords<T>];
+};
+
+template <class T>
+__device__ __forceinline__ Eight<T> load_vector(const typename T::Raw* x) {
+  Eight<T> out;
+#pragma unroll
+  for (int i = 0; i < kWords<T>; i += 4) {
+    const uint4 part = __ldg(reinterpret_cast<const uint4*>(x) + i / 4);
+    out.word[i] = part.x, out.word[i + 1] = part.y, out.word[i + 2] = part.z, out.word[i + 3] = part.w;
+  }
+  return out;
+}
+
+template <class T>
+__device__ __forceinline__ Eight<T> zeros() {
+  Eight<T> out;
+#pragma unroll
+  for (int i = 0; i < kWords<T>; ++i) out.word[i] = 0;
+  return out;
+}
+
+// Elements first .. last - 1 of x[0 .. 7], zeros elsewhere.
+template <class T>
+__device__ __forceinline__ Eight<T> load_some(const typename T::Raw* x, int first, int last) {
+  Eight<T> out = zeros<T>();
+  constexpr int kPerWord = 8 / kWords<T>;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i >= first && i < last) out.word[i / kPerWord] |= static_cast<uint32_t>(x[i]) << (16 * (i % kPerWord));
+  }
+  return out;
+}
+
+// Value of element i, a compile-time constant once unrolled.
+template <class T>
+__device__ __forceinline__ float value(const Eight<T>& x, int i) {
+  if constexpr (T::kId == Fp32::kId) {
+    return __uint_as_float(x.word[i]);
+  } else if constexpr (T::kId == Bf16::kId) {
+    const uint32_t word = x.word[i / 2];
+    return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
+  } else {
+    const __half2 pair = bit_cast<__half2>(x.word[i / 2]);
+    return i % 2 ? __high2float(pair) : __low2float(pair);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void set_value(Eight<T>& x, int i, float y) {
+  const int32_t raw = narrow<T, float>(canonical<float>(to_bits(y)));
+  if constexpr (T::kId == Fp32::kId) {
+    x.word[i] = raw;
+  } else {
+    const uint32_t keep = i % 2 ? 0x0000FFFFu : 0xFFFF0000u;
+    x.word[i / 2] = (x.word[i / 2] & keep) | (static_cast<uint32_t>(raw & 0xFFFF) << (16 * (i % 2)));
+  }
+}
+
+// Largest magnitudes of two words, element by element; the sign bits of the result mean nothing. With Poison a NaN stays NaN, else
+// the other operand is taken.
+template <class T, bool Poison>
+__device__ __forceinline__ uint32_t larger_magnitude(uint32_t a, uint32_t b) {
+  uint32_t out;
+  if constexpr (T::kId == Fp32::kId) {
+    if constexpr (Poison) {
+      asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    } else {
+      asm("max.xorsign.abs.f32 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    }
+  } else if constexpr (T::kId == Bf16::kId) {
+    if constexpr (Poison) {
+      asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    } else {
+      asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    }
+  } else {
+    if constexpr (Poison) {
+      asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    } else {
+      asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    }
+  }
+  return out;
+}
+
+// fp32 bits of the magnitude of element `half` of a word. NaN is above kInfinity with Poison and counts as 0 without.
+template <class T, bool Poison>
+__device__ __forceinline__ int32_t magnitude_bits(uint32_t word, int half) {
+  int32_t bits;
+  if constexpr (T::kId == Fp32::kId) {
+    bits = word & kMagnitude;
+  } else if constexpr (T::kId == Bf16::kId) {
+    bits = (half ? word & 0x7FFF0000u : (word << 16) & 0x7FFF0000u);
+  } else {
+    const __half2 pair = bit_cast<__half2>(word);
+    bits = __float_as_int(half ? __high2float(pair) : __low2float(pair)) & kMagnitude;
+  }
+  if constexpr (!Poison) bits = bits > kInfinity ? 0 : bits;
+  return bits;
+}
+
+// fp32 bits of the largest magnitude of eight elements.
+template <class T, bool Poison>
+__device__ __forceinline__ int32_t largest(const Eight<T>& x) {
+  uint32_t word = x.word[0];
+#pragma unroll
+  for (int i = 1; i < kWords<T>; ++i) word = larger_magnitude<T, Poison>(word, x.word[i]);
+  if constexpr (T::kId != Fp32::kId) word = larger_magnitude<T, Poison>(word, __byte_perm(word, word, 0x1032));
+  return magnitude_bits<T, Poison>(word, 0);
+}
+
+// Maximum over groups of `Lanes` neighbouring lanes, `Step` apart.
+template <int Lanes, int Step = 1>
+__device__ __forceinline__ int32_t lanes_max(int32_t x) {
+#pragma unroll
+  for (int distance = Step; distance < Lanes * Step; distance *= 2) {
+    x = max(x, __shfl_xor_sync(0xFFFFFFFFu, x, distance));
+  }
+  return x;
+}
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,42 @@
+// Every function of the shared headers, instantiated in device code: compiled, not run (test_headers.py).
+#include "blockfp/dtypes.h"
+#include "blockfp/elements.h"
+#include "blockfp/hadamard.h"
+#include "blockfp/packing.h"
+#include "blockfp/scales.h"
+#include "blockfp/threefry.h"
+
+using namespace blockfp;
+
+template <class E, ScaleRule R, class T>
+__device__ void one_element(const typename T::Raw* x, int32_t amax, uint64_t index, int32_t* codes, typename T::Raw* values) {
+  BlockScale<float> scale;
+  if constexpr (R == ScaleRule::kE4m3) {
+    const float multiplier = tensor_multiplier<E>(amax);
+    scale = e4m3_scale<E, float>(amax, multiplier, divide(1.0f, multiplier));
+  } else if constexpr (kE8m0Scale<R>) {
+    scale = e8m0_scale<E, R, float>(amax);
+  } else {
+    scale = fp8_scale<E, R, float>(amax, 0, kFp32Max);
+  }
+  const float y = multiply(bit_cast<float>(widen<T, float>(*x)), scale.multiplier);
+  codes[0] = encode_nearest<E, float>(y);
+  codes[1] = encode_stochastic<E, float>(y, random_byte(1, 2, index));
+  const float value = multiply(decode<E, float>(codes[0]), decode_scale<R, float>(scale.stored, 1.0f));
+  *values = static_cast<typename T::Raw>(narrow<T, float>(canonical<float>(to_bits(value))));
+}
+
+__global__ void everything(const uint16_t* half, const uint32_t* whole, int32_t* codes, uint16_t* half_out, uint32_t* out,
+                           float* group, uint8_t* bytes) {
+  one_element<E4M3, ScaleRule::kFp32, Bf16>(half, codes[0], 1, codes, half_out);
+  one_element<E5M2, ScaleRule::kPow2, Fp16>(half, codes[0], 2, codes + 2, half_out + 1);
+  one_element<E3M2, ScaleRule::kE8m0Ceil, Fp32>(whole, codes[0], 3, codes + 4, out);
+  one_element<E2M3, ScaleRule::kE8m0Floor, Fp32>(whole, codes[0], 4, codes + 6, out + 1);
+  one_element<E2M1, ScaleRule::kE4m3, Bf16>(half, codes[0], 5, codes + 8, half_out + 2);
+  one_element<Int8, ScaleRule::kE8m0Ceil, Bf16>(half, codes[0], 6, codes + 10, half_out + 3);
+  float x[kHadamardGroup];
+  for (int i = 0; i < kHadamardGroup; ++i) x[i] = group[i];
+  hadamard16<float>(x);
+  for (int i = 0; i < kHadamardGroup; ++i) group[i] = x[i];
+  unpack_group<6>(pack_group<4>(bytes), bytes + 4);
+}

@@ -1,0 +1,147 @@
+"""What the kernels accept and refuse: strides, read-only arrays, torch tensors, threads in another floating-point mode."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from same_bits import assert_same_bits
+from samples import DTYPES, KINDS, sample
+
+from blockfp import native, numerics, rotation
+from blockfp.formats import Format
+
+NAMES = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "mxfp6_e3m2", "mxint8", "nvfp4")
+SOME = pytest.mark.parametrize("name", NAMES)
+
+
+@SOME
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides(name, dtype):
+    x = sample("special", (4, 200, 300), dtype)
+    views = (
+        x[:, ::2],
+        x[:, :, 3:],
+        x[..., ::3],
+        x[::-1, ::-1],
+        x.swapaxes(-1, -2),
+        x.transpose(1, 0, 2),
+        x[0].T,
+        np.broadcast_to(x[:, :1], x.shape),
+    )
+    for view in views:
+        plain = np.ascontiguousarray(view)
+        assert_same_bits(native.quantize(view, name, key=1), native.quantize(plain, name, key=1))
+        assert_same_bits(native.amax(view, name), native.amax(plain, name))
+
+
+@SOME
+def test_read_only_and_unaligned_arrays(name):
+    x = sample("bf16_valued", (8, 64), "bfloat16")
+    q = native.quantize(x, name)
+    x.flags.writeable = False
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(ml_dtypes.bfloat16).reshape(x.shape)
+    odd[...] = x
+    for array in (x, odd):
+        assert_same_bits(native.quantize(array, name), q)
+    for part in q:
+        if part is not None:
+            part.flags.writeable = False
+    native.dequantize(*q, name, "float16", columns=64)
+
+
+@SOME
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_tensors(name, dtype):
+    torch = pytest.importorskip("torch")
+    x = sample("special", (3, 40, 70), dtype)
+    tensor = torch.from_numpy(x.view(f"i{x.itemsize}").copy()).view(getattr(torch, dtype))
+    quantized = native.quantize(tensor, name, key=torch.tensor([1, 2]))
+    assert_same_bits(tuple(quantized), tuple(native.quantize(x, name, key=(1, 2))))
+    assert_same_bits(tuple(native.amax(tensor, name)), tuple(native.amax(x, name)))
+    leaf = tensor.clone().requires_grad_()
+    assert_same_bits(tuple(native.quantize(leaf.mT, name)), tuple(native.quantize(x.swapaxes(1, 2), name)))
+    q = native.quantize(tensor, name)
+    values = native.dequantize(*q, name, dtype, columns=70)
+    assert values.dtype == tensor.dtype
+    bits = values.view(torch.int32 if dtype == "float32" else torch.int16).numpy()
+    assert_same_bits(bits.view(DTYPES[dtype]), native.dequantize(*native.quantize(x, name), name, dtype, columns=70))
+
+
+@SOME
+def test_a_thread_that_flushes_subnormals(name, instruction_set):
+    """Neither the thread's mode changes the bits, nor the call the thread's mode."""
+    torch = pytest.importorskip("torch")
+    tiny = torch.tensor([1e-40])
+    for kind in ("subnormal", "exponents"):
+        x = sample(kind, (64, 128))
+        q = numerics.quantize(x, name)
+        expected = numerics.dequantize(*q, name, "float32", columns=128)
+        torch.set_flush_denormal(True)
+        try:
+            flushed = (tiny * 1.0).item()
+            actual = native.quantize(x, name)
+            values = native.dequantize(*q, name, "float32", columns=128)
+            assert (tiny * 1.0).item() == flushed == 0
+        finally:
+            torch.set_flush_denormal(False)
+        assert_same_bits(actual, q)
+        assert_same_bits(values, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation(dtype, instruction_set):
+    for kind in KINDS:
+        for shape in ((3, 5, 50), (2, 16), (4, 7), (0, 16), (3, 0)):
+            x = sample(kind, shape, dtype)
+            with np.errstate(all="ignore"):
+                expected = rotation.rotate(x)
+            assert_same_bits(native.rotate(x), expected)
+
+
+def test_status_and_instruction_sets():
+    assert native.instruction_sets()[-1] == "scalar"
+    assert native.instruction_set() in native.status()
+    with pytest.raises(ValueError, match=r"'mmx' can't run here; use one of .*scalar"):
+        native.use_instruction_set("mmx")
+    with pytest.raises(ValueError, match=r"threads must be 0 .* got -1"):
+        native.set_threads(-1)
+
+
+def test_without_a_library(monkeypatch):
+    def missing():
+        raise FileNotFoundError("it was not built")
+
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "_find", missing)
+    monkeypatch.setattr(native, "_why_not", "")
+    assert not native.available()
+    assert "it was not built; the definition runs instead" in native.status()
+    with pytest.raises(RuntimeError, match="it was not built"):
+        native.quantize(np.zeros((2, 32), np.float32), "mxint8")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: native.quantize(x.astype(np.float64), "mxint8"), TypeError, "got dtype float64"),
+        (lambda x: native.quantize(x.tolist(), "mxint8"), TypeError, "take NumPy arrays and CPU torch tensors, got list"),
+        (lambda x: native.quantize(x[0], "mxint8"), ValueError, "two or more axes"),
+        (lambda x: native.quantize(x, "mxint9"), ValueError, "did you mean 'mxint8'"),
+        (lambda x: native.quantize(x, "mxint8", eps=1.0), ValueError, "eps = 1.0 has no meaning"),
+        (lambda x: native.quantize(x, "fp8_e4m3", eps=-1.0), ValueError, "eps must be finite"),
+        (lambda x: native.quantize(x, "fp8_e4m3", nominal="float8"), ValueError, "nominal must be one of"),
+        (lambda x: native.quantize(x, "mxint8", key="seed"), ValueError, "key must be"),
+        (lambda x: native.quantize(x, "mxint8", amax=native.amax(x, "nvfp4")), ValueError, r"amax.blocks of mxint8"),
+        (lambda x: native.quantize(x, "mxint8", amax=native.amax(x, "mxfp8_e4m3")), ValueError, "amax is not one of"),
+        (lambda x: native.dequantize(*native.quantize(x, "mxint8"), "mxint8", "float64", columns=64), ValueError, "dtype"),
+        (lambda x: native.dequantize(*native.quantize(x, "mxint8"), "mxint8", "float32", columns=63), ValueError, "codes"),
+        (lambda x: native.dequantize(*native.quantize(x, "nvfp4"), "mxfp4_e2m1", "float32", columns=64), ValueError, "scales"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call(np.ones((4, 64), np.float32))
+
+
+def test_format_parts_are_known():
+    """Each format's element and rule has its number in the library's headers."""
+    assert {native._spec(Format.parse(name))[0] for name in NAMES} <= set(range(6))
