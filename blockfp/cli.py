@@ -26,7 +26,9 @@ from .numerics import Quantized
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     from .modelfile import BadFile, Model, Tensor, open_model
     from .report import Findings, format_table, tensor_table, to_json
@@ -37,6 +39,11 @@ except ModuleNotFoundError as error:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 out = Console()
 err = Console(stderr=True)
+
+
+def say(text: str, style: str = "", console: Console = out) -> None:
+    """Prints text as it is: no markup in it, no wrapping, so that lines can be searched for."""
+    console.print(Text(text, style), soft_wrap=True)
 
 
 def main() -> None:
@@ -115,12 +122,8 @@ def _open(path: Path) -> Model:
 
 def _refused(why: object) -> typer.Exit:
     """What ends a command because of its input, after saying why."""
-    err.print(f"[red]error:[/red] {_plain(why)}", soft_wrap=True, highlight=False)
+    say(f"error: {why}", "red", err)
     return typer.Exit(2)
-
-
-def _plain(text: object) -> str:
-    return str(text).replace("[", r"\[")
 
 
 def _progress() -> Progress:
@@ -156,7 +159,7 @@ def info() -> None:
         except ImportError as error:
             lines[f"backend {name}"] = f"not here: {error}"
     for name, line in lines.items():
-        out.print(f"{name:25} {_plain(line)}", soft_wrap=True, highlight=False)
+        say(f"{name:25} {line}")
 
 
 FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
@@ -184,22 +187,22 @@ def check_command(
             _check_output(path, suffix, option)
     models = {path: _open(path) for path in files}
     findings = Findings(_backends(backend), formats)
-    err.print(f"comparing {', '.join(b.name for b in findings.backends)}")
     _run_checks(models, findings)
 
-    out.print(tensor_table(findings) if per_tensor else format_table(findings))
+    for line in tensor_table(findings) if per_tensor else format_table(findings):
+        say(line, "red" if " NO (" in line else "")
     _print_skipped(findings, None if per_tensor else 8)
     _print_verdict(findings)
     if report:
         with replacing(report) as temporary:
             temporary.write_text(json.dumps(to_json(findings, _versions()), indent=1, allow_nan=False) + "\n")
-        out.print(f"report: {_plain(report)}", soft_wrap=True)
+        say(f"report: {report}")
     if plot:
         from .plot import draw
 
         with replacing(plot) as temporary:
             draw(findings, temporary)
-        out.print(f"picture: {_plain(plot)}", soft_wrap=True)
+        say(f"picture: {plot}")
     raise typer.Exit(0 if findings.identical else 1)
 
 
@@ -224,7 +227,7 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
             for tensor in model.tensors:
                 if tensor.skipped:
                     continue
-                progress.update(task, description=_plain(tensor.name))
+                progress.update(task, description=escape(tensor.name))
                 try:
                     x = tensor.read()
                 except BadFile as error:
@@ -244,25 +247,24 @@ def _print_skipped(findings: Findings, shown: int | None) -> None:
             reasons.setdefault(tensor.skipped or "", []).append(tensor.name)
         for reason, names in reasons.items():
             more = f" and {len(names[shown:])} more (--per-tensor lists them)" if shown and names[shown:] else ""
-            what = f"skipped in {path.name}, {reason}: {', '.join(names[:shown])}{more}"
-            out.print(_plain(what), soft_wrap=True, highlight=False)
+            say(f"skipped in {path.name}, {reason}: {', '.join(names[:shown])}{more}")
 
 
 def _print_verdict(findings: Findings, shown: int = 20) -> None:
     differences = findings.differences()
     for path, tensor, format, difference in differences[:shown]:
-        out.print(f"[red]{_plain(path)}, {_plain(tensor.name)}, {format}: {_plain(difference)}[/red]", soft_wrap=True)
+        say(f"{path}, {tensor.name}, {format}: {difference}", "red")
     if len(differences) > shown:
-        out.print(f"and {len(differences) - shown} more")
+        say(f"and {len(differences) - shown} more", "red")
     tensors = sum(len(tensors) for tensors in findings.files.values())
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
     if differences:
-        out.print(f"[red]{what}: bits differ[/red]")
+        say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
-        out.print(f"[yellow]{what}: only one backend, nothing to compare it with[/yellow]")
+        say(f"{what}: only one backend, nothing to compare it with", "yellow")
     else:
-        out.print(f"[green]{what}: all bits equal[/green]")
+        say(f"{what}: all bits equal", "green")
 
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
@@ -286,12 +288,12 @@ def quantize_command(
 
 def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
     with _progress() as progress:
-        task = progress.add_task(_plain(target.name), total=len(model.tensors))
+        task = progress.add_task(escape(target.name), total=len(model.tensors))
         try:
             convert(lambda _: progress.advance(task))
         except BadFile as error:
             raise _refused(error) from error
-    out.print(f"wrote {_plain(target)}", soft_wrap=True)
+    say(f"wrote {target}")
 
 
 @app.command("dequantize")

@@ -136,8 +136,10 @@ def _safetensors_entry(
     if dtype not in DTYPES:
         raise BadFile(path, f"dtype {dtype} is not known", name)
     start, end = data_offsets
+    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+        raise BadFile(path, f"shape {shape} and data_offsets {data_offsets} must be integers of 0 or more", name)
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - start != nbytes or min(shape, default=0) < 0:
+    if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
     if data + end > size:
         raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {size}", name)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.table import Table
-
 from .crosscheck import Backend, Check, Difference
 from .formats import Format
 from .measure import Statistics
@@ -110,33 +108,36 @@ def _numbers(statistics: Statistics) -> dict[str, object]:
     }
 
 
-def format_table(findings: Findings) -> Table:
-    """One line for each format, all tensors together."""
-    table = _table("format", "bits equal")
+def format_table(findings: Findings) -> list[str]:
+    """A head, and one line for each format, all tensors together."""
+    rows: list[tuple[str, ...]] = [("format", "equal", *_TITLES)]
     for format, (differing, statistics) in findings.by_format().items():
-        table.add_row(format.name, _verdict(differing), *_cells(statistics))
-    return table
+        rows.append((format.name, _verdict(differing), *_cells(statistics)))
+    return _aligned(rows, left=2)
 
 
-def tensor_table(findings: Findings) -> Table:
-    """One line for each tensor and format."""
-    table = _table("tensor", "format", "bits equal")
+def tensor_table(findings: Findings) -> list[str]:
+    """A head, and one line for each tensor and format."""
+    rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_TITLES)]
     for _, tensor, check in findings.checks():
-        table.add_row(tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics))
-    return table
+        rows.append((tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics)))
+    return _aligned(rows, left=3)
 
 
-def _table(*first: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in first:
-        table.add_column(title, overflow="fold")
-    for title in ("SQNR dB", "max rel err", "saturated", "to zero", "bytes"):
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
+_TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
+
+
+def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    """Rows as lines, never wrapped, so that each can be searched for: the first columns to the left, the rest to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
 
 
 def _verdict(differing: int) -> str:
-    return f"[red]no ({differing})[/red]" if differing else "[green]yes[/green]"
+    return f"NO ({differing})" if differing else "yes"
 
 
 def _cells(statistics: Statistics) -> tuple[str, ...]:

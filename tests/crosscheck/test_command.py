@@ -1,0 +1,320 @@
+"""The `blockfp` command end to end: what it prints, writes and exits with."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from same_bits import assert_same_bits
+from samples import sample
+from typer.testing import CliRunner
+
+import blockfp
+from blockfp import cli, numerics, store
+from blockfp.crosscheck import Definition
+from blockfp.formats import FORMATS, NAMES
+from blockfp.modelfile import Entry, open_model, write_safetensors
+
+MATRIX = sample("bf16_valued", (70, 96))
+HALF = sample("gaussian", (3, 40, 20), "bfloat16")
+ARRAYS = {"layer.weight": MATRIX, "experts": HALF, "layer.bias": np.ones(5, np.float32), "ids": np.arange(6).reshape(2, 3)}
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+
+def plain(text):
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, [Entry(n, a.dtype, a.shape) for n, a in ARRAYS.items()], ARRAYS.items(), {"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def wrong_kernels(monkeypatch):
+    """A backend "kernels" that errs in one code of the matrix's last row."""
+
+    class Wrong(Definition):
+        name = "kernels"
+
+        def quantize(self, x, format):
+            q = numerics.quantize(x, format)
+            if x.ndim == 2:
+                q.codes[-1, 5] ^= 1
+            return q
+
+    monkeypatch.setitem(cli.BACKENDS, "kernels", Wrong)
+
+
+def refused(result, *messages):
+    assert result.exit_code == 2, result.output
+    for message in messages:
+        assert message in plain(result.stderr)
+
+
+def test_info():
+    result = run("info")
+    assert result.exit_code == 0
+    for word in ("blockfp", blockfp.__version__, "numpy", np.__version__, "apache-tvm-ffi", *cli.BACKENDS):
+        assert word in result.stdout
+
+
+def test_info_says_what_is_not_here(monkeypatch):
+    monkeypatch.setitem(cli.BACKENDS, "jax", cli._installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    result = run("info")
+    assert "not here: no_such_library is not installed" in plain(result.stdout)
+
+
+def test_check_all_equal(model, tmp_path):
+    report, plot = tmp_path / "out.json", tmp_path / "out.png"
+    formats = ("--format", "mxfp8_e4m3", "--format", "nvfp4_16x16")
+    result = run("check", model, *formats, "--report", report, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert "all bits equal" in plain(result.stdout)
+    assert "skipped in model.safetensors, 1 axis: layer.bias" in result.stdout
+    assert "skipped in model.safetensors, dtype int64: ids" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    found = json.loads(report.read_text())
+    assert found["identical"]
+    assert next(iter(found["backends"])) == "numpy"
+    assert [line["format"] for line in found["formats"]] == ["mxfp8_e4m3", "nvfp4_16x16"]
+    [file] = found["files"]
+    assert [(s["name"], s["reason"]) for s in file["skipped"]] == [("ids", "dtype int64"), ("layer.bias", "1 axis")]
+    tensors = {tensor["name"]: tensor for tensor in file["tensors"]}
+    assert tensors["experts"]["shape"] == [3, 40, 20]
+    assert tensors["experts"]["dtype"] == "bfloat16"
+    check = tensors["layer.weight"]["checks"][0]
+    assert check["identical"]
+    assert check["sqnr_db"] > 20
+    assert check["bytes"] == 70 * 96 + 70 * 3
+    assert check["original_bytes"] == 4 * 70 * 96
+    assert sum(check["scale_exponents"].values()) == 70 * 3
+
+
+def test_check_all_formats_of_several_files(model, tmp_path):
+    np.save(tmp_path / "x.npy", MATRIX.astype(np.float16))
+    np.savez(tmp_path / "z.npz", a=MATRIX, b=HALF)
+    files = [model, tmp_path / "x.npy", tmp_path / "z.npz"]
+    result = run("check", *files, "--backend", "numpy", "--report", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert result.exit_code == 0
+    assert "only one backend, nothing to compare it with" in plain(result.stdout)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [Path(file["path"]).name for file in found["files"]] == ["model.safetensors", "x.npy", "z.npz"]
+    assert {line["format"] for line in found["formats"]} == set(NAMES)
+    assert all(name in result.stdout for name in NAMES)
+
+
+def test_per_tensor_table(model):
+    result = run("check", model, "--format", "mxfp8_e4m3", "--backend", "numpy", "--per-tensor")
+    assert "layer.weight" in result.stdout
+    assert "experts" in result.stdout
+
+
+def test_nothing_to_check_is_said(tmp_path):
+    np.save(tmp_path / "v.npy", np.ones(4, np.float32))
+    result = run("check", tmp_path / "v.npy", "--backend", "numpy", "--plot", tmp_path / "v.png")
+    assert result.exit_code == 0
+    assert "skipped in v.npy, 1 axis: v" in result.stdout
+    assert "0 tensors in 38 formats" in plain(result.stdout)
+
+
+def test_check_names_the_first_difference(model, tmp_path, wrong_kernels):
+    arguments = ("--backend", "numpy", "--backend", "kernels", "--format", "mxfp8_e4m3", "--format", "mxfp4_e2m1")
+    result = run("check", model, *arguments, "--report", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert result.exit_code == 1
+    code = numerics.quantize(MATRIX, "mxfp8_e4m3").codes[69, 5]
+    bits = MATRIX[69, 5].view(np.uint32)
+    difference = f"codes[69, 5] of input 0x{bits:08x} is 0x{code ^ 1:02x}, expected 0x{code:02x}"
+    assert f"{model}, layer.weight, mxfp8_e4m3: kernels: {difference}" in result.stdout
+    assert "codes[69, 10]" in result.stdout, "packed codes are counted by element"
+    assert "bits differ" in plain(result.stdout)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert not found["identical"]
+    [checks] = [tensor["checks"] for tensor in found["files"][0]["tensors"] if tensor["name"] == "layer.weight"]
+    first = {"backend": "kernels", "part": "codes", "index": [69, 5], "input": f"0x{bits:08x}"}
+    assert checks[0]["differences"][0] == {**first, "expected": f"0x{code:02x}", "found": f"0x{code ^ 1:02x}"}
+    assert (tmp_path / "out.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "mxfp8"), "format 'mxfp8' is not known; did you mean 'mxfp8_e5m2' or 'mxfp8_e4m3'"),
+        (("--backend", "cuda"), "--backend cuda: must be one of numpy"),
+        (("--report", "out.txt"), "--report out.txt: the name must end in .json"),
+        (("--plot", "nowhere/out.png"), "--plot nowhere/out.png: nowhere is not a folder"),
+    ],
+)
+def test_bad_options(model, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    refused(run("check", model, *arguments), message)
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_a_backend_that_is_not_here(model, monkeypatch):
+    monkeypatch.setitem(cli.BACKENDS, "jax", cli._installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    refused(run("check", model, "--backend", "jax"), "--backend jax: not here: no_such_library is not installed")
+    result = run("check", model, "--format", "mxfp8_e4m3")
+    assert result.exit_code == 0
+    assert "jax" not in result.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "quantize", "dequantize"])
+def test_bad_files_are_named_and_nothing_is_written(model, tmp_path, command):
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(model.read_bytes()[:-10])
+    before = sorted(tmp_path.iterdir())
+    more = {
+        "check": ("--report", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
+        "quantize": (tmp_path / "out.safetensors", "--format", "mxfp8_e4m3"),
+        "dequantize": (tmp_path / "out.safetensors",),
+    }[command]
+    refused(run(command, cut, *more), f"error: {cut}, tensor 'experts': cut short")
+    refused(run(command, tmp_path / "none.safetensors", *more), "none.safetensors: no such file")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["check", "quantize"])
+def test_a_file_damaged_further_in(tmp_path, command):
+    path = tmp_path / "x.npz"
+    np.savez(path, good=MATRIX, damaged=MATRIX + 1)
+    data = bytearray(path.read_bytes())
+    data[data.rindex((MATRIX + 1).tobytes()) + 100] ^= 1
+    path.write_bytes(data)
+    out = tmp_path / "out.safetensors"
+    more = ("--report", tmp_path / "out.json") if command == "check" else (out,)
+    result = run(command, path, *more, "--format", "mxfp8_e4m3")
+    refused(result, "x.npz, tensor 'damaged': Bad CRC-32")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("format", FORMATS[::3], ids=str)
+def test_quantize_and_dequantize(model, tmp_path, format):
+    small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
+    assert run("quantize", model, small, "--format", format).exit_code == 0
+    assert run("dequantize", small, back).exit_code == 0
+    stored = {tensor.name: tensor.read() for tensor in open_model(small).tensors}
+    restored = {tensor.name: tensor.read() for tensor in open_model(back).tensors}
+    assert restored.keys() == ARRAYS.keys()
+    for name, x in ARRAYS.items():
+        if x.ndim < 2 or x.dtype == np.int64:
+            assert_same_bits(stored[name], x)
+            assert_same_bits(restored[name], x)
+            continue
+        q = numerics.quantize(x, format)
+        assert_same_bits(stored[name], q.codes)
+        assert_same_bits(stored[f"{name}_scale"], q.scales)
+        assert_same_bits(stored.get(f"{name}_tensor_scale"), q.tensor_scale)
+        values = numerics.dequantize(*q, format, x.dtype.name, columns=x.shape[-1])
+        assert_same_bits(restored[name], values)
+    assert open_model(back).metadata == {"format": "pt"}
+    described = json.loads(open_model(small).metadata["blockfp"])["tensors"]
+    assert described["experts"] == {"format": format.name, "shape": [3, 40, 20], "dtype": "bfloat16"}
+
+
+def test_dequantize_to_another_dtype(model, tmp_path):
+    small, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
+    run("quantize", model, small, "--format", "mxint8")
+    assert run("dequantize", small, back, "--dtype", "float16").exit_code == 0
+    assert safetensors.numpy.load_file(back)["experts"].dtype == np.float16
+    refused(run("dequantize", small, back, "--force", "--dtype", "float64"), "--dtype float64: must be")
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize"])
+def test_overwrites_only_with_force(model, tmp_path, command):
+    source = model
+    if command == "dequantize":
+        source = tmp_path / "small.safetensors"
+        run("quantize", model, source, "--format", "nvfp4")
+    more = ("--format", "nvfp4") if command == "quantize" else ()
+    out = tmp_path / "out.safetensors"
+    out.write_text("precious")
+    refused(run(command, source, out, *more), "out.safetensors: exists already; --force overwrites it")
+    assert out.read_text() == "precious"
+    assert run(command, source, out, *more, "--force").exit_code == 0
+    assert open_model(out).tensors
+    assert run(command, source, source, *more, "--force").exit_code == 0, "in place"
+
+
+def test_an_interrupted_run_leaves_the_old_file(model, tmp_path, monkeypatch):
+    out = tmp_path / "out.safetensors"
+    out.write_text("precious")
+    calls = []
+
+    def interrupted(x, format):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return blockfp.quantize(x, format)
+
+    monkeypatch.setattr(store, "quantize", interrupted)
+    result = run("quantize", model, out, "--format", "mxfp8_e4m3", "--force")
+    assert result.exit_code != 0
+    assert out.read_text() == "precious"
+    assert sorted(tmp_path.iterdir()) == [model, out]
+
+
+def test_quantize_refuses_what_it_cannot_store(model, tmp_path):
+    out = tmp_path / "out.safetensors"
+    refused(run("quantize", model, tmp_path / "out.npz", "--format", "nvfp4"), "OUT", "must end in .safetensors")
+    refused(run("quantize", model, out, "--format", "all"), "format 'all' is not known")
+    small = tmp_path / "small.safetensors"
+    run("quantize", model, small, "--format", "nvfp4")
+    refused(run("quantize", small, out, "--format", "nvfp4"), "small.safetensors: is quantized already")
+    np.savez(tmp_path / "clash.npz", w=MATRIX, w_scale=np.ones(3))
+    refused(run("quantize", tmp_path / "clash.npz", out, "--format", "nvfp4"), "tensor 'w_scale'", "needed for the scales")
+    np.savez(tmp_path / "text.npz", w=MATRIX, t=np.array(["text"]))
+    refused(run("quantize", tmp_path / "text.npz", out, "--format", "nvfp4"), "tensor 't'", "can't be stored")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metadata": {}}, "is not quantized by blockfp"),
+        ({"metadata": {"blockfp": "not json"}}, "metadata 'blockfp' is not what blockfp writes"),
+        ({"metadata": {"blockfp": '{"version": 9, "tensors": {}}'}}, "is of version 9"),
+        ({"format": "mxfp9"}, "tensor 'w': its description in the metadata is wrong: format 'mxfp9' is not known"),
+        ({"shape": [8, 96]}, "tensor 'w': is uint8 of shape (4, 96), mxfp8_e4m3 of shape (8, 96) needs"),
+        ({"shape": [96]}, "tensor 'w': can't be float32 of shape (96,)"),
+        ({"dtype": "float8"}, "tensor 'w': can't be float8"),
+        ({"without": "w_scale"}, "tensor 'w_scale': is missing"),
+    ],
+)
+def test_dequantize_refuses_what_does_not_fit(tmp_path, change, message):
+    q = blockfp.quantize(MATRIX[:4], "mxfp8_e4m3")
+    arrays = {"w": q.codes, "w_scale": q.scales}
+    arrays.pop(change.get("without"), None)
+    described = {"format": "mxfp8_e4m3", "shape": [4, 96], "dtype": "float32"} | change
+    metadata = change.get("metadata", {"blockfp": json.dumps({"version": 1, "tensors": {"w": described}})})
+    path = tmp_path / "q.safetensors"
+    write_safetensors(path, [Entry(n, a.dtype, a.shape) for n, a in arrays.items()], arrays.items(), metadata)
+    refused(run("dequantize", path, tmp_path / "out.safetensors"), "q.safetensors", message)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_installed_command(model, tmp_path):
+    command = [Path(sys.executable).with_name("blockfp"), "check", model, "--format", "mxfp8_e4m3", "--backend", "numpy"]
+    done = subprocess.run([*command, "--backend", "kernels"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode in (0, 2), done.stderr
+    assert ("all bits equal" in plain(done.stdout)) == (done.returncode == 0)
+    assert done.returncode == 0 or "kernels: not here" in done.stderr
+    done = subprocess.run([command[0], "check", "no.npy"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (2, "error: no.npy: no such file\n")
+
+
+def test_bfloat16_numpy_files_pass(tmp_path):
+    np.save(tmp_path / "b.npy", HALF.astype(ml_dtypes.bfloat16))
+    result = run("check", tmp_path / "b.npy", "--format", "mxfp6_e2m3", "--report", tmp_path / "b.json")
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "b.json").read_text())["files"][0]["tensors"][0]["dtype"] == "bfloat16"
