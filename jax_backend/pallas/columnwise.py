@@ -1,0 +1,134 @@
+"""Columnwise kernels: a tile goes through shared memory, where it is read transposed, and so leave its codes.
+
+Columnwise of x is rowwise of x transposed: codes [columns, rows], scales along them. With `rows=True` the same read of x gives
+the rowwise codes and scales too. Beyond the ends of x the copy engine reads zeros, which change no amax, and writes nothing;
+scales are written by threads, into arrays of whole tiles.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from blockfp.formats import Format
+
+from . import blocks, mosaic
+from .rowwise import as_stored, scales_type
+
+
+def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[jax.Array]:
+    """[codes, scales] columnwise of an 8-bit format with 1xB blocks, and with `rows` [codes, scales] rowwise before them.
+
+    Args:
+        x: [m, n], m a multiple of 128 and at least a tile's rows (`tile_shape`), n a multiple of its columns. The scales
+            are those of whole tiles.
+        format: FP8 1x128, MXFP8 or MXINT8.
+        nominal: see `numerics.quantize`.
+        rows: whether to give the rowwise codes and scales too.
+    """
+    m, n = x.shape
+    block = format.block[1]  # pyright: ignore[reportOptionalSubscript]
+    height, width = tile_shape(format, rows=rows)
+
+    def body(x, *refs):
+        outputs, (tile, *staged, barrier) = refs[: 4 if rows else 2], refs[4 if rows else 2 :]
+        top, left = mosaic.program(0) * height, mosaic.program(1) * width
+        down, across = mosaic.slice_of(top, height), mosaic.slice_of(left, width)
+        mosaic.fetch(x.at[down, across], tile, barrier)
+        codes, scales = outputs[-2:]
+        for i in range(0, height, 128):
+            parts = []
+            for k in range(i, i + 128, block):
+                code, stored = encode(mosaic.load_transposed(tile, mosaic.slice_of(k, block)))
+                parts.append(code)
+                scales[across, top // block + k // block] = stored
+            staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
+        for i in range(0, height if rows else 0, 64):
+            parts, values = [], mosaic.load(tile, mosaic.slice_of(i, 64), mosaic.WGMMA)
+            for k in range(0, width, block):
+                code, stored = encode(values[:, k : k + block])
+                parts.append(code)
+                outputs[1][left // block + k // block, mosaic.slice_of(top + i, 64)] = stored
+            staged[1][mosaic.slice_of(i, 64)] = jnp.concatenate(parts, axis=1)
+        pairs = [(staged[0], codes.at[across, down])]
+        mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
+
+    def encode(values):
+        values = blocks.to_fp32(values)
+        stored, multiplier = blocks.scales(values, (1,), format, nominal)
+        multiplier = mosaic.spread(multiplier, values.shape, (0,), mosaic.WGMMA)
+        return blocks.codes(values, multiplier, format.element, saturates=True), as_stored(stored, format)
+
+    down, across = -(-m // height), n // width
+    rowwise = [jax.ShapeDtypeStruct((m, n), jnp.uint8), scales_type((n // block, down * height), format)]
+    outputs = mosaic.call(
+        body,
+        x,
+        out=[
+            *(rowwise if rows else []),
+            jax.ShapeDtypeStruct((n, m), jnp.uint8),
+            scales_type((n, down * height // block), format),
+        ],
+        grid=(down, across),
+        scratch=[
+            mosaic.tile(height, width, x.dtype),
+            mosaic.tile(width, height, jnp.uint8),
+            *([mosaic.tile(height, width, jnp.uint8)] if rows else []),
+            mosaic.Barrier(),
+        ],
+        name=f"blockfp_{format}_{'both' if rows else 'columnwise'}",
+    )
+    if rows:
+        # Written along the rows of x, where neighbours are neighbours in memory.
+        outputs[1] = outputs[1].T
+    return outputs
+
+
+def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> list[jax.Array]:
+    """[codes of x transposed] of FP8 with one scale per tensor, and with `rows` the codes of x before them.
+
+    Args:
+        x: as for `quantize`.
+        multiplier: float32 of shape (1,).
+    """
+    m, n = x.shape
+    height, width = tile_shape(format, rows=rows)
+
+    def body(x, multiplier, *refs):
+        outputs, (tile, *staged, barrier) = refs[: 2 if rows else 1], refs[2 if rows else 1 :]
+        down = mosaic.slice_of(mosaic.program(0) * height, height)
+        across = mosaic.slice_of(mosaic.program(1) * width, width)
+        mosaic.fetch(x.at[down, across], tile, barrier)
+        for i in range(0, height, 128):
+            parts = [encode(mosaic.load_transposed(tile, mosaic.slice_of(k, 32)), multiplier) for k in range(i, i + 128, 32)]
+            staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
+        for i in range(0, height if rows else 0, 64):
+            part = mosaic.slice_of(i, 64)
+            staged[1][part] = encode(mosaic.load(tile, part, mosaic.WGMMA), multiplier)
+        pairs = [(staged[0], outputs[-1].at[across, down])]
+        mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
+
+    def encode(values, multiplier):
+        return blocks.codes(blocks.to_fp32(values), multiplier[0], format.element, saturates=True)
+
+    return mosaic.call(
+        body,
+        x,
+        multiplier,
+        out=[*([jax.ShapeDtypeStruct((m, n), jnp.uint8)] if rows else []), jax.ShapeDtypeStruct((n, m), jnp.uint8)],
+        grid=(-(-m // height), n // width),
+        scratch=[
+            mosaic.tile(height, width, x.dtype),
+            mosaic.tile(width, height, jnp.uint8),
+            *([mosaic.tile(height, width, jnp.uint8)] if rows else []),
+            mosaic.Barrier(),
+        ],
+        name=f"blockfp_{format}_{'both' if rows else 'columnwise'}",
+    )
+
+
+def tile_shape(format: Format, *, rows: bool) -> tuple[int, int]:
+    """(rows, columns) of a program's tile."""
+    if format.block is not None and format.block[1] == 128:
+        return (128, 128) if rows else (256, 64)
+    return 256, 64

@@ -1,0 +1,112 @@
+"""What the kernels need of Pallas' Mosaic GPU interface, which moves between releases of JAX, in one place.
+
+Mosaic GPU is written for one warpgroup (128 threads): an array in a kernel is spread over its registers by a *layout*.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+try:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError as error:
+    # JAX 0.10 imports absl there without depending on it.
+    raise ImportError(
+        f"Pallas' Mosaic GPU backend can't be imported ({error}): install the module it names (JAX 0.10 needs absl-py), "
+        'or use implementation="xla"'
+    ) from error
+
+_INDEX_IS_AN_ARGUMENT = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+
+# JAX 0.10 can't read swizzled shared memory transposed.
+CAN_TRANSPOSE = hasattr(plgpu, "RefType")
+
+Barrier = plgpu.Barrier
+Layout = Any
+Ref = Any
+slice_of = pl.ds
+
+
+def row_layout(columns: int, vector: int) -> Layout:
+    """Layout of [rows, columns] for loads of `vector` neighbours: a lane's loads lie side by side with the next lane's.
+
+    Args:
+        columns: power of two; a row takes at most eight lanes, a longer one goes around several times.
+        vector: elements a lane holds side by side; divides `columns`.
+    """
+    lanes = min(columns // vector, 8)
+    rows, width = 32 // lanes, lanes * vector
+    tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+WGMMA = plgpu.Layout.WGMMA
+"""Layout of [64 m, 8 n] that reads and writes swizzled shared memory, transposed too, without bank conflicts."""
+
+
+def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
+    """The array at ref[index], each register of it a load of its own."""
+    if _INDEX_IS_AN_ARGUMENT:
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+
+
+def load_transposed(ref: Ref, rows: Any) -> jax.Array:
+    """Rows of a matrix in shared memory (all columns), with the axes swapped."""
+    return load(ref.at[rows].transpose((1, 0)), ..., WGMMA)
+
+
+def spread(x: jax.Array, shape: Sequence[int], axes: Sequence[int], layout: Layout) -> jax.Array:
+    """x, whose axes are `axes` of `shape`, repeated along the others."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
+
+
+def call(
+    body: Callable,
+    *operands: jax.Array,
+    out: Sequence[jax.ShapeDtypeStruct],
+    grid: Sequence[int],
+    scratch: Sequence[Any] = (),
+    name: str,
+) -> list[jax.Array]:
+    """Runs a kernel of one warpgroup a program; `body` takes the operands' references, the outputs' and the scratch."""
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=list(out),
+        scratch_types=list(scratch),
+        grid=tuple(grid),
+        grid_names=tuple("ijk"[: len(grid)]),
+    )(*operands)
+
+
+def program(axis: int) -> jax.Array:
+    """This program's position along an axis of the grid."""
+    return lax.axis_index("ijk"[axis])
+
+
+def tile(rows: int, columns: int, dtype: Any) -> Any:
+    """A matrix in shared memory, swizzled so that rows and columns of it can be read without bank conflicts."""
+    swizzle = min(128, columns * jax.numpy.dtype(dtype).itemsize)
+    width = swizzle // jax.numpy.dtype(dtype).itemsize
+    return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
+
+
+def fetch(source: Ref, target: Ref, barrier: Ref) -> None:
+    """Copies from global into shared memory and waits for it."""
+    plgpu.copy_gmem_to_smem(source, target, barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def send(*pairs: tuple[Ref, Ref]) -> None:
+    """Copies (source in shared memory, target in global memory) and waits until the sources are read."""
+    plgpu.commit_smem()
+    for source, target in pairs:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,172 @@
+"""Rowwise kernels: every program reads its blocks straight from global memory into registers, and writes codes and scales.
+
+Many small programs keep more loads in flight than a pipeline through shared memory does: at 32 elements a thread they run
+at the speed of a copy. The last program of an axis moves back to end where the axis ends; what it shares with its
+neighbour, both write alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from blockfp.formats import Format
+
+from . import blocks, mosaic
+
+ELEMENTS = 4096  # of a program
+
+
+def quantize(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
+    """(codes, scales) of an 8-bit format with blocks, for a matrix of whole blocks.
+
+    Args:
+        x: [rows, columns], multiples of the block.
+        format: FP8 blocks, MXFP8 or MXINT8.
+        nominal: see `numerics.quantize`.
+    """
+    block_rows, block_columns = format.block  # pyright: ignore[reportGeneralTypeIssues]
+    if block_rows == 1:
+        return _rows(x, format, nominal)
+    return _squares(x, format, nominal) if block_columns == 32 else _large_squares(x, format, nominal)
+
+
+def _rows(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
+    rows, columns = x.shape
+    block = format.block[1]  # pyright: ignore[reportOptionalSubscript]
+    total = rows * columns // block
+    count = programs_rows(total, ELEMENTS // block)
+    layout = mosaic.row_layout(block, 8)
+
+    def body(x, codes, scales):
+        at = mosaic.slice_of(start(0, total, count), count)
+        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        stored, multiplier = blocks.scales(values, (1,), format, nominal)
+        multiplier = mosaic.spread(multiplier, values.shape, (0,), layout)
+        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        scales[at] = as_stored(stored, format)
+
+    codes, scales = mosaic.call(
+        body,
+        x.reshape(total, block),
+        out=[jax.ShapeDtypeStruct((total, block), jnp.uint8), scales_type((total,), format)],
+        grid=(-(-total // count),),
+        name=f"blockfp_{format}_rowwise",
+    )
+    return codes.reshape(rows, columns), scales.reshape(rows, columns // block)
+
+
+def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
+    """32x32 blocks, a warp to each."""
+    rows, columns = x.shape
+    across = columns // 32
+    tiling = mosaic.plgpu.Tiling(((32, 4, 32), (32, 1, 32), (8, 1, 32), (8,)))
+    layout = mosaic.plgpu.Layout.TILED(tiling, warp_dims=(-9,), lane_dims=(-4, -2), vector_dim=-1)
+
+    def body(x, codes, scales):
+        row = mosaic.program(0)
+        first = start(1, across, 4)
+        at = (mosaic.slice_of(row * 32, 32), mosaic.slice_of(first, 4))
+        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        stored, multiplier = blocks.scales(values, (2, 0), format, nominal)
+        multiplier = mosaic.spread(multiplier, values.shape, (1,), layout)
+        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        scales[row, mosaic.slice_of(first, 4)] = as_stored(stored, format)
+
+    codes, scales = mosaic.call(
+        body,
+        x.reshape(rows, across, 32),
+        out=[jax.ShapeDtypeStruct((rows, across, 32), jnp.uint8), scales_type((rows // 32, across), format)],
+        grid=(rows // 32, -(-across // 4)),
+        name=f"blockfp_{format}",
+    )
+    return codes.reshape(rows, columns), scales
+
+
+def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
+    """128x128 blocks, a program to each."""
+    rows, columns = x.shape
+    layout = mosaic.row_layout(128, 8)
+
+    def body(x, codes, scales):
+        row, column = mosaic.program(0), mosaic.program(1)
+        at = (mosaic.slice_of(row * 128, 128), mosaic.slice_of(column * 128, 128))
+        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        stored, multiplier = blocks.scales(values, (1, 0), format, nominal)
+        multiplier = mosaic.spread(multiplier, values.shape, (), layout)
+        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        scales[row, column] = as_stored(stored, format)
+
+    codes, scales = mosaic.call(
+        body,
+        x,
+        out=[jax.ShapeDtypeStruct((rows, columns), jnp.uint8), scales_type((rows // 128, columns // 128), format)],
+        grid=(rows // 128, columns // 128),
+        name=f"blockfp_{format}",
+    )
+    return codes, scales
+
+
+def cast(x: jax.Array, multiplier: jax.Array, format: Format) -> jax.Array:
+    """Codes of FP8 with one scale per tensor.
+
+    Args:
+        x: [n, 32].
+        multiplier: float32 of shape (1,).
+    """
+    total = x.shape[0]
+    count = programs_rows(total, ELEMENTS // 32)
+    layout = mosaic.row_layout(32, 8)
+
+    def body(x, multiplier, codes):
+        at = mosaic.slice_of(start(0, total, count), count)
+        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        codes[at] = blocks.codes(values, multiplier[0], format.element, saturates=True)
+
+    [codes] = mosaic.call(
+        body,
+        x,
+        multiplier,
+        out=[jax.ShapeDtypeStruct(x.shape, jnp.uint8)],
+        grid=(-(-total // count),),
+        name=f"blockfp_{format}_rowwise",
+    )
+    return codes
+
+
+def amax(x: jax.Array) -> jax.Array:
+    """int32 bits of the largest magnitude of each program's part of x [n, 32]; the caller takes their maximum."""
+    total = x.shape[0]
+    count = programs_rows(total, ELEMENTS // 32)
+    layout = mosaic.row_layout(32, 8)
+    grid = -(-total // count)
+
+    def body(x, amax):
+        at = mosaic.slice_of(start(0, total, count), count)
+        amax[mosaic.program(0)] = blocks.largest(blocks.to_fp32(mosaic.load(x, at, layout)), (1, 0))
+
+    [partial] = mosaic.call(body, x, out=[jax.ShapeDtypeStruct((grid,), jnp.int32)], grid=(grid,), name="blockfp_amax")
+    return partial
+
+
+def programs_rows(total: int, most: int) -> int:
+    """Rows of a program, given how many there are in all (64 or more) and how many it takes at most."""
+    return most if total >= most else 64
+
+
+def start(axis: int, total: int, count: int) -> jax.Array:
+    """First of this program's `count` items of an axis of `total`."""
+    first = mosaic.program(axis) * count
+    return first if total % count == 0 else jnp.minimum(first, total - count)
+
+
+def as_stored(stored: jax.Array, format: Format) -> jax.Array:
+    """Scales in the dtype that they are stored in."""
+    return stored.view(jnp.float32) if format.scale.dtype == "float32" else stored.astype(jnp.uint8)
+
+
+def scales_type(shape: Sequence[int], format: Format) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of stored scales."""
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(format.scale.dtype))

@@ -1,0 +1,79 @@
+"""What the Pallas kernels compute for a block, on plain arrays, bit by bit against the definition."""
+
+import numpy as np
+import pytest
+from blockfp.jax_backend.pallas import blocks
+from samples import KINDS, all_patterns, bits_of, sample
+
+from blockfp import layout, numerics, scaling
+from blockfp.bits import INFINITY, LARGEST_FINITE
+from blockfp.formats import E2M1, FORMATS
+
+EIGHT_BITS = [f for f in FORMATS if f.element.bits == 8]
+NVFP4 = [f for f in FORMATS if f.scale.two_level]
+SHAPE = (128, 256)
+
+
+def inputs(dtypes=("float32", "float16", "bfloat16")):
+    for dtype in dtypes:
+        yield from (sample(kind, SHAPE, dtype) for kind in KINDS)
+        if dtype != "float32":
+            yield all_patterns(dtype)
+
+
+def same(got, expected):
+    np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(expected)))
+
+
+def split(x, format):
+    """x's blocks with the axes within a block, and how a value per block is repeated over them."""
+    split = layout.split_blocks(x, format.block or x.shape)
+    return split, (1, 3), lambda per_block: per_block[:, None, :, None]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|underflow):RuntimeWarning")
+@pytest.mark.parametrize("format", EIGHT_BITS, ids=str)
+def test_codes_and_scales_of_8_bit_formats(format):
+    for x in inputs():
+        values, axes, spread = split(blocks.to_fp32(x), format)
+        stored, multiplier = blocks.scales(values, axes[::-1], format, x.dtype.name)
+        codes = blocks.codes(values, spread(multiplier), format.element, saturates=False)
+        codes = layout.join_blocks(codes, x.shape)
+        expected = numerics.quantize(x, format)
+        stored = stored.view(np.float32) if format.scale.dtype == "float32" else stored.astype(np.uint8)
+        same(stored, expected.scales)
+        same(codes, expected.codes)
+        for dtype in ("float32", "float16", "bfloat16"):
+            decode = spread(blocks.decode_scale(expected.scales, format))
+            decoded = blocks.values(layout.split_blocks(codes, format.block or x.shape), decode, format.element, dtype)
+            same(layout.join_blocks(decoded, x.shape), numerics.dequantize(*expected, format, dtype, columns=x.shape[1]))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|underflow):RuntimeWarning")
+@pytest.mark.parametrize("format", NVFP4, ids=str)
+def test_codes_and_scales_of_nvfp4(format):
+    for x in inputs():
+        values, axes, spread = split(blocks.to_fp32(x), format)
+        multiplier = scaling.nvfp4_multiplier(numerics.amax(x, format).tensor.reshape(1), E2M1)
+        tensor_scale = scaling.reciprocal(multiplier).view(np.float32)
+        amax, nan = blocks.largest(values, axes[::-1]), blocks.holds_nan(values, axes[::-1])
+        stored, encode = blocks.nvfp4_scales(amax, nan, np.broadcast_to(multiplier, amax.shape), tensor_scale)
+        codes = layout.join_blocks(blocks.e2m1_codes(values, spread(encode)), x.shape)
+        expected = numerics.quantize(x, format)
+        same(stored.astype(np.uint8), expected.scales)
+        same(layout.pack(codes.astype(np.uint8), 4), expected.codes)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_1x128", "fp8_e5m2_1x128"])
+def test_powers_of_two_are_those_of_the_quotient(name):
+    """Every mantissa near where MAX / amax crosses a power of two, at every exponent, and all others at one."""
+    format = next(f for f in FORMATS if f.name == name)
+    near = np.arange(0x600000 - 64, 0x600000 + 64, dtype=np.int32)
+    amax = (np.arange(255, dtype=np.int32)[:, None] << 23) + np.concatenate([near, np.arange(64, dtype=np.int32)])
+    amax = np.concatenate([amax.ravel(), (127 << 23) + np.arange(1 << 23, dtype=np.int32)[::7], [0, 1, 2, INFINITY]])
+    amax = amax.astype(np.int32)
+    for dtype, largest in LARGEST_FINITE.items():
+        expected = scaling.fp8_multiplier(amax, format.element, format.scale, largest)
+        stored, multiplier = blocks.scales_of_amax(amax, format, dtype)
+        same(multiplier.view(np.int32), expected)
+        same(stored, scaling.reciprocal(expected))
