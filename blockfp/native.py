@@ -29,7 +29,8 @@ LIBRARY = "libblockfp_cpu.so"
 _ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
 _RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3"))}
 _DTYPES = {name: index for index, name in enumerate(("float32", "float16", "bfloat16"))}
-_NUMPY_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NUMPY_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32", "float16")} | {"bfloat16": _BFLOAT16}
 
 _library: Any = None
 _why_not = ""
@@ -135,12 +136,12 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         format: the format whose blocks to use.
         origin: (row, column) of x's first element in the unsharded matrix.
     """
-    library, format, dtype = _loaded(), Format.parse(format), _input_dtype(x)
-    grid = layout.scales_shape(x.shape, format, origin)
-    blocks = _empty(x, grid, "int32")
-    nan = None if format.element.has_nan else _empty(x, grid, "int32")
-    tensor = _empty(x, (), "int32") if format.scale.two_level else None
-    library.amax(_lend(x), blocks, nan, tensor, _DTYPES[dtype], *_spec(format), *origin)
+    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
+    dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
+    blocks = arrays.empty(grid, "int32")
+    nan = None if format.element.has_nan else arrays.empty(grid, "int32")
+    tensor = arrays.empty((), "int32") if format.scale.two_level else None
+    library.amax(arrays.lend(x), blocks, nan, tensor, _DTYPES[dtype], *_spec(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -161,17 +162,17 @@ def quantize(
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
             results are of the same library.
     """
-    library, format, dtype = _loaded(), Format.parse(format), _input_dtype(x)
+    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
+    dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
     largest = _fp8_limits(format, eps, nominal or dtype)
     rows, columns = x.shape[-2:]
-    codes = _empty(x, layout.codes_shape(x.shape, format), "uint8")
-    grid = layout.scales_shape(x.shape, format, origin)
-    scales = _empty(x, grid, format.scale.dtype)
-    tensor_scale = _empty(x, (), "float32") if format.scale.two_level else None
+    codes = arrays.empty(layout.codes_shape(x.shape, format), "uint8")
+    scales = arrays.empty(grid, format.scale.dtype)
+    tensor_scale = arrays.empty((), "float32") if format.scale.two_level else None
     key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
     index_rows, index_columns = shape or (origin[0] + rows, origin[1] + columns)
     library.quantize(
-        _lend(x),
+        arrays.lend(x),
         codes,
         scales,
         tensor_scale,
@@ -211,12 +212,13 @@ def dequantize(
     shape = (*codes.shape[:-1], columns)
     numerics.check_codes(codes, columns, format)
     numerics.check_scales(scales, tensor_scale, shape, format, origin)
-    out = _empty(codes, shape, dtype)
+    arrays = _arrays_of(codes)
+    out = arrays.empty(shape, dtype)
     library.dequantize(
-        _lend(_contiguous(codes)),
-        _lend(_contiguous(scales)),
+        arrays.contiguous(codes),
+        arrays.contiguous(scales),
         1.0 if tensor_scale is None else float(tensor_scale),
-        _lend(out),
+        arrays.lend(out),
         _DTYPES[dtype],
         *_spec(format),
         *origin,
@@ -230,9 +232,10 @@ def rotate(x: Array) -> Array:
     Args:
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
     """
-    library, dtype = _loaded(), _input_dtype(x)
-    out = _empty(x, x.shape, dtype)
-    library.rotate(_lend(x), _lend(out), _DTYPES[dtype])
+    library, arrays = _loaded(), _arrays_of(x)
+    dtype = _input_dtype(x)
+    out = arrays.empty(x.shape, dtype)
+    library.rotate(arrays.lend(x), arrays.lend(out), _DTYPES[dtype])
     return out
 
 
@@ -270,39 +273,26 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Ar
     for name, field in zip(Amax._fields, fields, strict=True):
         if field is not None and bits.dtype_name(field) != "int32":
             raise TypeError(f"amax.{name} must be int32, got {bits.dtype_name(field)}")
-    blocks, nan, tensor = (None if field is None else _lend(_contiguous(field)) for field in fields)
+    blocks, nan, tensor = (None if field is None else _arrays_of(field).contiguous(field) for field in fields)
     return blocks, nan, tensor
 
 
-def _input_dtype(x: Array) -> str:
-    """Name of x's dtype, once x is an array that the library can read."""
-    _is_torch(x)
-    if len(x.shape) < 2 or (name := _dtype_names.get(x.dtype)) is None:
-        numerics.check_input(x)
-        name = _dtype_names[x.dtype] = bits.dtype_name(x)
-    return name
+class _NumPy:
+    """How the library borrows NumPy arrays, and how it gets new ones."""
 
+    def empty(self, shape, dtype: str) -> np.ndarray:
+        return np.empty(shape, _NUMPY_DTYPES[dtype])
 
-def _is_torch(x: Array) -> bool:
-    if isinstance(x, np.ndarray | np.generic):
-        return False
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor) and x.device.type == "cpu":
-        return True
-    where = f" on {x.device}" if hasattr(x, "device") else ""
-    raise TypeError(f"the CPU kernels take NumPy arrays and CPU torch tensors, got {type(x).__name__}{where}")
+    def contiguous(self, x: np.ndarray) -> np.ndarray:
+        return self.lend(np.ascontiguousarray(x))
 
-
-def _empty(like: Array, shape, dtype: str) -> Array:
-    """A new array of like's library."""
-    if _is_torch(like):
-        torch = sys.modules["torch"]
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype))
-    return np.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
-
-
-def _contiguous(x: Array) -> Array:
-    return x.contiguous() if _is_torch(x) else np.ascontiguousarray(x)
+    def lend(self, x: np.ndarray) -> np.ndarray:
+        """x as DLPack can carry it: without bfloat16, and aligned."""
+        if x.dtype == _BFLOAT16:
+            x = x.view(np.uint16)
+        if not x.flags.aligned or (not x.flags.c_contiguous and any(stride % x.itemsize for stride in x.strides)):
+            x = np.ascontiguousarray(x)
+        return x if x.flags.writeable else np.asarray(_Writable(x))
 
 
 class _Writable:
@@ -313,12 +303,50 @@ class _Writable:
         self.__array_interface__ = {**x.__array_interface__, "data": (x.__array_interface__["data"][0], False)}
 
 
-def _lend(x: Array) -> Array:
-    """x as the library can take it, in place."""
-    if _is_torch(x):
+class _Torch:
+    """How the library borrows CPU tensors, and how it gets new ones."""
+
+    def __init__(self, torch: Any):
+        self._empty = torch.empty
+        names = ("uint8", "int32", "float32", "float16", "bfloat16")
+        self._dtypes = {name: getattr(torch, name) for name in names}
+
+    def empty(self, shape, dtype: str) -> Any:
+        return self._empty(shape, dtype=self._dtypes[dtype])
+
+    def contiguous(self, x: Any) -> Any:
+        return self.lend(x.contiguous())
+
+    def lend(self, x: Any) -> Any:
         return x.detach() if x.requires_grad else x
-    if x.dtype == ml_dtypes.bfloat16:
-        x = x.view(np.uint16)
-    if any(stride % x.itemsize for stride in x.strides) or not x.flags.aligned:
-        x = np.ascontiguousarray(x)
-    return x if x.flags.writeable else np.asarray(_Writable(x))
+
+
+_numpy = _NumPy()
+_torch: _Torch | None = None
+
+
+def _arrays_of(x: Array) -> _NumPy | _Torch:
+    """What handles arrays of x's library.
+
+    Raises:
+        TypeError: x is neither a NumPy array nor a CPU torch tensor.
+    """
+    global _torch
+    if isinstance(x, np.ndarray | np.generic):
+        return _numpy
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor) and x.is_cpu:
+        if _torch is None:
+            _torch = _Torch(torch)
+        return _torch
+    where = f" on {x.device}" if hasattr(x, "device") else ""
+    raise TypeError(f"the CPU kernels take NumPy arrays and CPU torch tensors, got {type(x).__name__}{where}")
+
+
+def _input_dtype(x: Array) -> str:
+    """Name of the dtype of x, once x is an array that can be quantized."""
+    dtype = x.dtype
+    if dtype not in _dtype_names or len(x.shape) < 2:
+        numerics.check_input(x)
+        _dtype_names[dtype] = bits.dtype_name(x)
+    return _dtype_names[dtype]

@@ -6,6 +6,7 @@
 
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
+#include "random.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -121,6 +122,31 @@ __device__ __noinline__ uint2 encode_eight_slowly(const float* y, bool stochasti
     out = (out << E::kBits) | static_cast<uint32_t>(code);
   }
   return {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32)};
+}
+
+// How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told.
+enum class Rounding { kNearest, kStochastic, kGeneral };
+
+// Codes of eight numbers times a block's multiplier. With kStochastic, E is E2M1 and `index` a multiple of eight.
+//
+// A block with a NaN is encoded slowly where E's conversion has no code for it.
+template <class E, Rounding R, class Value>
+__device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
+  const bool stochastic = R == Rounding::kStochastic || (R == Rounding::kGeneral && key != nullptr);
+  const bool slowly = (R == Rounding::kGeneral && stochastic) || (E::kId == E2M1::kId && nan);
+  const float factor = slowly ? multiplier : prescaled<E>(multiplier);
+  float y[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), factor);
+  uint2 random{};
+  if constexpr (R == Rounding::kStochastic) {
+    random = random_aligned(key, index);
+  } else if constexpr (R == Rounding::kGeneral) {
+    if (stochastic) random = random_eight(key, index);
+  }
+  if (slowly) return encode_eight_slowly<E>(y, stochastic, random);
+  if constexpr (R == Rounding::kStochastic) return encode_eight_stochastic(y, random);
+  return encode_eight<E>(y);
 }
 
 // Bytes of `count` codes that begin a group.

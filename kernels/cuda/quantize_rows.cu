@@ -8,13 +8,13 @@ namespace blockfp {
 namespace cuda {
 namespace {
 
-template <class E, int Block, class T, bool Stochastic>
+template <class E, int Block, class T, Rounding R>
 cudaError_t flat(const QuantizeArguments& a, int64_t elements, cudaStream_t stream) {
   constexpr int kUnroll = sizeof(typename T::Raw) == 2 && kRowGroups<E> == 1 ? 2 : 1;
   const int64_t pieces = elements / (8 * kRowGroups<E>);
   const int64_t blocks = ceil_div(pieces, kRowThreads * kUnroll);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  quantize_rows_flat<E, Block, T, Stochastic, kUnroll><<<blocks, kRowThreads, 0, stream>>>(a, pieces);
+  quantize_rows_flat<E, Block, T, R, kUnroll><<<blocks, kRowThreads, 0, stream>>>(a, pieces);
   return cudaGetLastError();
 }
 
@@ -43,11 +43,11 @@ cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
       const int64_t elements = a.x.batches * a.x.rows * a.x.columns;
       const bool whole = elements > 0 && a.window.column_phase == 0 && a.x.columns % (Block == 0 ? 1 : Block) == 0 &&
                          elements % (8 * kRowGroups<E>) == 0 && is_contiguous(a.x) && vectors_fit(a.x) && aligned(a.row.codes);
-      if (whole && a.row.key == nullptr) return flat<E, Block, T, false>(a, elements, stream);
+      if (whole && a.row.key == nullptr) return flat<E, Block, T, Rounding::kNearest>(a, elements, stream);
       if constexpr (Block == 16) {
         const Window& w = a.window;
         if (whole && w.row == 0 && w.column == 0 && w.rows == a.x.rows && w.columns == a.x.columns) {
-          return flat<E, Block, T, true>(a, elements, stream);
+          return flat<E, Block, T, Rounding::kStochastic>(a, elements, stream);
         }
       }
       return general<E, Block, T>(a, stream);

@@ -3,16 +3,13 @@
 #pragma once
 
 #include "block_scale.cuh"
-#include "random.cuh"
 #include "vectors.cuh"
 
 namespace blockfp {
 namespace cuda {
 
-// Flat: contiguous, aligned, whole blocks: no row is ever looked at. FlatStochastic: the same with random bytes, from index 0.
-// General: everything else; blocks still begin at multiples of eight columns.
-enum class Rows { kFlat, kFlatStochastic, kGeneral };
-
+// Flat: contiguous, aligned, whole blocks, the random index from 0: no row is ever looked at. General: everything else; blocks
+// still begin at multiples of eight columns.
 constexpr int kRowThreads = 256;
 
 // Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
@@ -44,17 +41,9 @@ struct RowPiece {
     return most;
   }
 
-  __device__ __forceinline__ uint2 encode(int group, float multiplier, bool nan, bool stochastic, uint2 random) const {
-    float y[8];
-    const bool slowly = (stochastic && E::kId != E2M1::kId) || (nan && E::kId == E2M1::kId);
-    const float factor = slowly ? multiplier : prescaled<E>(multiplier);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = multiply(value<T>(x[group], i), factor);
-    if (slowly) return encode_eight_slowly<E>(y, stochastic, random);
-    if constexpr (E::kId == E2M1::kId) {
-      if (stochastic) return encode_eight_stochastic(y, random);
-    }
-    return encode_eight<E>(y);
+  template <Rounding R>
+  __device__ __forceinline__ uint2 encode(int group, float multiplier, bool nan, const uint32_t* key, uint64_t index) const {
+    return encode_scaled<E, R>([&](int i) { return value<T>(x[group], i); }, multiplier, nan, key, index);
   }
 };
 
@@ -95,7 +84,7 @@ __device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
   if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
 }
 
-template <class E, int Block, class T, bool Stochastic, int Unroll>
+template <class E, int Block, class T, Rounding R, int Unroll>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
   using Piece = RowPiece<E, Block, T>;
   constexpr int kElements = 8 * Piece::kGroups;
@@ -125,9 +114,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     uint2 codes[Piece::kGroups];
 #pragma unroll
     for (int g = 0; g < Piece::kGroups; ++g) {
-      uint2 random{};
-      if constexpr (Stochastic) random = random_eight(a.row.key, index * kElements + 8 * g);
-      codes[g] = piece[u].encode(g, scale.multiplier, nan, Stochastic, random);
+      codes[g] = piece[u].template encode<R>(g, scale.multiplier, nan, a.row.key, index * kElements + 8 * g);
     }
     if (index >= pieces) continue;
     store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
@@ -172,15 +159,11 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   }
   const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
   const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);
-  const bool stochastic = a.row.key != nullptr;
+  const uint64_t global_row = batch * a.window.rows + a.window.row + row_in_batch;
 #pragma unroll
   for (int g = 0; g < Piece::kGroups; ++g) {
-    uint2 random{};
-    if (stochastic) {
-      const uint64_t global_row = batch * a.window.rows + a.window.row + row_in_batch;
-      random = random_eight(a.row.key, global_row * a.window.columns + a.window.column + column + 8 * g);
-    }
-    const uint2 codes = piece.encode(g, scale.multiplier, nan, stochastic, random);
+    const uint64_t index = global_row * a.window.columns + a.window.column + column + 8 * g;
+    const uint2 codes = piece.template encode<Rounding::kGeneral>(g, scale.multiplier, nan, a.row.key, index);
     uint8_t* out = a.row.codes + row * pitch + (column + 8 * g) / 8 * E::kBits;
     // A phase is a multiple of eight, so a group begins with x or lies outside it.
     if (first[g] == 0) store_some<E::kBits>(out, codes, 0, packed_bytes<E::kBits>(last[g]));

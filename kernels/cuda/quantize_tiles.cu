@@ -7,13 +7,13 @@ namespace blockfp {
 namespace cuda {
 namespace {
 
-template <class E, int Block, class T, bool Square, bool Aligned>
+template <class E, int Block, class T, bool Square, Rounding R>
 cudaError_t tiles(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
   const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
   const int64_t blocks = a.x.batches * across * down;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  quantize_tiles<E, Block, T, Square, Aligned><<<blocks, kTileThreads, 0, stream>>>(a, across, down, vectors_fit(a.x));
+  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, vectors_fit(a.x));
   return cudaGetLastError();
 }
 
@@ -27,8 +27,17 @@ cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
       const int row_unit = E::kBits == 4 ? 32 : 16;
       const bool fits = a.window.row_phase == 0 && a.window.column_phase == 0 && a.x.columns % 8 == 0 &&
                         a.x.rows % row_unit == 0 && vectors_fit(a.x) && aligned(a.row.codes) && aligned(a.column.codes);
-      if (fits) return tiles<E, Block, T, Square, true>(a, stream);
-      return tiles<E, Block, T, Square, false>(a, stream);
+      const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
+      const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
+      if (fits && !row_key && !column_key) return tiles<E, Block, T, Square, Rounding::kNearest>(a, stream);
+      if constexpr (Block == 16) {
+        const Window& w = a.window;
+        const bool eights = (w.row | w.column | w.rows | w.columns) % 8 == 0;
+        if (fits && eights && row_key == (a.row.codes != nullptr) && column_key == (a.column.codes != nullptr)) {
+          return tiles<E, Block, T, Square, Rounding::kStochastic>(a, stream);
+        }
+      }
+      return tiles<E, Block, T, Square, Rounding::kGeneral>(a, stream);
     });
   }
 }

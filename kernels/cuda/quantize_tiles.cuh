@@ -34,8 +34,9 @@ constexpr int most_parts() {
   }
 }
 
-template <class E, int Block, class T, bool Square, bool Aligned>
+template <class E, int Block, class T, bool Square, Rounding R>
 struct TileKernel {
+  static constexpr bool kAligned = R != Rounding::kGeneral;
   static constexpr int kRows = kDepth<E>;
   static constexpr int kMostParts = most_parts<E, Block, Square>();
 
@@ -55,18 +56,18 @@ struct TileKernel {
   __device__ __forceinline__ void load(bool vectors) {
     using Raw = typename T::Raw;
     const int64_t column = tile.column + place.column;
-    const int first = !Aligned && column < 0 ? 8 : 0;
+    const int first = !kAligned && column < 0 ? 8 : 0;
     const int64_t left = a.x.columns - column;
-    const int last = Aligned ? (left > 0 ? 8 : 0) : static_cast<int>(max(min(left, int64_t{8}), int64_t{0}));
+    const int last = kAligned ? (left > 0 ? 8 : 0) : static_cast<int>(max(min(left, int64_t{8}), int64_t{0}));
     const Raw* data = static_cast<const Raw*>(a.x.data) + tile.batch * a.x.batch_stride + column;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = tile.row + place.row + r;
-      const bool inside = (Aligned || row >= 0) && row < a.x.rows;
+      const bool inside = (kAligned || row >= 0) && row < a.x.rows;
       const Raw* at = data + row * a.x.row_stride;
-      if (inside && first == 0 && last == 8 && (Aligned || vectors)) {
+      if (inside && first == 0 && last == 8 && (kAligned || vectors)) {
         x[r] = load_vector<T>(at);
-      } else if (!Aligned && inside) {
+      } else if (!kAligned && inside) {
         x[r] = load_some<T>(at, first, last);
       } else {
         x[r] = zeros<T>();
@@ -160,7 +161,7 @@ struct TileKernel {
       shared.amax[down * B::kPartsDown * B::kPartColumns + across * B::kPartsAcross] =
           to_bits(scale.multiplier) | (nan ? ~kMagnitude : 0);
       const int64_t row = first_row + down, column = first_column + across;
-      const bool inside = (Aligned || (row >= 0 && column >= 0)) && row < grid_rows && column < grid_columns;
+      const bool inside = (kAligned || (row >= 0 && column >= 0)) && row < grid_rows && column < grid_columns;
       if (!inside) continue;
       const int32_t stored = nan ? kNanMark<E, Block> : scale.stored;
       if (A != Along::kColumn && a.row.codes != nullptr) {
@@ -185,40 +186,26 @@ struct TileKernel {
     }
   }
 
-  // Eight codes of y = value * multiplier; index counts in the unsharded array as encoded.
+  // A negative multiplier stands for a block with a NaN; index counts in the unsharded array as encoded.
   template <class Value>
   __device__ __forceinline__ uint2 encode(Value value_of, float multiplier, const uint32_t* key, uint64_t index) const {
-    const bool nan = multiplier < 0;
-    multiplier = fabsf(multiplier);
-    const bool stochastic = key != nullptr;
-    const bool slowly = (stochastic && E::kId != E2M1::kId) || (nan && E::kId == E2M1::kId);
-    const float factor = slowly ? multiplier : prescaled<E>(multiplier);
-    float y[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), factor);
-    uint2 random{};
-    if (stochastic) random = random_eight(key, index);
-    if (slowly) return encode_eight_slowly<E>(y, stochastic, random);
-    if constexpr (E::kId == E2M1::kId) {
-      if (stochastic) return encode_eight_stochastic(y, random);
-    }
-    return encode_eight<E>(y);
+    return encode_scaled<E, R>(value_of, fabsf(multiplier), multiplier < 0, key, index);
   }
 
   template <Along A>
   __device__ __forceinline__ void encode_rows() const {
     const int64_t column = tile.column + place.column, pitch = Packing<E::kBits>::row_bytes(a.x.columns);
-    if ((!Aligned && column < 0) || column >= a.x.columns) return;
+    if ((!kAligned && column < 0) || column >= a.x.columns) return;
     const int bytes = packed_bytes<E::kBits>(static_cast<int>(min(a.x.columns - column, int64_t{8})));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = tile.row + place.row + r;
-      if ((!Aligned && row < 0) || row >= a.x.rows) continue;
+      if ((!kAligned && row < 0) || row >= a.x.rows) continue;
       const uint64_t global_row = tile.batch * a.window.rows + a.window.row + row;
       const uint2 codes = encode([&](int i) { return value<T>(x[r], i); }, multiplier<A>(place.row + r, place.column), a.row.key,
                                  global_row * a.window.columns + a.window.column + column);
       uint8_t* out = a.row.codes + (tile.batch * a.x.rows + row) * pitch + column / 8 * E::kBits;
-      if constexpr (Aligned) {
+      if constexpr (kAligned) {
         store_eight<E::kBits>(out, codes);
       } else {
         store_some<E::kBits>(out, codes, 0, bytes);
@@ -241,7 +228,7 @@ struct TileKernel {
     }
     __syncthreads();
     const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows);
-    if constexpr (Aligned) {
+    if constexpr (kAligned) {
       uint8_t* out = a.column.codes + (tile.batch * a.x.columns + tile.column) * pitch + tile.row / 8 * E::kBits;
       shared.staging.copy_vectors(out, pitch, a.x.rows - tile.row, a.x.columns - tile.column);
     } else {
@@ -262,7 +249,7 @@ struct TileKernel {
         __syncthreads();
       }
       if constexpr (Block == 16) {
-        if (a.rotate_column && tile.row + place.row + 16 <= a.x.rows && (Aligned || tile.row + place.row >= 0)) {
+        if (a.rotate_column && tile.row + place.row + 16 <= a.x.rows && (kAligned || tile.row + place.row >= 0)) {
           rotate_columns<T>(x);
         }
       }
@@ -272,10 +259,10 @@ struct TileKernel {
   }
 };
 
-template <class E, int Block, class T, bool Square, bool Aligned>
+template <class E, int Block, class T, bool Square, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, sizeof(typename T::Raw) == 2 || kDepth<E> == 8 ? 2 : 1)
     quantize_tiles(const __grid_constant__ QuantizeArguments a, int64_t across, int64_t down, bool vectors) {
-  using Kernel = TileKernel<E, Block, T, Square, Aligned>;
+  using Kernel = TileKernel<E, Block, T, Square, R>;
   __shared__ __align__(16) typename Kernel::Shared shared;
   const int64_t index = blockIdx.x, matrix = across * down;
   const int64_t batch = index / matrix, in_matrix = index % matrix;

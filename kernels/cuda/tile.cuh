@@ -7,7 +7,6 @@
 #include <cuda_bf16.h>
 
 #include "block_scale.cuh"
-#include "random.cuh"
 #include "vectors.cuh"
 
 namespace blockfp {

@@ -11,39 +11,63 @@ from blockfp.formats import FORMATS, Format
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 
+def assert_each(run, expected):
+    """What `run` returns has the expected bits, with each instruction set that this processor has."""
+    for name in native.instruction_sets():
+        native.use_instruction_set(name)
+        assert_same_bits(run(), expected)
+
+
+def assert_quantized(x, format, **options):
+    expected = numerics.quantize(x, format, **options)
+    assert_each(lambda: native.quantize(x, format, **options), expected)
+    return expected
+
+
+def assert_dequantized(parts, format, **place):
+    for dtype in DTYPES:
+        expected = numerics.dequantize(*parts, format, dtype, **place)
+        assert_each(lambda dtype=dtype: native.dequantize(*parts, format, dtype, **place), expected)
+
+
 def assert_defined(x, format, *, origin=(0, 0), **options):
     """amax, quantize and dequantize of x give what the definition gives."""
-    assert_same_bits(native.amax(x, format, origin=origin), numerics.amax(x, format, origin=origin))
-    expected = numerics.quantize(x, format, origin=origin, **options)
-    assert_same_bits(native.quantize(x, format, origin=origin, **options), expected)
-    for dtype in DTYPES:
-        place = {"columns": x.shape[-1], "origin": origin}
-        values = native.dequantize(*expected, format, dtype, **place)
-        assert_same_bits(values, numerics.dequantize(*expected, format, dtype, **place))
+    assert_each(lambda: native.amax(x, format, origin=origin), numerics.amax(x, format, origin=origin))
+    parts = assert_quantized(x, format, origin=origin, **options)
+    assert_dequantized(parts, format, columns=x.shape[-1], origin=origin)
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2", "scalar"])
+def test_instruction_sets(name):
+    """Says which of them the other tests of this file could not run."""
+    if name not in native.instruction_sets():
+        pytest.skip(f"this processor has no {name}")
+    native.use_instruction_set(name)
+    assert native.instruction_set() == name
 
 
 @BY_NAME
-def test_every_kind_of_input(format, instruction_set):
+def test_every_kind_of_input(format):
     for dtype in DTYPES:
         for kind in KINDS:
             assert_defined(sample(kind, (34, 150), dtype), format)
 
 
 @BY_NAME
-def test_stochastic_rounding(format, instruction_set):
+def test_stochastic_rounding(format):
     for kind in ("bf16_valued", "exponents", "special"):
         for columns in (64, 57):
             assert_defined(sample(kind, (9, columns), "bfloat16"), format, key=0x123456789ABCDEF0)
 
 
 @BY_NAME
-def test_shapes(format, instruction_set):
+def test_shapes(format):
     for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (4, 15), (0, 32), (4, 0), (2, 0, 5), (0, 4, 8)):
         assert_defined(sample("bf16_valued", shape), format)
 
 
 @BY_NAME
-def test_origins(format, instruction_set):
+def test_origins(format):
     x = sample("exponents", (2, 37, 150), "float32")
     for origin in ((0, 1), (3, 7), (127, 127), (130, 48), (5, 4)):
         assert_defined(x, format, origin=origin, key=(7, 9), shape=(300, 400))
@@ -59,17 +83,16 @@ def test_scale_rules_at_their_edges(format):
     rows[:, 6] = -rows[:, 5] / 3
     if format.per_tensor:
         for row in rows[::7]:
-            assert_same_bits(native.quantize(row[None], format), numerics.quantize(row[None], format))
+            assert_quantized(row[None], format)
     else:
         step = format.block[0]
         x = np.repeat(rows[:: 7 if step > 1 else 1], step, axis=0)[:12000]
         for nominal in ("float32", "float16", "bfloat16"):
-            quantized = numerics.quantize(x, format, nominal=nominal)
-            assert_same_bits(native.quantize(x, format, nominal=nominal), quantized)
+            assert_quantized(x, format, nominal=nominal)
 
 
 @BY_NAME
-def test_every_half_way_point(format, instruction_set):
+def test_every_half_way_point(format):
     """Numbers half-way between two codes and their neighbours in fp32, under a scale that is a power of two."""
     element = format.element
     fields = np.arange(2 * (element.max_code + 1)) / 2
@@ -83,7 +106,7 @@ def test_every_half_way_point(format, instruction_set):
     tensor = None if amax.tensor is None else (np.float32(448) * np.float32(element.max)).view(np.int32).reshape(())
     amax = numerics.Amax(np.full_like(amax.blocks, unit), amax.nan, tensor)
     for key in (None, 3):
-        assert_same_bits(native.quantize(x, format, amax=amax, key=key), numerics.quantize(x, format, amax=amax, key=key))
+        assert_quantized(x, format, amax=amax, key=key)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -92,11 +115,11 @@ def test_all_patterns_of_16_bits(format, dtype):
     x = all_patterns(dtype)
     shuffled = np.random.default_rng(1).permutation(x.reshape(-1)).reshape(x.shape)
     for array in (x, shuffled):
-        assert_same_bits(native.quantize(array, format), numerics.quantize(array, format))
+        assert_quantized(array, format)
 
 
 @BY_NAME
-def test_foreign_codes_and_scales(format, instruction_set):
+def test_foreign_codes_and_scales(format):
     """Every code under every scale byte, or under scales of any bits: data that quantize would not write."""
     rng = np.random.default_rng(2)
     shape = (256, 128)
@@ -105,31 +128,29 @@ def test_foreign_codes_and_scales(format, instruction_set):
     _, scales, tensor_scale = numerics.quantize(sample("gaussian", shape), format)
     scales = rng.integers(0, 256, (*scales.shape, scales.itemsize), dtype=np.uint8).view(scales.dtype)[..., 0]
     for tensor in [tensor_scale] if tensor_scale is None else np.array([1.0, 1e-40, 3e38, np.nan, -2.5], np.float32):
-        for dtype in DTYPES:
-            tensor = None if tensor is None else np.asarray(tensor)
-            values = native.dequantize(codes, scales, tensor, format, dtype, columns=128)
-            assert_same_bits(values, numerics.dequantize(codes, scales, tensor, format, dtype, columns=128))
+        assert_dequantized((codes, scales, None if tensor is None else np.asarray(tensor)), format, columns=128)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2_128x128_fp32", "mxfp6_e2m3", "nvfp4_16x16"])
-def test_tiles_and_threads(name, instruction_set):
+def test_tiles_and_threads(name):
     """Arrays of several tiles along both axes, on one thread and on as many as there are."""
     format = Format.parse(name)
-    try:
-        for shape, origin in (((300, 1500), (0, 0)), ((3, 9000), (5, 3)), ((2, 9000), (0, 16)), ((40, 17000), (0, 0))):
-            x = sample("exponents", shape, "bfloat16")
-            for threads in (1, 0):
-                native.set_threads(threads)
-                assert_defined(x, format, origin=origin)
-    finally:
-        native.set_threads(0)
+    for shape, origin in (((300, 1500), (0, 0)), ((3, 9000), (5, 3)), ((2, 9000), (0, 16)), ((40, 17000), (0, 0))):
+        x = sample("exponents", shape, "bfloat16")
+        parts = numerics.quantize(x, format, origin=origin)
+        place = {"columns": shape[1], "origin": origin}
+        values = numerics.dequantize(*parts, format, "bfloat16", **place)
+        for threads in (1, 0):
+            native.set_threads(threads)
+            assert_each(lambda x=x, origin=origin: native.quantize(x, format, origin=origin), parts)
+            assert_each(lambda parts=parts, place=place: native.dequantize(*parts, format, "bfloat16", **place), values)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 0.125])
-def test_eps(eps, instruction_set):
+def test_eps(eps):
     x = sample("exponents", (40, 256))
     for name in ("fp8_e4m3", "fp8_e5m2_1x128", "fp8_e4m3_128x128_fp32"):
-        assert_same_bits(native.quantize(x, name, eps=eps), numerics.quantize(x, name, eps=eps))
+        assert_quantized(x, name, eps=eps)
 
 
 @BY_NAME
@@ -138,4 +159,4 @@ def test_given_amax(format):
     x, other = sample("bf16_valued", (40, 150)), sample("special", (40, 150), seed=1)
     pairs = zip(native.amax(x, format), native.amax(other, format), strict=True)
     reduced = numerics.Amax(*(None if a is None else np.maximum(a, b) for a, b in pairs))
-    assert_same_bits(native.quantize(x, format, amax=reduced), numerics.quantize(x, format, amax=reduced))
+    assert_quantized(x, format, amax=reduced)

@@ -1,0 +1,349 @@
+"""How fast quantize and dequantize are on this CPU, for every format and backend, against a copy of the same bytes.
+
+    python benchmarks/cpu.py [--formats mxfp8_e4m3 nvfp4] [--rows 4096] [--columns 8192] [--write]
+
+One run measures everything: a copy, the kernels with each instruction set, the definition in NumPy, `blockfp.torch`,
+`blockfp.jax` jitted, and beside them the plain casts of torch and ml_dtypes and torchao's `to_mx`. GB/s count each byte of
+the input read and of the output written once, in memory that each call allocates, as users' calls do; medians. `--write`
+puts the tables into docs/benchmarks.md and the figures into benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blockfp import native, numerics
+from blockfp.array import DTYPES
+from blockfp.formats import NAMES, Format
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKERS = ("<!-- benchmarks/cpu.py begins -->", "<!-- benchmarks/cpu.py ends -->")
+PACKAGES = ("blockfp", "apache-tvm-ffi", "numpy", "ml_dtypes", "torch", "jax", "torchao")
+
+
+class Measured(NamedTuple):
+    """Gigabytes a second of one backend, quantizing and dequantizing; NaN where it was not measured."""
+
+    quantize: float
+    dequantize: float = float("nan")
+
+
+def seconds(call: Callable[[], Any], budget: float = 0.5) -> float:
+    """Median time of a call: two to warm up, then at least 3 and at most 30 within the budget."""
+    call()
+    start = time.perf_counter()
+    call()
+    once = time.perf_counter() - start
+    times = []
+    for _ in range(min(30, max(3, int(budget / once)))):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def rate(call: Callable[[], Any], size: float) -> float:
+    return size / seconds(call) / 1e9
+
+
+def bytes_of(x: np.ndarray, format: Format) -> float:
+    """Bytes of the array and of its codes and scales."""
+    return x.nbytes + x.size * format.bytes_per_element
+
+
+def gaussian(rows: int, columns: int) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32)
+    return x.astype(DTYPES["bfloat16"])
+
+
+def copy_rate(size: int) -> float:
+    """GB/s of a copy whose reads and writes are `size` bytes together, into memory that is there, on all cores if torch is."""
+    half = np.ones(size // 2, np.uint8)
+    try:
+        import torch
+    except ImportError:
+        target = np.empty_like(half)
+        return rate(lambda: np.copyto(target, half), size)
+    source = torch.from_numpy(half)
+    target = torch.empty_like(source)
+    return rate(lambda: target.copy_(source), size)
+
+
+def measure_module(module, x, format: Format) -> Measured:
+    """`native` or `numerics` on a NumPy array."""
+    size = bytes_of(x, format)
+    parts = module.quantize(x, format)
+    columns = x.shape[-1]
+    return Measured(
+        rate(lambda: module.quantize(x, format), size),
+        rate(lambda: module.dequantize(*parts, format, "bfloat16", columns=columns), size),
+    )
+
+
+def measure_torch(x: np.ndarray, format: Format) -> Measured:
+    import torch
+
+    import blockfp.torch as bfp
+
+    tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    q = bfp.quantize(tensor, format)
+    size = bytes_of(x, format)
+    return Measured(rate(lambda: bfp.quantize(tensor, format), size), rate(q.dequantize, size))
+
+
+def measure_jax(x: np.ndarray, format: Format) -> Measured:
+    import jax
+
+    import blockfp.jax as bfp
+
+    array = jax.numpy.asarray(x)
+    quantize = jax.jit(lambda a: bfp.quantize(a, format))
+    dequantize = jax.jit(lambda q: q.dequantize())
+    q = quantize(array)
+    size = bytes_of(x, format)
+    return Measured(
+        rate(lambda: jax.block_until_ready(quantize(array)), size),
+        rate(lambda: dequantize(q).block_until_ready(), size),
+    )
+
+
+def measure_formats(formats: list[Format], rows: int, columns: int) -> tuple[dict[str, dict[str, Measured]], list[str]]:
+    """Each backend's rates by format, and notes on what could not be measured."""
+    whole, part = gaussian(rows, columns), gaussian(max(rows // 16, 1), columns)
+    notes = [f"NumPy (the definition) and JAX were measured on {part.shape[0]} of the {rows} rows."]
+    backends: dict[str, Callable[[Format], Measured]] = {}
+    if native.available():
+        for name in native.instruction_sets():
+            backends[f"kernel, {name}"] = lambda format, name=name: with_instruction_set(name, whole, format)
+    else:
+        notes.append(native.status())
+    backends["NumPy"] = lambda format: measure_module(numerics, part, format)
+    for name, measure, x in (("torch", measure_torch, whole), ("JAX", measure_jax, part)):
+        try:
+            measure(gaussian(2, 256), formats[0])
+        except ImportError as error:
+            notes.append(f"{name} was not measured: {error}.")
+            continue
+        backends[name] = lambda format, measure=measure, x=x: measure(x, format)
+    rates: dict[str, dict[str, Measured]] = {name: {} for name in backends}
+    for format in formats:
+        for name, measure in backends.items():
+            rates[name][str(format)] = measure(format)
+        print(f"{format!s:28}", *(f"{name} {rates[name][str(format)].quantize:.2f}" for name in backends), flush=True)
+    return rates, notes
+
+
+def with_instruction_set(name: str, x: np.ndarray, format: Format) -> Measured:
+    native.use_instruction_set(name)
+    try:
+        return measure_module(native, x, format)
+    finally:
+        native.use_instruction_set(native.instruction_sets()[0])
+
+
+def measure_peers(rows: int, columns: int) -> tuple[dict[str, float], list[str]]:
+    """GB/s of what others offer on this CPU: plain casts to E4M3 without scales, and torchao's MXFP8."""
+    import ml_dtypes
+
+    x = gaussian(rows, columns)
+    part = x[: max(rows // 16, 1)]
+    rates = {"ml_dtypes: astype(float8_e4m3fn)": rate(lambda: part.astype(ml_dtypes.float8_e4m3fn), part.size * 3)}
+    notes = []
+    try:
+        import torch
+    except ImportError as error:
+        return rates, [f"torch's cast was not measured: {error}."]
+    tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    rates["torch: to(float8_e4m3fn)"] = rate(lambda: tensor.to(torch.float8_e4m3fn), x.size * 3)
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError as error:
+        notes.append(f"torchao was not measured: {error}.")
+    else:
+        size = x.size * (3 + 1 / 32)
+        for mode in (ScaleCalculationMode.FLOOR, ScaleCalculationMode.RCEIL):
+            name = f"torchao: to_mx, E4M3, {mode.value}, eager"
+            rates[name] = rate(lambda mode=mode: to_mx(tensor, torch.float8_e4m3fn, 32, mode), size)
+    return rates, notes
+
+
+def import_times() -> dict[str, float]:
+    """Seconds that each import takes in a fresh interpreter, less the interpreter's own start; the best of five."""
+
+    def run(statement: str) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            if subprocess.run([sys.executable, "-c", statement], capture_output=True).returncode:
+                return float("nan")
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    empty = run("pass")
+    statements = ("import blockfp", "import jax", "import blockfp.jax", "import torch", "import blockfp.torch")
+    times = {statement: run(statement) - empty for statement in statements}
+    times["first kernel call"] = run("from blockfp import native; native.available()") - times["import blockfp"] - empty
+    return times
+
+
+def call_overheads() -> dict[str, float]:
+    """Microseconds of quantizing a [16, 64] bfloat16 array to MXFP8."""
+    x, name = gaussian(16, 64), "mxfp8_e4m3"
+    calls: dict[str, Callable[[], Any]] = {"numerics.quantize (NumPy)": lambda: numerics.quantize(x, name)}
+    if native.available():
+        calls["native.quantize (NumPy)"] = lambda: native.quantize(x, name)
+    try:
+        import torch
+
+        import blockfp.torch as bfp
+
+        tensor = torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if native.available():
+            calls["native.quantize (torch)"] = lambda: native.quantize(tensor, name)
+        calls["blockfp.torch.quantize"] = lambda: bfp.quantize(tensor, name)
+        calls["torch: to(float8_e4m3fn)"] = lambda: tensor.to(torch.float8_e4m3fn)
+    except ImportError:
+        pass
+    try:
+        import jax
+
+        import blockfp.jax as bfj
+
+        array = jax.numpy.asarray(x)
+        quantize = jax.jit(lambda a: bfj.quantize(a, name))
+        calls["blockfp.jax.quantize, jitted"] = lambda: jax.block_until_ready(quantize(array))
+    except ImportError:
+        pass
+
+    def hundred(call):
+        return lambda: [call() for _ in range(100)]
+
+    return {label: seconds(hundred(call)) * 1e4 for label, call in calls.items()}
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    copy = result["copy"]
+    rows, columns = result["shape"]
+    used = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"{result['date']}; {result['processor']}; {used}.",
+        "",
+        f"Input bfloat16 [{rows}, {columns}]. A copy of the same bytes runs at **{copy:.1f} GB/s**.",
+        "In brackets the share of the copy.",
+        *result["notes"],
+        "",
+        "Quantize, GB/s:",
+        "",
+    ]
+    lines += _by_format(result, "quantize", copy)
+    lines += ["", "Dequantize to bfloat16, GB/s:", ""]
+    lines += _by_format(result, "dequantize", copy)
+    lines += ["", "What others offer, GB/s:", "", "| call | GB/s |", "|---|---|"]
+    lines += [f"| {name} | {value:.2f} ({value / copy:.2f}) |" for name, value in result["peers"].items()]
+    lines += ["", "| import | seconds |", "|---|---|"]
+    lines += [f"| `{name}` | {value:.2f} |" for name, value in result["imports"].items()]
+    lines += ["", "| one call on a bfloat16 [16, 64] array, MXFP8 | microseconds |", "|---|---|"]
+    lines += [f"| `{name}` | {value:.1f} |" for name, value in result["overheads"].items()]
+    return "\n".join(lines)
+
+
+def _by_format(result: dict[str, Any], direction: str, copy: float) -> list[str]:
+    backends = list(result["rates"])
+    lines = [f"| format | {' | '.join(backends)} |", "|---" * (len(backends) + 1) + "|"]
+    for name in result["formats"]:
+        cells = []
+        for backend in backends:
+            value = result["rates"][backend][name][direction]
+            cells.append(f"{value:.1f} ({value / copy:.2f})" if "kernel" in backend or backend == "torch" else f"{value:.2f}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def write(result: dict[str, Any]) -> None:
+    """Puts the tables between the document's markers and the figures into a file of their own."""
+    begins, ends = MARKERS
+    text = DOCUMENT.read_text()
+    if begins not in text or ends not in text:
+        raise SystemExit(f"{DOCUMENT} has no markers {begins!r} and {ends!r} to write between")
+    before, rest = text.split(begins, 1)
+    after = rest.split(ends, 1)[1]
+    DOCUMENT.write_text(f"{before}{begins}\n{tables(result)}\n{ends}{after}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"cpu-{result['date']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {DOCUMENT} and {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", default=list(NAMES), metavar="NAME", help="default: all")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md and benchmarks/results/")
+    arguments = parser.parse_args()
+    formats = [Format.parse(name) for name in arguments.formats]
+    shape = (arguments.rows, arguments.columns)
+    print(native.status())
+    copy = copy_rate(shape[0] * shape[1] * 3)
+    print(f"copy {copy:.1f} GB/s")
+    rates, notes = measure_formats(formats, *shape)
+    peers, more_notes = measure_peers(*shape)
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "versions": versions(),
+        "shape": shape,
+        "copy": max(copy, copy_rate(shape[0] * shape[1] * 3)),
+        "formats": [str(format) for format in formats],
+        "rates": {
+            backend: {name: measured._asdict() for name, measured in by_format.items()} for backend, by_format in rates.items()
+        },
+        "peers": peers,
+        "imports": import_times(),
+        "overheads": call_overheads(),
+        "notes": notes + more_notes,
+    }
+    print(tables(result))
+    if arguments.write:
+        write(result)
+
+
+if __name__ == "__main__":
+    main()
