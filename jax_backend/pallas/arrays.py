@@ -147,9 +147,9 @@ def dequantize_array(
         # A square block's scale stands for each of its rows.
         repeated = layout.repeat_scales(scales, block_rows, codes.shape[-2])
         return dequantize_array(codes, repeated, tensor_scale, Format.parse("nvfp4"), dtype, columns=columns)
-    down, across = scales.shape[-2:]
+    down, across = scales.shape[-2], max(scales.shape[-1], 128 // block)
     padded = _pad(codes, down * block_rows, across * block).reshape(-1, across * block)
-    values = dequantize.squares(padded, scales.reshape(-1, across), format, dtype)
+    values = dequantize.squares(padded, _pad(scales, down, across).reshape(-1, across), format, dtype)
     return values.reshape(*shape[:-2], down * block_rows, across * block)[..., : shape[-2], :columns]
 
 

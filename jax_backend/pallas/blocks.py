@@ -24,11 +24,9 @@ Spread = Callable[[Array], Array]
 
 FP8 = {"e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 
-# Adding it makes a NaN's magnitude bits a negative int32, and keeps the order of the others.
-_NAN_BELOW = 0x7FFFFFFF - bits.INFINITY
-
 _HALF_UNITS = 1.5 * 2.0**22  # fp32 numbers of this size are half units apart
-_UNITS = 1.5 * 2.0**23
+_UNITS = 1.5 * 2.0**23  # and of this size, units
+_HALF_UNITS_BITS, _UNITS_BITS = bits.constant_bits(_HALF_UNITS), bits.constant_bits(_UNITS)
 
 
 def to_fp32(x: Array) -> Array:
@@ -38,28 +36,45 @@ def to_fp32(x: Array) -> Array:
 
 
 def largest(x: Array, axes: Sequence[int]) -> Array:
-    """fp32 bits of the largest magnitude of float32 x along axes, NaN ignored."""
+    """fp32 bits of the largest magnitude of x along axes, NaN ignored; 16-bit inputs are compared as such, two at a time."""
     xp = array_namespace(x)
-    shifted = (x.view(xp.int32) & bits.MAGNITUDE) + _NAN_BELOW
-    for axis in axes:
-        shifted = xp.max(shifted, axis=axis)
-    return xp.maximum(shifted, _NAN_BELOW) - _NAN_BELOW
+    magnitude, infinity = _magnitude(x)
+    # What is added makes a NaN's magnitude negative, and keeps the order of the others.
+    below = (0x7FFFFFFF if x.dtype == xp.float32 else 0x7FFF) - infinity
+    shifted = _reduce(magnitude + below, axes)
+    amax = xp.where(shifted < below, 0, shifted - below)
+    if x.dtype == xp.float32:
+        return amax
+    if x.dtype == xp.float16:
+        return xp.astype(xp.astype(amax, xp.int16).view(xp.float16), xp.float32).view(xp.int32)
+    return xp.astype(amax, xp.int32) << 16
 
 
 def holds_nan(x: Array, axes: Sequence[int]) -> Array:
-    """Whether float32 x holds a NaN along axes."""
+    """Whether x holds a NaN along axes."""
+    magnitude, infinity = _magnitude(x)
+    return array_namespace(x).astype(_reduce(magnitude, axes), np.int32) > infinity
+
+
+def _magnitude(x: Array) -> tuple[Array, int]:
+    """(x's bits without the sign, those of Inf)."""
     xp = array_namespace(x)
-    magnitude = x.view(xp.int32) & bits.MAGNITUDE
+    if x.dtype == xp.float32:
+        return x.view(xp.int32) & bits.MAGNITUDE, bits.INFINITY
+    return x.view(xp.int16) & 0x7FFF, 0x7C00 if x.dtype == xp.float16 else 0x7F80
+
+
+def _reduce(x: Array, axes: Sequence[int]) -> Array:
     for axis in axes:
-        magnitude = xp.max(magnitude, axis=axis)
-    return magnitude > bits.INFINITY
+        x = array_namespace(x).max(x, axis=axis)
+    return x
 
 
 def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple[Array, Array]:
     """(stored scale as int32, multiplier as float32) of blocks of an 8-bit format.
 
     Args:
-        x: float32.
+        x: float32, float16 or bfloat16.
         axes: the axes of x that lie within a block.
         format: the format.
         nominal: see `numerics.quantize`.
@@ -80,8 +95,45 @@ def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Ar
     if format.scale.name == "pow2":
         exponent = _power_of_two(amax, format.element, maximum)
         return _exponent_bits(-exponent), _exponent_bits(exponent).view(xp.float32)
-    multiplier = scaling.fp8_multiplier(amax, format.element, format.scale, maximum)
-    return scaling.reciprocal(multiplier), multiplier.view(xp.float32)
+    special = (amax == 0) | (amax == bits.INFINITY)
+    multiplier = divide(bits.constant_bits(format.element.max), xp.where(special, bits.ONE, amax))
+    multiplier = xp.where(special, bits.ONE, xp.where(multiplier == bits.INFINITY, maximum, multiplier))
+    return divide(bits.ONE, multiplier), multiplier.view(xp.float32)
+
+
+def divide(a: int, b: Array) -> Array:
+    """fp32 bits of the IEEE quotient of two positive numbers given as bits, a normal; overflow gives Inf.
+
+    The remainder of a near quotient of the significands, exact modulo 2^32, tells how many units off it is.
+    """
+    xp = array_namespace(b)
+    divisor, exponent = bits.split(b)
+    dividend = (a & 0x7FFFFF) | 0x800000
+    smaller = xp.astype(dividend < divisor, xp.int32)
+    quotient = _near_quotient(dividend * 2.0**-23, (divisor + (bits.ONE - 0x800000)).view(xp.float32))
+    # In units of its last place it is a whole number below 2^25.
+    quotient = xp.astype(quotient * xp.astype((smaller + 1) << 23, xp.float32), xp.int32)
+    remainder = _wrapped(dividend << 23) + smaller * _wrapped(dividend << 23) - quotient * divisor
+    for _ in range(3):
+        over = remainder >> 31
+        quotient, remainder = quotient + over, remainder + (divisor & over)
+    for _ in range(2):
+        under = ~((remainder - divisor) >> 31)
+        quotient, remainder = quotient - under, remainder - (divisor & under)
+    twice = remainder << 1
+    rounding = (xp.astype(twice >= divisor, xp.int32) << 1) | xp.astype((twice != divisor) & (twice != 0), xp.int32)
+    exponent = (a >> 23) - 127 - exponent - smaller
+    return bits.fp32((quotient << 2) | rounding, exponent, 25)
+
+
+def _near_quotient(a: float, b: Array) -> Array:
+    """a / b of numbers in [1, 2), two units in the last place off at most: no library promises more on a GPU."""
+    return a / b
+
+
+def _wrapped(x: int) -> int:
+    """x modulo 2^32, as an int32."""
+    return ((x + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)
 
 
 def _power_of_two(amax: Array, element: ElementFormat, maximum: int) -> Array:
@@ -103,22 +155,24 @@ def _exponent_bits(exponent: Array) -> Array:
     return xp.where(exponent == -127, 1 << 22, (exponent + 127) << 23)
 
 
-def codes(x: Array, multiplier: Array, element: ElementFormat, *, saturates: bool) -> Array:
+def codes(x: Array, multiplier: Array, element: ElementFormat, *, on_gpu: bool) -> Array:
     """uint8 codes of float32 x times its multiplier.
 
     Args:
         x: float32.
         multiplier: float32, of x's shape or a scalar.
         element: E4M3, E5M2 or INT8.
-        saturates: whether a conversion to FP8 saturates, as the GPU's instruction does (NumPy's gives NaN or Inf).
+        on_gpu: whether a conversion to FP8 saturates and a NaN that is computed is positive, which holds for the GPU's
+            instructions alone.
     """
     xp = array_namespace(x)
     y = x * multiplier
     if element.signed == "complement":
-        pattern = (y * 64.0 + _UNITS).view(xp.int32) - bits.constant_bits(_UNITS)
-        code = xp.minimum(xp.maximum(pattern, -127), 127) & 0xFF
-        return xp.astype(xp.where(_is_nan(x), element.nan_code, code), xp.uint8)
-    if saturates:
+        # The low bits of a number near _UNITS count units; NaN is positive on a GPU, and so ends at 127 = NaN's code.
+        pattern = (y * 64.0 + _UNITS).view(xp.int32)
+        pattern = xp.minimum(xp.maximum(pattern, _UNITS_BITS - 127), _UNITS_BITS + 127) & 0xFF
+        return xp.astype(pattern if on_gpu else xp.where(_is_nan(x), element.nan_code, pattern), xp.uint8)
+    if on_gpu:
         return xp.astype(y, FP8[element.name]).view(xp.uint8)
     narrow = xp.astype(xp.minimum(xp.maximum(y, -element.max), element.max), FP8[element.name]).view(xp.uint8)
     return xp.where(_is_nan(x), xp.asarray(element.nan_code, dtype=xp.uint8), narrow)
@@ -128,20 +182,26 @@ def _is_nan(x: Array) -> Array:
     return (x.view(array_namespace(x).int32) & bits.MAGNITUDE) > bits.INFINITY
 
 
-def e2m1_codes(x: Array, multiplier: Array) -> Array:
+def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
     """int32 codes (sign above three magnitude bits) of float32 x times its multiplier; NaN gives 7.
 
-    Below 1 the codes are half units apart, so adding a number whose spacing is half a unit rounds. From 1 on, the pattern
-    is rounded to one mantissa bit.
+    Adding a number whose spacing is that of E2M1 at |y| rounds |y|: half a unit below 2, and twice as much above 2 and
+    above 4. What it adds to the bits counts those spacings, and each doubling skipped two codes.
+
+    Args:
+        x: float32.
+        multiplier: float32, of x's shape or a scalar.
+        on_gpu: as for `codes`.
     """
     xp = array_namespace(x)
     pattern = (x * multiplier).view(xp.int32)
     magnitude = xp.minimum(pattern & bits.MAGNITUDE, bits.constant_bits(6.0))
-    # An integer operation stands between the product and the sum: as one fused operation they would round once.
-    small = (magnitude.view(xp.float32) + _HALF_UNITS).view(xp.int32) - bits.constant_bits(_HALF_UNITS)
-    large = ((magnitude + 0x1FFFFF + ((magnitude >> 22) & 1)) >> 22) - 0xFC
-    code = xp.where(magnitude < bits.ONE, small, large) | ((pattern >> 28) & 8)
-    return xp.where(_is_nan(x), 7, code)
+    power = xp.maximum(magnitude & bits.INFINITY, bits.ONE)
+    # Integer operations stand between product and sum: as one fused operation they would round once.
+    spaced = (magnitude.view(xp.float32) + power.view(xp.float32) * _HALF_UNITS).view(xp.int32)
+    code = spaced - power + (power >> 22) - (_HALF_UNITS_BITS - bits.ONE + (bits.ONE >> 22))
+    code = code | ((pattern >> 28) & 8)
+    return code if on_gpu else xp.where(_is_nan(x), 7, code)
 
 
 def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array) -> tuple[Array, Array]:
@@ -156,7 +216,9 @@ def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array
     xp = array_namespace(amax)
     stored = scaling.nvfp4_scale(amax, multiplier, E2M1)
     decode = e4m3_values(xp.astype(stored, xp.uint8)) * tensor_scale
-    inverse = scaling.clamped_reciprocal(decode.view(xp.int32))
+    pattern = decode.view(xp.int32)
+    inverse = divide(bits.ONE, xp.where(pattern == 0, bits.ONE, pattern))
+    inverse = xp.where((pattern == 0) | (inverse == bits.INFINITY), bits.FP32_MAX, inverse)
     return xp.where(nan, E4M3_SCALE.nan_code, stored), inverse.view(xp.float32)
 
 
@@ -195,9 +257,6 @@ def rounded(value: Array, dtype: str) -> Array:
 
 
 def e2m1_values(code: Array) -> Array:
-    """float32 values of E2M1 codes (int32)."""
+    """float32 values of E2M1 codes (int32): fp32's subnormal numbers continue its own, 2^126 below."""
     xp = array_namespace(code)
-    magnitude = code & 7
-    normal = (magnitude << 22) + (126 << 23)
-    value = xp.where(magnitude < 2, xp.where(magnitude == 0, 0, bits.constant_bits(0.5)), normal)
-    return (value | ((code & 8) << 28)).view(xp.float32)
+    return (((code & 7) << 22) | ((code & 8) << 28)).view(xp.float32) * 2.0**126

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from blockfp.formats import Format
 
@@ -29,6 +30,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
     m, n = x.shape
     block = format.block[1]  # pyright: ignore[reportOptionalSubscript]
     height, width = tile_shape(format, rows=rows)
+    bytewise = format.scale.dtype == "uint8"
 
     def body(x, *refs):
         outputs, (tile, *staged, barrier) = refs[: 4 if rows else 2], refs[4 if rows else 2 :]
@@ -38,26 +40,28 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
         codes, scales = outputs[-2:]
         for i in range(0, height, 128):
             parts = []
+            word = 0
             for k in range(i, i + 128, block):
                 code, stored = encode(mosaic.load_transposed(tile, mosaic.slice_of(k, block)))
                 parts.append(code)
-                scales[across, top // block + k // block] = stored
+                # The scales of 128 rows make a word: bytes would be written one at a time, each to a row of its own.
+                word = word | stored << (k - i) // 4
+            scales[across, top // 128 + i // 128] = word if bytewise else word.view(jnp.float32)
             staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
         for i in range(0, height if rows else 0, 64):
             parts, values = [], mosaic.load(tile, mosaic.slice_of(i, 64), mosaic.WGMMA)
             for k in range(0, width, block):
                 code, stored = encode(values[:, k : k + block])
                 parts.append(code)
-                outputs[1][left // block + k // block, mosaic.slice_of(top + i, 64)] = stored
+                outputs[1][left // block + k // block, mosaic.slice_of(top + i, 64)] = as_stored(stored, format)
             staged[1][mosaic.slice_of(i, 64)] = jnp.concatenate(parts, axis=1)
         pairs = [(staged[0], codes.at[across, down])]
         mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
 
     def encode(values):
-        values = blocks.to_fp32(values)
         stored, multiplier = blocks.scales(values, (1,), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (0,), mosaic.WGMMA)
-        return blocks.codes(values, multiplier, format.element, saturates=True), as_stored(stored, format)
+        return blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True), stored
 
     down, across = -(-m // height), n // width
     rowwise = [jax.ShapeDtypeStruct((m, n), jnp.uint8), scales_type((n // block, down * height), format)]
@@ -67,7 +71,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
         out=[
             *(rowwise if rows else []),
             jax.ShapeDtypeStruct((n, m), jnp.uint8),
-            scales_type((n, down * height // block), format),
+            jax.ShapeDtypeStruct((n, down * height // 128), jnp.int32 if bytewise else jnp.float32),
         ],
         grid=(down, across),
         scratch=[
@@ -78,6 +82,8 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
         ],
         name=f"blockfp_{format}_{'both' if rows else 'columnwise'}",
     )
+    if bytewise:
+        outputs[-1] = lax.bitcast_convert_type(outputs[-1], jnp.uint8).reshape(n, -1)
     if rows:
         # Written along the rows of x, where neighbours are neighbours in memory.
         outputs[1] = outputs[1].T
@@ -109,7 +115,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> 
         mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
 
     def encode(values, multiplier):
-        return blocks.codes(blocks.to_fp32(values), multiplier[0], format.element, saturates=True)
+        return blocks.codes(blocks.to_fp32(values), multiplier[0], format.element, on_gpu=True)
 
     return mosaic.call(
         body,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from blockfp.formats import Format
 
 from . import blocks, mosaic
-from .rowwise import ELEMENTS, programs_rows, start
+from .rowwise import ELEMENTS, programs_rows, square_layout, start
 
 
 def rows(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> jax.Array:
@@ -48,28 +48,35 @@ def squares(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> 
     """Values of an 8-bit format with square blocks.
 
     Args:
-        codes: [rows, columns], multiples of the block.
+        codes: [rows, columns], multiples of the block, columns at least 128.
         scales: one for each block.
         dtype: name of the output's dtype.
     """
     m, n = codes.shape
     block = format.block[0]  # pyright: ignore[reportOptionalSubscript]
-    height = min(ELEMENTS // block, block)
-    layout = mosaic.row_layout(block, 8)
+    if block == 128:
+        layout, grid = mosaic.row_layout(128, 8), (m // 32, n // 128)
+    else:
+        layout, grid = square_layout(), (m // 32, -(-n // 128))
+        codes = codes.reshape(m, n // 32, 32)
 
     def body(codes, scales, values):
-        row, column = mosaic.program(0), mosaic.program(1)
-        at = (mosaic.slice_of(row * height, height), mosaic.slice_of(column * block, block))
-        code = mosaic.load(codes, at, layout)
-        decode = blocks.decode_scale(scales[row * height // block, column], format)
-        values[at] = blocks.values(code, decode, format.element, dtype)
+        row = mosaic.program(0)
+        if block == 128:
+            at = (mosaic.slice_of(row * 32, 32), mosaic.slice_of(mosaic.program(1) * 128, 128))
+            decode = blocks.decode_scale(scales[row // 4, mosaic.program(1)], format)
+        else:
+            at = (mosaic.slice_of(row * 32, 32), mosaic.slice_of(start(1, n // 32, 4), 4))
+            decode = blocks.decode_scale(mosaic.load(scales, (row, at[1]), layout.reduce((0, 2))), format)
+            decode = mosaic.spread(decode, (32, 4, 32), (1,), layout)
+        values[at] = blocks.values(mosaic.load(codes, at, layout), decode, format.element, dtype)
 
     [values] = mosaic.call(
         body,
         codes,
         scales,
-        out=[jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype))],
-        grid=(m // height, n // block),
+        out=[jax.ShapeDtypeStruct(codes.shape, jnp.dtype(dtype))],
+        grid=grid,
         name=f"blockfp_{format}_dequantize",
     )
-    return values
+    return values.reshape(m, n)

@@ -51,7 +51,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
         nan = blocks.holds_nan(pair[0], axes) | blocks.holds_nan(pair[1], axes)
         stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0])
         encode = mosaic.spread(encode, pair[0].shape, spread, layout)
-        low, high = (blocks.e2m1_codes(values, encode) for values in pair)
+        low, high = (blocks.e2m1_codes(values, encode, on_gpu=True) for values in pair)
         codes[at] = (low | (high << 4)).astype(jnp.uint8)
         scales[scales_at] = stored.astype(jnp.uint8)
 

@@ -42,10 +42,10 @@ def _rows(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Ar
 
     def body(x, codes, scales):
         at = mosaic.slice_of(start(0, total, count), count)
-        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (1,), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (0,), layout)
-        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        codes[at] = blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True)
         scales[at] = as_stored(stored, format)
 
     codes, scales = mosaic.call(
@@ -62,17 +62,16 @@ def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax
     """32x32 blocks, a warp to each."""
     rows, columns = x.shape
     across = columns // 32
-    tiling = mosaic.plgpu.Tiling(((32, 4, 32), (32, 1, 32), (8, 1, 32), (8,)))
-    layout = mosaic.plgpu.Layout.TILED(tiling, warp_dims=(-9,), lane_dims=(-4, -2), vector_dim=-1)
+    layout = square_layout()
 
     def body(x, codes, scales):
         row = mosaic.program(0)
         first = start(1, across, 4)
         at = (mosaic.slice_of(row * 32, 32), mosaic.slice_of(first, 4))
-        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (2, 0), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (1,), layout)
-        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        codes[at] = blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True)
         scales[row, mosaic.slice_of(first, 4)] = as_stored(stored, format)
 
     codes, scales = mosaic.call(
@@ -93,10 +92,10 @@ def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Arra
     def body(x, codes, scales):
         row, column = mosaic.program(0), mosaic.program(1)
         at = (mosaic.slice_of(row * 128, 128), mosaic.slice_of(column * 128, 128))
-        values = blocks.to_fp32(mosaic.load(x, at, layout))
+        values = mosaic.load(x, at, layout)
         stored, multiplier = blocks.scales(values, (1, 0), format, nominal)
         multiplier = mosaic.spread(multiplier, values.shape, (), layout)
-        codes[at] = blocks.codes(values, multiplier, format.element, saturates=True)
+        codes[at] = blocks.codes(blocks.to_fp32(values), multiplier, format.element, on_gpu=True)
         scales[row, column] = as_stored(stored, format)
 
     codes, scales = mosaic.call(
@@ -123,7 +122,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format) -> jax.Array:
     def body(x, multiplier, codes):
         at = mosaic.slice_of(start(0, total, count), count)
         values = blocks.to_fp32(mosaic.load(x, at, layout))
-        codes[at] = blocks.codes(values, multiplier[0], format.element, saturates=True)
+        codes[at] = blocks.codes(values, multiplier[0], format.element, on_gpu=True)
 
     [codes] = mosaic.call(
         body,
@@ -145,10 +144,16 @@ def amax(x: jax.Array) -> jax.Array:
 
     def body(x, amax):
         at = mosaic.slice_of(start(0, total, count), count)
-        amax[mosaic.program(0)] = blocks.largest(blocks.to_fp32(mosaic.load(x, at, layout)), (1, 0))
+        amax[mosaic.program(0)] = blocks.largest(mosaic.load(x, at, layout), (1, 0))
 
     [partial] = mosaic.call(body, x, out=[jax.ShapeDtypeStruct((grid,), jnp.int32)], grid=(grid,), name="blockfp_amax")
     return partial
+
+
+def square_layout() -> mosaic.Layout:
+    """Layout of [32 rows, 4 blocks, 32 columns], a warp to each block."""
+    tiling = mosaic.plgpu.Tiling(((32, 4, 32), (32, 1, 32), (8, 1, 32), (8,)))
+    return mosaic.plgpu.Layout.TILED(tiling, warp_dims=(-9,), lane_dims=(-4, -2), vector_dim=-1)
 
 
 def programs_rows(total: int, most: int) -> int:

@@ -5,8 +5,7 @@ import pytest
 from blockfp.jax_backend.pallas import blocks
 from samples import KINDS, all_patterns, bits_of, sample
 
-from blockfp import layout, numerics, scaling
-from blockfp.bits import INFINITY, LARGEST_FINITE
+from blockfp import bits, layout, numerics, scaling
 from blockfp.formats import E2M1, FORMATS
 
 EIGHT_BITS = [f for f in FORMATS if f.element.bits == 8]
@@ -35,9 +34,9 @@ def split(x, format):
 @pytest.mark.parametrize("format", EIGHT_BITS, ids=str)
 def test_codes_and_scales_of_8_bit_formats(format):
     for x in inputs():
-        values, axes, spread = split(blocks.to_fp32(x), format)
+        values, axes, spread = split(x, format)
         stored, multiplier = blocks.scales(values, axes[::-1], format, x.dtype.name)
-        codes = blocks.codes(values, spread(multiplier), format.element, saturates=False)
+        codes = blocks.codes(blocks.to_fp32(values), spread(multiplier), format.element, on_gpu=False)
         codes = layout.join_blocks(codes, x.shape)
         expected = numerics.quantize(x, format)
         stored = stored.view(np.float32) if format.scale.dtype == "float32" else stored.astype(np.uint8)
@@ -53,12 +52,12 @@ def test_codes_and_scales_of_8_bit_formats(format):
 @pytest.mark.parametrize("format", NVFP4, ids=str)
 def test_codes_and_scales_of_nvfp4(format):
     for x in inputs():
-        values, axes, spread = split(blocks.to_fp32(x), format)
+        values, axes, spread = split(x, format)
         multiplier = scaling.nvfp4_multiplier(numerics.amax(x, format).tensor.reshape(1), E2M1)
         tensor_scale = scaling.reciprocal(multiplier).view(np.float32)
         amax, nan = blocks.largest(values, axes[::-1]), blocks.holds_nan(values, axes[::-1])
         stored, encode = blocks.nvfp4_scales(amax, nan, np.broadcast_to(multiplier, amax.shape), tensor_scale)
-        codes = layout.join_blocks(blocks.e2m1_codes(values, spread(encode)), x.shape)
+        codes = layout.join_blocks(blocks.e2m1_codes(blocks.to_fp32(values), spread(encode), on_gpu=False), x.shape)
         expected = numerics.quantize(x, format)
         same(stored.astype(np.uint8), expected.scales)
         same(layout.pack(codes.astype(np.uint8), 4), expected.codes)
@@ -70,10 +69,23 @@ def test_powers_of_two_are_those_of_the_quotient(name):
     format = next(f for f in FORMATS if f.name == name)
     near = np.arange(0x600000 - 64, 0x600000 + 64, dtype=np.int32)
     amax = (np.arange(255, dtype=np.int32)[:, None] << 23) + np.concatenate([near, np.arange(64, dtype=np.int32)])
-    amax = np.concatenate([amax.ravel(), (127 << 23) + np.arange(1 << 23, dtype=np.int32)[::7], [0, 1, 2, INFINITY]])
+    amax = np.concatenate([amax.ravel(), (127 << 23) + np.arange(1 << 23, dtype=np.int32)[::7], [0, 1, 2, bits.INFINITY]])
     amax = amax.astype(np.int32)
-    for dtype, largest in LARGEST_FINITE.items():
+    for dtype, largest in bits.LARGEST_FINITE.items():
         expected = scaling.fp8_multiplier(amax, format.element, format.scale, largest)
         stored, multiplier = blocks.scales_of_amax(amax, format, dtype)
         same(multiplier.view(np.int32), expected)
         same(stored, scaling.reciprocal(expected))
+
+
+@pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
+def test_quotients_from_near_ones(units, monkeypatch):
+    """Exact, wherever within two units of the quotient the division of the GPU ends up."""
+    monkeypatch.setattr(blocks, "_near_quotient", lambda a, b: ((a / b).view(np.int32) + np.int32(units)).view(np.float32))
+    rng = np.random.default_rng(0)
+    near = rng.integers(-3, 4, 1 << 16) + rng.choice([bits.ONE, 0x3FE00000, 0x40000000, 0x40600000], 1 << 16)
+    divisors = np.concatenate([near, rng.integers(1, bits.INFINITY, 1 << 16), rng.integers(1, 1 << 23, 1 << 12)])
+    divisors = divisors.astype(np.int32)
+    for dividend in (1.0, 448.0, 57344.0):
+        pattern = bits.constant_bits(dividend)
+        same(blocks.divide(pattern, divisors), bits.divide(np.full_like(divisors, pattern), divisors))
