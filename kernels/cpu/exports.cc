@@ -99,7 +99,8 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
   job.spec = spec_of(element, block_rows, block_columns, rule);
   const int64_t count = scale_count(job.spec, tiling_of(job.spec, x, x.size(-1), first_row, first_column));
   const bool bytes = rule > static_cast<int>(ScaleRule::kPow2), two_levels = rule == static_cast<int>(ScaleRule::kE4m3);
-  check_output(codes, rows_in_all(x) * code_row_bytes(job.spec.element, x.size(-1)), 1, "codes must be contiguous uint8, packed");
+  check_output(codes, rows_in_all(x) * code_row_bytes(job.spec.element, x.size(-1)), 1,
+               "codes must be contiguous uint8, packed");
   check_output(scales, count, bytes ? 1 : 4, "scales must be contiguous, one for each block");
   check(tensor_scale.has_value() == two_levels, "tensor_scale belongs to formats of two levels");
   if (two_levels) check_output(tensor_scale.value(), 1, 4, "tensor_scale must be one float32");
@@ -134,7 +135,8 @@ void dequantize(TensorView codes, TensorView scales, double tensor_scale, Tensor
   const int64_t columns = out.size(-1);
   const Tiling t = tiling_of(job.spec, out, columns, first_row, first_column);
   check_output(out, t.batches * t.rows * columns, bytes_of(dtype), "out must be contiguous and of the dtype that was named");
-  check_output(codes, rows_in_all(out) * code_row_bytes(job.spec.element, columns), 1, "codes must be contiguous uint8, packed");
+  check_output(codes, rows_in_all(out) * code_row_bytes(job.spec.element, columns), 1,
+               "codes must be contiguous uint8, packed");
   const bool bytes = rule > static_cast<int>(ScaleRule::kPow2);
   check_output(scales, scale_count(job.spec, t), bytes ? 1 : 4, "scales must be contiguous, one for each block");
   job.codes = data_of<const uint8_t>(codes);

@@ -1,7 +1,7 @@
 // One row of a matrix: its codes from its blocks' multipliers, its values from its codes, its random bytes.
 //
-// A row is cut into units of 16 elements, counted from the unsharded row's start (`phase` is where this row begins in its block), so
-// that a unit never lies in two blocks. Included by each instruction set's file, after lanes_cpu.h.
+// A row is cut into units of 16 elements, counted from the unsharded row's start (`phase` is where this row begins in its
+// block), so that a unit never lies in two blocks. Included by each instruction set's file, after lanes_cpu.h.
 #pragma once
 
 #include "blockfp/scales.h"

@@ -50,9 +50,11 @@ struct QuantizeArguments {
   Window window;
   Output row, column;           // column: of the transposed matrix
   const int32_t* amax;          // of the tensor, fp32 bits; or null
+  const int32_t* amax_t;        // of the transposed one: its own where it is rotated
   const float* multiplier;      // per tensor, instead of amax
   int32_t* recorded;            // per tensor: raised to the amax of x, or null
   float* tensor_scale;          // two-level formats
+  float* tensor_scale_t;
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
@@ -93,6 +95,8 @@ struct DequantizeArguments {
 };
 
 cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
+// out: the amax of x, and that of x after the Hadamard transform of its columns.
+cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);

@@ -17,14 +17,14 @@ struct TensorScale {
 };
 
 template <class E, int Block>
-__device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a) {
+__device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a, const int32_t* tensor_amax) {
   TensorScale t{1.0f, 1.0f, 1.0f};
   if constexpr (Block == 0) {
     if (a.multiplier != nullptr) {
       t.multiplier = __ldg(a.multiplier);
       t.decode = divide(1.0f, t.multiplier);
     } else {
-      const int32_t amax = __ldg(a.amax);
+      const int32_t amax = __ldg(tensor_amax);
       const auto s = a.format.rule == ScaleRule::kPow2
                          ? fp8_scale<E, ScaleRule::kPow2, float>(amax, a.eps_bits, kFp32Max)
                          : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, kFp32Max);
@@ -32,7 +32,7 @@ __device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a) 
       t.decode = from_bits<float>(s.stored);
     }
   } else if constexpr (Block == 16) {
-    t.multiplier = tensor_multiplier<E>(__ldg(a.amax));
+    t.multiplier = tensor_multiplier<E>(__ldg(tensor_amax));
     t.factor = multiply(t.multiplier, element_max_reciprocal<E>());
     t.decode = divide(1.0f, t.multiplier);
   }

@@ -65,13 +65,15 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   if constexpr (Block == 32 || Block == 128) return {1.0f, 1.0f, 1.0f};
   __shared__ TensorScale shared;
   if (threadIdx.x == 0) {
-    shared = tensor_scale<E, Block>(a);
+    shared = tensor_scale<E, Block>(a, a.amax);
     if (blockIdx.x == 0) {
       if constexpr (Block == 0) {
         if (a.row.scales != nullptr) *static_cast<float*>(a.row.scales) = shared.decode;
         if (a.column.scales != nullptr) *static_cast<float*>(a.column.scales) = shared.decode;
       } else {
         *a.tensor_scale = shared.decode;
+        // Of an empty array, which alone comes here with a transposed direction.
+        if (a.tensor_scale_t != a.tensor_scale) *a.tensor_scale_t = shared.decode;
       }
     }
   }

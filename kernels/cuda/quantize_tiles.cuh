@@ -50,7 +50,7 @@ struct TileKernel {
   Shared& shared;
   TilePlace place;
   TileOrigin tile;
-  TensorScale tensor;
+  TensorScale tensor, tensor_t;
   Eight<T> x[kRows];
 
   __device__ __forceinline__ void load(bool vectors) {
@@ -156,7 +156,7 @@ struct TileKernel {
       const int32_t poisoned = merged<B>(E::kHasNan ? shared.amax : shared.poison, down, across);
       const bool nan = !E::kHasNan && poisoned > kInfinity;
       const int32_t amax = nan ? merged<B>(shared.amax, down, across) : poisoned;
-      const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+      const BlockScale<float> scale = block_scale<E, Block>(amax, a, A == Along::kColumn ? tensor_t : tensor);
       // Only this thread reads the parts of its block.
       shared.amax[down * B::kPartsDown * B::kPartColumns + across * B::kPartsAcross] =
           to_bits(scale.multiplier) | (nan ? ~kMagnitude : 0);
@@ -268,23 +268,27 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(typename T::Raw) == 2 || 
   const int64_t batch = index / matrix, in_matrix = index % matrix;
   const TileOrigin tile{batch, in_matrix / across * kTileRows<E> - a.window.row_phase,
                         in_matrix % across * kTileColumns - a.window.column_phase};
-  Kernel kernel{a, shared, TilePlace::of_thread<kDepth<E>>(), tile, {}, {}};
+  Kernel kernel{a, shared, TilePlace::of_thread<kDepth<E>>(), tile, {}, {}, {}};
   kernel.load(vectors);
   if constexpr (Block == 0 || Block == 16) {
-    __shared__ TensorScale tensor;
-    if (threadIdx.x == 0) {
-      tensor = tensor_scale<E, Block>(a);
+    __shared__ TensorScale tensor[2];
+    // Two warps, so that the divisions of both directions go on at once.
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
+      const bool transposed = threadIdx.x != 0;
+      const TensorScale t = tensor_scale<E, Block>(a, transposed ? a.amax_t : a.amax);
+      tensor[transposed] = t;
       if (blockIdx.x == 0) {
+        const Output& out = transposed ? a.column : a.row;
         if constexpr (Block == 0) {
-          if (a.row.codes != nullptr) *static_cast<float*>(a.row.scales) = tensor.decode;
-          *static_cast<float*>(a.column.scales) = tensor.decode;
+          if (out.codes != nullptr) *static_cast<float*>(out.scales) = t.decode;
         } else {
-          *a.tensor_scale = tensor.decode;
+          *(transposed ? a.tensor_scale_t : a.tensor_scale) = t.decode;
         }
       }
     }
     __syncthreads();
-    kernel.tensor = tensor;
+    kernel.tensor = tensor[0];
+    kernel.tensor_t = tensor[1];
   }
   if constexpr (Block == 0) {
     if (a.recorded != nullptr) {

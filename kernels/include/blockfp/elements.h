@@ -1,9 +1,8 @@
 // The element formats: rounding a number to one, and the value of a code.
 //
 // A format's contract stands in its struct: bits of a code, exponent and mantissa bits, exponent bias, the magnitude code of
-// the largest finite value, its fp32 bits, and the code written for NaN. Formats without a NaN of their own are written as
-// `kNanCode` too; the caller then marks the block's scale. INT8 is two's complement with value code / 64; its magnitude code is that
-// of a float with one exponent bit.
+// the largest finite value, its fp32 bits, and the code written for NaN. Where that code is no NaN the caller marks the
+// block's scale. INT8 is two's complement with value code / 64; its magnitude code is that of a float with one exponent bit.
 #pragma once
 
 #include "lanes.h"

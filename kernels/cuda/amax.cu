@@ -1,0 +1,60 @@
+// Launches of amax.cuh.
+#include "amax.cuh"
+
+#include <algorithm>
+
+#include "blockfp/hadamard.h"
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+
+cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
+  if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess) return error;
+  const int64_t elements = x.batches * x.rows * x.columns;
+  if (elements == 0) return cudaSuccess;
+  return with_dtype(x.dtype, [&](auto dtype) {
+    using T = decltype(dtype);
+    // Enough blocks to fill any GPU; each goes on to the next part.
+    constexpr int64_t kBlocks = 1056;
+    if (is_contiguous(x) && vectors_fit(x) && elements % 8 == 0) {
+      constexpr int kUnroll = 4;
+      const int64_t blocks = std::min(ceil_div(elements / 8, kAmaxThreads * kUnroll), kBlocks);
+      amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements / 8, out);
+    } else {
+      const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), kBlocks);
+      amax_general<T><<<blocks, kAmaxThreads, 0, stream>>>(x, out);
+    }
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream) {
+  if (cudaError_t error = cudaMemsetAsync(out, 0, 2 * sizeof(int32_t), stream); error != cudaSuccess) return error;
+  if (x.batches * x.rows * x.columns == 0) return cudaSuccess;
+  const int64_t across = ceil_div(x.columns, 8), groups = ceil_div(x.rows, kHadamardGroup);
+  const int64_t blocks = ceil_div(x.batches * across * groups, kTileThreads);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  return with_dtype(x.dtype, [&](auto dtype) {
+    amax_rotated<decltype(dtype)><<<blocks, kTileThreads, 0, stream>>>(x, across, groups, vectors_fit(x), out);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream) {
+  if (a.tensor != nullptr) {
+    if (cudaError_t error = cudaMemsetAsync(a.tensor, 0, sizeof(int32_t), stream); error != cudaSuccess) return error;
+  }
+  if (a.x.batches * a.x.rows * a.x.columns == 0) return cudaSuccess;
+  const int64_t grid_rows = ceil_div(a.window.row_phase + a.x.rows, a.format.block_rows);
+  const int64_t grid_columns = ceil_div(a.window.column_phase + a.x.columns, a.format.block_columns);
+  const int64_t blocks = ceil_div(a.x.batches * grid_rows * grid_columns, kAmaxThreads / 32);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  return with_dtype(a.x.dtype, [&](auto dtype) {
+    amax_blocks<decltype(dtype)><<<blocks, kAmaxThreads, 0, stream>>>(a, grid_rows, grid_columns);
+    return cudaGetLastError();
+  });
+}
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,116 @@
+// The largest magnitude of a tensor, and of each block of a grid: integer maxima, NaN ignored.
+#pragma once
+
+#include "tile.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+constexpr int kAmaxThreads = 512;
+
+// Contiguous and aligned: eights of eight elements, `Unroll` a thread at a time.
+template <class T, int Unroll>
+__global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw* x, int64_t eights, int32_t* out) {
+  uint32_t word = 0;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads * Unroll;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kAmaxThreads * Unroll + threadIdx.x; first < eights; first += step) {
+    Eight<T> part[Unroll];
+#pragma unroll
+    for (int u = 0; u < Unroll; ++u) {
+      const int64_t index = first + u * kAmaxThreads;
+      part[u] = index < eights ? load_vector<T>(x + 8 * index) : zeros<T>();
+    }
+#pragma unroll
+    for (int u = 0; u < Unroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < kWords<T>; ++i) word = larger_magnitude<T, false>(word, part[u].word[i]);
+    }
+  }
+  int32_t most = magnitude_bits<T, false>(word, 0);
+  if constexpr (T::kId != Fp32::kId) most = max(most, magnitude_bits<T, false>(word, 1));
+  most = lanes_max<32>(most);
+  if (threadIdx.x % 32 == 0 && most > 0) atomicMax(out, most);
+}
+
+// The amax of x and of its rotated columns: a thread takes eight columns of sixteen rows.
+template <class T>
+__global__ void __launch_bounds__(kTileThreads) amax_rotated(const __grid_constant__ Matrices x, int64_t across, int64_t groups,
+                                                             bool vectors, int32_t* out) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
+  const int64_t column = index % across * 8, group = index / across % groups, batch = index / across / groups;
+  int32_t plain = 0, rotated = 0;
+  if (batch < x.batches) {
+    const auto* data = static_cast<const typename T::Raw*>(x.data) + batch * x.batch_stride + column;
+    const int count = static_cast<int>(min(x.columns - column, int64_t{8}));
+    Eight<T> part[16];
+#pragma unroll
+    for (int r = 0; r < 16; ++r) {
+      const int64_t row = group * 16 + r;
+      part[r] = zeros<T>();
+      if (row < x.rows) {
+        part[r] = vectors && count == 8 ? load_vector<T>(data + row * x.row_stride) : load_some<T>(data + row * x.row_stride, 0, count);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 16; ++r) plain = max(plain, largest<T, false>(part[r]));
+    if (group * 16 + 16 <= x.rows) rotate_columns<T>(part);
+#pragma unroll
+    for (int r = 0; r < 16; ++r) rotated = max(rotated, largest<T, false>(part[r]));
+  }
+  plain = lanes_max<32>(plain);
+  rotated = lanes_max<32>(rotated);
+  if (threadIdx.x % 32 != 0) return;
+  if (plain > 0) atomicMax(out, plain);
+  if (rotated > 0) atomicMax(out + 1, rotated);
+}
+
+// fp32 bits of an element of any matrices.
+template <class T>
+__device__ __forceinline__ int32_t element_bits(const Matrices& x, int64_t batch, int64_t row, int64_t column) {
+  const auto* data = static_cast<const typename T::Raw*>(x.data);
+  return widen<T, float>(data[batch * x.batch_stride + row * x.row_stride + column * x.column_stride]);
+}
+
+// Any strides. A warp takes a row at a time.
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_constant__ Matrices x, int32_t* out) {
+  int32_t most = 0;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kAmaxThreads / 32);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * (kAmaxThreads / 32) + threadIdx.x / 32; row < x.batches * x.rows;
+       row += warps) {
+    const int64_t batch = row / x.rows;
+    for (int64_t column = threadIdx.x % 32; column < x.columns; column += 32) {
+      const int32_t bits = element_bits<T>(x, batch, row - batch * x.rows, column) & kMagnitude;
+      most = max(most, bits > kInfinity ? 0 : bits);
+    }
+  }
+  most = lanes_max<32>(most);
+  if (threadIdx.x % 32 == 0 && most > 0) atomicMax(out, most);
+}
+
+// A warp for each block of the grid.
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads) amax_blocks(const __grid_constant__ AmaxBlocksArguments a, int64_t grid_rows,
+                                                            int64_t grid_columns) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * (kAmaxThreads / 32) + threadIdx.x / 32;
+  if (block >= a.x.batches * grid_rows * grid_columns) return;
+  const int64_t across = block % grid_columns, down = block / grid_columns % grid_rows, batch = block / grid_columns / grid_rows;
+  int32_t most = 0, nan = 0;
+  for (int i = threadIdx.x % 32; i < a.format.block_rows * a.format.block_columns; i += 32) {
+    const int64_t row = down * a.format.block_rows + i / a.format.block_columns - a.window.row_phase;
+    const int64_t column = across * a.format.block_columns + i % a.format.block_columns - a.window.column_phase;
+    if (row < 0 || row >= a.x.rows || column < 0 || column >= a.x.columns) continue;
+    const int32_t bits = element_bits<T>(a.x, batch, row, column) & kMagnitude;
+    nan |= bits > kInfinity;
+    most = max(most, bits > kInfinity ? 0 : bits);
+  }
+  most = lanes_max<32>(most);
+  nan = lanes_max<32>(nan);
+  if (threadIdx.x % 32 != 0) return;
+  a.blocks[block] = most;
+  if (a.nan != nullptr) a.nan[block] = nan;
+  if (a.tensor != nullptr && most > 0) atomicMax(a.tensor, most);
+}
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,48 @@
+// Launches of dequantize.cuh.
+#include "dequantize.cuh"
+
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+int log2_of(int power) {
+  int shift = 0;
+  while ((1 << shift) < power) ++shift;
+  return shift;
+}
+
+}  // namespace
+
+cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream) {
+  const int64_t lines = a.batches * a.rows, groups = ceil_div(a.columns, 8);
+  if (lines * groups == 0) return cudaSuccess;
+  int shift = 0;
+  while (shift < 8 && (int64_t{1} << shift) < groups) ++shift;
+  const int64_t spans = ceil_div(groups, int64_t{1} << shift);
+  const int64_t blocks = spans * ceil_div(lines, (kDequantizeThreads >> shift) * kDequantizeRows);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  const bool per_tensor = a.format.per_tensor();
+  const int64_t grid_rows = per_tensor ? 1 : ceil_div(a.window.row_phase + a.rows, a.format.block_rows);
+  const int64_t grid_columns = per_tensor ? 1 : ceil_div(a.window.column_phase + a.columns, a.format.block_columns);
+  const int row_shift = log2_of(a.format.block_rows), column_shift = log2_of(a.format.block_columns);
+  return with_element(a.format.element, [&](auto element) {
+    using E = decltype(element);
+    return with_dtype(a.dtype, [&](auto dtype) {
+      using T = decltype(dtype);
+      const bool vectors = a.columns % 8 == 0 && aligned(a.out) && aligned(a.codes, 8);
+      if (per_tensor || a.window.column_phase % 8 == 0) {
+        dequantize<E, T, true><<<blocks, kDequantizeThreads, 0, stream>>>(a, shift, spans, grid_rows, grid_columns, row_shift,
+                                                                          column_shift, vectors);
+      } else {
+        dequantize<E, T, false><<<blocks, kDequantizeThreads, 0, stream>>>(a, shift, spans, grid_rows, grid_columns, row_shift,
+                                                                           column_shift, vectors);
+      }
+      return cudaGetLastError();
+    });
+  });
+}
+
+}  // namespace cuda
+}  // namespace blockfp
