@@ -15,7 +15,7 @@ __device__ __forceinline__ uint2 random_aligned(const uint32_t* key, uint64_t in
 }
 
 // The same for any index.
-__device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t index) {
+static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t index) {
   const uint32_t k0 = __ldg(key), k1 = __ldg(key + 1);
   const uint64_t counter = index >> 3;
   const auto words = threefry2x32<uint32_t>(k0, k1, counter >> 32, static_cast<uint32_t>(counter));

@@ -1,0 +1,52 @@
+"""What gpu.py times beside blockfp's kernels: torchao, the definition through torch.compile, and XLA; each only where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from blockfp import numerics
+
+
+def peers(x: torch.Tensor) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """(name, call, bytes read and written) of every peer that is installed."""
+    size = x.numel()
+    mx_bytes = size * 2 + size + size // 32
+    compiled = torch.compile(lambda x: numerics.quantize(x, "mxfp8_e4m3")[:2], fullgraph=True, dynamic=False)
+    if x.shape[1] % 32 == 0:
+        yield "torch.compile of the definition, MXFP8 row", lambda: compiled(x), mx_bytes
+    yield from _torchao(x, mx_bytes)
+    yield from _xla(x, mx_bytes)
+
+
+def _torchao(x, mx_bytes):
+    try:
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
+    except ImportError as error:
+        print(f"  torchao left out: {error}")
+        return
+    if x.shape[1] % 32:
+        return
+    for mode in (ScaleCalculationMode.FLOOR, ScaleCalculationMode.RCEIL):
+        call = torch.compile(lambda x, mode=mode: to_mx(x, torch.float8_e4m3fn, 32, mode), fullgraph=True)
+        yield f"torchao MXFP8 row, {mode.name.lower()}", lambda call=call: call(x), mx_bytes
+
+
+def _xla(x, mx_bytes):
+    try:
+        import jax
+    except ImportError as error:
+        print(f"  XLA left out: {error}")
+        return
+    if not any(device.platform == "gpu" for device in jax.devices()) or x.shape[1] % 32:
+        print("  XLA left out: jax sees no GPU")
+        return
+    array = jax.dlpack.from_dlpack(x)
+    call = jax.jit(lambda x: numerics.quantize(x, "mxfp8_e4m3")[:2])
+
+    def run():
+        jax.block_until_ready(call(array))
+
+    yield "XLA of the definition, MXFP8 row (with its host call)", run, mx_bytes

@@ -1,0 +1,302 @@
+"""The CUDA kernel library: quantize, dequantize and their parts for torch CUDA tensors, with the definition's bits.
+
+The library is loaded on first use and only where a CUDA device is. `pip install` builds it where asked
+(`-Ccmake.define.BLOCKFP_CUDA=ON`); otherwise, where nvcc is, the first use builds it into a cache whose key is the sources, the
+flags and the compiler. The functions have the contract of `blockfp.numerics`; `quantize_both` adds the transposed
+direction from the same read. They enqueue work on the current stream, wait for nothing, and may be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from . import bits, layout, native
+from .bits import Array
+from .checks import check_codes, check_input, check_scales
+from .cuda_build import device_count, find_or_build
+from .formats import Format
+from .numerics import Amax, Origin, Quantized
+from .rounding import key_words
+
+_DTYPES = ("float32", "float16", "bfloat16")
+
+_library: Any = None
+_why_not = ""
+
+
+def available() -> bool:
+    """Whether the CUDA library is there and a device to run it; loads (and may build) it the first time."""
+    return _load() is not None
+
+
+def status() -> str:
+    """One line: which library is loaded, or why there is none."""
+    if not available():
+        return f"no CUDA kernels: {_why_not}; the definition runs instead, with the same bits"
+    return str(_library.path)
+
+
+class _Library:
+    """The library's functions, looked up once; kernels/cuda/exports.cu says what they take."""
+
+    def __init__(self, path):
+        import tvm_ffi
+
+        module = tvm_ffi.load_module(str(path))
+        self.path = path
+        self.amax = module.amax
+        self.amax_blocks = module.amax_blocks
+        self.quantize = module.quantize
+        self.encode = module.encode
+        self.dequantize = module.dequantize
+        self.transpose = module.transpose
+        self.interleave = module.interleave
+
+
+def _load() -> Any:
+    global _library, _why_not
+    if _library is None and not _why_not:
+        if device_count() == 0:
+            _why_not = "no CUDA device is here"
+            return None
+        try:
+            _library = _Library(find_or_build())
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            _why_not = f"{type(error).__name__}: {error}"
+    return _library
+
+
+def library() -> Any:
+    """The library's functions, for callers that bring their own arrays.
+
+    Raises:
+        RuntimeError: there is none; the message says why.
+    """
+    found = _library or _load()
+    if found is None:
+        raise RuntimeError(status())
+    return found
+
+
+class Both(NamedTuple):
+    """One array quantized along both axes from one read.
+
+    Attributes:
+        row: the rowwise result.
+        column: of the array transposed.
+    """
+
+    row: Quantized
+    column: Quantized
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
+def _check(x: Array) -> None:
+    check_input(x)
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+        where = f" on {x.device}" if hasattr(x, "device") else ""
+        raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
+
+
+def _key(key: Any, x: Array) -> Any:
+    """The key's two words as an int32 tensor beside x."""
+    if key is None:
+        return None
+    torch = _torch()
+    if isinstance(key, torch.Tensor):
+        return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(x.device, torch.int32)
+    words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
+    return torch.tensor(words, dtype=torch.int32, device=x.device)
+
+
+def _outputs(x: Array, shape, format: Format, origin: Origin) -> tuple[Array, Array]:
+    torch = _torch()
+    codes = x.new_empty(layout.codes_shape(shape, format), dtype=torch.uint8)
+    scale_dtype = torch.float32 if format.scale.dtype == "float32" else torch.uint8
+    return codes, x.new_empty(layout.scales_shape(shape, format, origin), dtype=scale_dtype)
+
+
+def _limits(x: Array, format: Format, eps: float, nominal: str | None) -> tuple[int, int]:
+    largest = native._fp8_limits(format, eps, nominal or bits.dtype_name(x))
+    return bits.constant_bits(eps), largest
+
+
+def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
+    """The largest magnitude of each block of x, a torch CUDA tensor of any strides; see `numerics.amax`."""
+    _check(x)
+    format, torch = Format.parse(format), _torch()
+    grid = layout.scales_shape(x.shape, format, origin)
+    blocks = x.new_empty(grid, dtype=torch.int32)
+    if format.per_tensor:
+        library().amax(x.detach(), blocks)
+        return Amax(blocks, None, None)
+    nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
+    tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
+    library().amax_blocks(x.detach(), blocks, nan, tensor, *native._spec(format), *origin)
+    return Amax(blocks, nan, tensor)
+
+
+def quantize(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Any = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+) -> Quantized:
+    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are."""
+    _check(x)
+    format = Format.parse(format)
+    row, _ = _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False)
+    return row
+
+
+def quantize_both(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Any = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    rotate: bool = False,
+    rows: bool = True,
+) -> Both:
+    """`quantize` of x and of x transposed, from one read of x.
+
+    Args:
+        x: torch CUDA tensor with adjacent columns.
+        key: two words for both directions, or an int32 tensor [4] whose second pair is for the transposed one.
+        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
+        rows: False leaves out the rowwise direction, whose codes and scales are then empty.
+        format, eps, nominal, origin, shape: as for `quantize`.
+    """
+    _check(x)
+    format = Format.parse(format)
+    return Both(*_quantize(x, format, key, eps, nominal, origin, shape, None, columns=True, rotate=rotate, rows=rows))
+
+
+def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True):
+    run, torch = library(), _torch()
+    x = x.detach()
+    eps_bits, largest = _limits(x, format, eps, nominal)
+    key = _key(key, x)
+    codes, scales = _outputs(x, x.shape, format, origin) if rows else (None, None)
+    # A rotated direction has a tensor amax and scale of its own.
+    tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32) if format.scale.two_level else None
+    place = (*origin, *(shape or (0, 0)))
+    block = format.block or (1, 1)
+    phase = (origin[0] % block[0], origin[1] % block[1])
+    tensor_amax = None
+    # Amaxes of whole blocks are those that the kernel finds itself.
+    whole = phase == (0, 0) and x.shape[-2] % block[0] == 0 and x.shape[-1] % block[1] == 0
+    if given is not None and not whole:
+        _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
+        return Quantized(codes, scales, tensor_scale), None
+    if (phase[0] | phase[1]) % 8 or x.stride(-1) != 1:
+        if columns:
+            raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
+        _encode(run, x, format, given or amax(x, format, origin=origin), key, codes, scales, tensor_scale, eps_bits, largest, place)
+        return Quantized(codes, scales, tensor_scale), None
+    measure = False
+    if format.per_tensor or format.scale.two_level:
+        measure = given is None
+        tensor_amax = x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
+        if given is not None:
+            tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
+    codes_t = scales_t = None
+    if columns:
+        codes_t, scales_t = _outputs(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]), format, (origin[1], origin[0]))
+    run.quantize(
+        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *native._spec(format),
+        measure, eps_bits, largest, rotate, *place,
+    )  # fmt: skip
+    row_scale, column_scale = (tensor_scale[0], tensor_scale[1]) if rotate else (tensor_scale, tensor_scale)
+    return Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale)
+
+
+def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
+    run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *native._spec(format), eps_bits, largest, *place)
+
+
+def encode(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Any = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+) -> Array:
+    """Codes of x for scales that are already there; see `numerics.encode`."""
+    _check(x)
+    format = Format.parse(format)
+    check_scales(scales, tensor_scale, x.shape, format, origin)
+    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=_torch().uint8)
+    library().encode(
+        x.detach(), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *native._spec(format), 0, 0,
+        *origin, *(shape or (0, 0)),
+    )  # fmt: skip
+    return codes
+
+
+def dequantize(
+    codes: Array,
+    scales: Array,
+    tensor_scale: Array | None,
+    format: Format | str,
+    dtype: str,
+    *,
+    columns: int,
+    origin: Origin = (0, 0),
+) -> Array:
+    """The values of codes and scales on a CUDA device; see `numerics.dequantize`."""
+    format = Format.parse(format)
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    shape = (*codes.shape[:-1], columns)
+    check_codes(codes, columns, format)
+    check_scales(scales, tensor_scale, shape, format, origin)
+    out = codes.new_empty(shape, dtype=getattr(_torch(), dtype))
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *native._spec(format), *origin)
+    return out
+
+
+def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+    """Codes and scales of the transposed matrix; see `numerics.transpose`."""
+    format = Format.parse(format)
+    if not format.square:
+        raise ValueError(f"{format} has no exact transpose of its codes: use a format with square blocks")
+    check_codes(codes, columns, format)
+    run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
+    out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
+    run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
+    flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
+    run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
+    return out, flipped
+
+
+def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
+    """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
+
+    Args:
+        scales: uint8 [..., m, n].
+        rows: rows of the operand; m by default.
+        repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
+    """
+    m, n = scales.shape[-2:]
+    rows = m if rows is None else rows
+    out = scales.new_empty((*scales.shape[:-2], -(-rows // 128) * -(-n // 4) * 512))
+    library().interleave(scales.contiguous(), out, rows, repeat)
+    return out

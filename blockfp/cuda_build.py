@@ -1,0 +1,156 @@
+"""Finds the CUDA kernel library, or builds it with nvcc into a cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+LIBRARY = "libblockfp_cuda.so"
+ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
+_PER_ELEMENT = ("quantize_tiles", "quantize_rows")  # the longest first
+_FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+
+@cache
+def device_count() -> int:
+    """How many CUDA devices the driver sees; 0 without a driver."""
+    driver = _driver()
+    count = ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def _architecture() -> str:
+    """The first device's compute capability as nvcc names it, with the instructions of that generation alone ("90a")."""
+    driver = _driver()
+    if driver is None:
+        raise RuntimeError("no CUDA device is here: name the architecture to build for")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
+    if major.value < 9:
+        raise RuntimeError(f"the CUDA kernels need compute capability 9.0 or later, the device has {major.value}.{minor.value}")
+    return f"{major.value}{minor.value}a"
+
+
+def find_or_build() -> Path:
+    """The library: the installed one, or one from the cache, built now if it is not there."""
+    from importlib import metadata
+
+    for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
+        if place is not None and place.is_file():
+            return place
+    sources = _sources()
+    architecture = _architecture()
+    flags = (*_FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
+    path = _cache() / _digest(sources, flags) / LIBRARY
+    if not path.is_file():
+        print(f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}", file=sys.stderr, flush=True)
+        build(path, flags)
+    return path
+
+
+def _installed(metadata) -> Path | None:
+    try:
+        return Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/{LIBRARY}")))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _sources() -> Path:
+    """The folder that holds cuda/ and include/: in the package, or beside it in a source tree."""
+    for place in (Path(__file__).with_name("kernels"), Path(__file__).parents[1] / "kernels"):
+        if (place / "cuda").is_dir():
+            return place
+    raise FileNotFoundError("the CUDA sources are not beside the package: install blockfp again")
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "blockfp"
+
+
+def _nvcc() -> str:
+    found = shutil.which("nvcc")
+    if found is None and Path("/usr/local/cuda/bin/nvcc").is_file():
+        found = "/usr/local/cuda/bin/nvcc"
+    if found is None:
+        raise FileNotFoundError(
+            "nvcc was not found: install the CUDA toolkit, or install blockfp with -Ccmake.define.BLOCKFP_CUDA=ON where it is"
+        )
+    return found
+
+
+def _digest(sources: Path, flags: tuple[str, ...]) -> str:
+    from importlib import metadata
+
+    digest = hashlib.sha256(repr((flags, ELEMENTS, metadata.version("apache-tvm-ffi"))).encode())
+    digest.update(subprocess.run([_nvcc(), "--version"], capture_output=True, check=True).stdout)
+    for folder in ("cuda", "include"):
+        for file in sorted(p for p in (sources / folder).rglob("*") if p.is_file()):
+            digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
+    """One compiler call for each object: (command, object)."""
+    sources = _sources()
+    includes = [f"-I{sources / 'include'}", *(f"-I{p}" for p in _tvm_includes())]
+    units = [(name, element) for name in _PER_ELEMENT for element in ("E2M1", *(e for e in ELEMENTS if e != "E2M1"))]
+    units += [(file.stem, "") for file in sorted((sources / "cuda").glob("*.cu")) if file.stem not in _PER_ELEMENT]
+    calls = []
+    for name, element in units:
+        target = out / f"{name}{'_' if element else ''}{element}.o"
+        define = [f"-DBLOCKFP_ELEMENT={element}"] if element else []
+        source = str(sources / "cuda" / f"{name}.cu")
+        calls.append(([_nvcc(), *flags, *define, *includes, "-c", source, "-o", str(target)], target))
+    return calls
+
+
+def _tvm_includes() -> list[str]:
+    from tvm_ffi import libinfo
+
+    return [str(libinfo.find_include_path()), str(libinfo.find_dlpack_include_path())]
+
+
+def build(path: Path, flags: tuple[str, ...]) -> None:
+    """Compiles and links the library to `path`; what is there appears whole or not at all.
+
+    Raises:
+        RuntimeError: the compiler failed; the message is its own.
+    """
+    from tvm_ffi import libinfo
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        calls = commands(Path(scratch), flags)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, (call for call, _ in calls)))
+        linked = Path(scratch) / LIBRARY
+        tvm = Path(libinfo.find_libtvm_ffi())
+        link = [_nvcc(), "-shared", "-cudart", "static", *(str(target) for _, target in calls)]
+        _run([*link, f"-L{tvm.parent}", "-ltvm_ffi", "-o", str(linked)])
+        os.replace(linked, path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

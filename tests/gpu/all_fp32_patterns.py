@@ -1,0 +1,53 @@
+"""All 2^32 fp32 patterns through each 8-bit element, in the kernels and in the definition, on one GPU.
+
+    python tests/gpu/all_fp32_patterns.py
+
+Takes about a minute, so it is a script and not a test.
+"""
+
+import time
+
+import torch
+
+from blockfp import cuda, native, numerics
+from blockfp.formats import Format
+
+CHUNK = 1 << 27
+
+
+def chunks(scattered: bool):
+    """The patterns as matrices of 128 columns: in order, or so that neighbours have nothing in common."""
+    for start in range(0, 1 << 32, CHUNK):
+        index = torch.arange(start, start + CHUNK, dtype=torch.int64, device="cuda")
+        if scattered:
+            index = (index * 2654435761) & 0xFFFFFFFF
+        yield torch.where(index >= 1 << 31, index - (1 << 32), index).to(torch.int32).view(torch.float32).reshape(-1, 128)
+
+
+def main():
+    for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8"):
+        format = Format.parse(name)
+        began, seen = time.time(), 0
+        for scattered in (False, True):
+            if format.per_tensor and scattered:
+                continue
+            for x in chunks(scattered):
+                if format.per_tensor:
+                    # A multiplier of 1, so that the code is the element nearest to x.
+                    one = torch.ones((1, 1), device="cuda")
+                    codes, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
+                    cuda.library().quantize(
+                        x, one, None, None, codes, scales, None, None, None, *native._spec(format), False, 0, 0, False, 0, 0, 0, 0
+                    )
+                    pairs = ((codes, numerics.encode(x, format, one)),)
+                else:
+                    pairs = tuple(zip(cuda.quantize(x, format)[:2], numerics.quantize(x, format)[:2], strict=True))
+                for got, expected in pairs:
+                    different = int((got != expected).sum())
+                    assert different == 0, f"{name}: {different} bytes differ near {x.flatten()[0].item()}"
+                seen += x.numel()
+        print(f"{name}: {seen} patterns, 0 differences, {time.time() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The CUDA kernels against the definition, bit for bit, on the inputs that tell roundings apart."""
+
+import numpy as np
+import pytest
+from samples import DTYPES, KINDS, all_patterns, sample
+
+from blockfp import numerics
+from blockfp.formats import FORMATS, Format
+
+torch = pytest.importorskip("torch")
+if torch.cuda.is_available():
+    from cuda_arrays import assert_same, to_gpu, to_numpy
+
+    from blockfp import cuda
+
+BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
+SHAPES = ((37, 150), (256, 384))
+
+
+def swapped(x):
+    return np.ascontiguousarray(np.swapaxes(x, -1, -2))
+
+
+def check(x, format, key=None, **options):
+    what = f"{format} {x.dtype} {x.shape} key={key} {options}"
+    on_gpu = to_gpu(x)
+    expected = numerics.quantize(x, format, key=key, **options)
+    assert_same(cuda.quantize(on_gpu, format, key=key, **options), expected, what)
+    expected_t = numerics.quantize(swapped(x), format, key=key, **options)
+    both = cuda.quantize_both(on_gpu, format, key=key, **options)
+    assert_same(both.row, expected, f"{what} row of both")
+    assert_same(both.column, expected_t, f"{what} column of both")
+    assert_same(cuda.quantize_both(on_gpu, format, key=key, rows=False, **options).column, expected_t, f"{what} column")
+    return on_gpu, expected
+
+
+@BY_NAME
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_input(format, dtype):
+    assert cuda.available(), cuda.status()
+    for kind in KINDS:
+        for shape in SHAPES:
+            check(sample(kind, shape, dtype), format)
+
+
+@BY_NAME
+def test_dequantize(format):
+    for shape in (*SHAPES, (2, 3, 5)):
+        for kind in ("random_bits", "exponents", "special"):
+            rng = np.random.default_rng(len(kind))
+            q = numerics.quantize(sample(kind, shape), format)
+            # Codes and scales of any bits: foreign data decode too.
+            codes = rng.integers(0, 256, q.codes.shape, dtype=np.uint8)
+            scales = q.scales if q.scales.dtype == np.float32 else rng.integers(0, 256, q.scales.shape, dtype=np.uint8)
+            for c, s in ((q.codes, q.scales), (codes, scales)):
+                for dtype in DTYPES:
+                    t = None if q.tensor_scale is None else torch.tensor(q.tensor_scale, device="cuda")
+                    got = cuda.dequantize(to_gpu(c), to_gpu(s), t, format, dtype, columns=shape[-1])
+                    expected = numerics.dequantize(c, s, q.tensor_scale, format, dtype, columns=shape[-1])
+                    assert_same((got, None, None), (expected, None, None), f"{format} {kind} {dtype} {shape}")
+
+
+@BY_NAME
+def test_stochastic_rounding(format):
+    for kind in ("bf16_valued", "exponents", "special"):
+        for dtype in ("bfloat16", "float32"):
+            for shape in ((9, 52), (64, 256)):
+                check(sample(kind, shape, dtype), format, key=0x123456789ABCDEF0)
+
+
+@BY_NAME
+def test_shapes(format):
+    for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (2, 128, 256), (3, 160, 96), (129, 264)):
+        check(sample("bf16_valued", shape, "bfloat16"), format)
+    for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 0)):
+        check(np.zeros(shape, np.float32), format)
+
+
+@BY_NAME
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_all_patterns_of_16_bits(format, dtype):
+    x = all_patterns(dtype)
+    shuffled = np.random.default_rng(1).permutation(x.reshape(-1)).reshape(x.shape)
+    for array in (x, shuffled):
+        check(array, format)
+
+
+@BY_NAME
+def test_row_strides(format):
+    x = sample("bf16_valued", (96, 320), "bfloat16")
+    wide = to_gpu(x)
+    for start, stop in ((0, 256), (32, 160), (3, 200)):
+        expected = numerics.quantize(np.ascontiguousarray(x[:, start:stop]), format)
+        assert_same(cuda.quantize(wide[:, start:stop], format), expected, f"{format} columns {start}:{stop}")
+    assert_same(cuda.quantize(wide.mT, format), numerics.quantize(swapped(x), format), f"{format} mT")
+
+
+@BY_NAME
+@pytest.mark.parametrize("origin", [(7, 0), (0, 24), (130, 200), (16, 64), (5, 3)])
+def test_origins_and_given_amaxes(format, origin):
+    x = sample("bf16_valued", (45, 72), "bfloat16")
+    g = to_gpu(x)
+    for key in (None, 5):
+        options = {"key": key, "origin": origin, "shape": (300, 400)}
+        assert_same(cuda.quantize(g, format, **options), numerics.quantize(x, format, **options), f"{format} {options}")
+        amaxes = numerics.amax(x, format, origin=origin)
+        ours = cuda.amax(g, format, origin=origin)
+        for a, b in zip(ours, amaxes, strict=True):
+            assert (a is None) == (b is None)
+            assert b is None or (to_numpy(a) == b).all()
+        lifted = numerics.Amax(*(None if a is None else np.maximum(a, a.max()) for a in amaxes))
+        lifted_gpu = numerics.Amax(*(None if a is None else torch.tensor(np.asarray(a), device="cuda") for a in lifted))
+        expected = numerics.quantize(x, format, amax=lifted, **options)
+        assert_same(cuda.quantize(g, format, amax=lifted_gpu, **options), expected, f"{format} {options} amax")
+    q = numerics.quantize(x, format, origin=origin)
+    t = None if q.tensor_scale is None else torch.tensor(q.tensor_scale, device="cuda")
+    got = cuda.dequantize(to_gpu(q.codes), to_gpu(q.scales), t, format, "float32", columns=72, origin=origin)
+    expected = numerics.dequantize(*q, format, "float32", columns=72, origin=origin)
+    assert_same((got, None, None), (expected, None, None), f"{format} {origin} dequantize")
+    codes = cuda.encode(g, format, to_gpu(q.scales), t, origin=origin)
+    assert_same((codes, None, None), (numerics.encode(x, format, q.scales, q.tensor_scale, origin=origin), None, None), str(format))
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.scale.name in ("fp32", "pow2")], ids=str)
+def test_eps_and_nominal(format):
+    for kind in ("subnormal", "exponents", "zeros"):
+        check(sample(kind, (64, 256)), format, eps=1e-3)
+        check(sample(kind, (64, 256)), format, nominal="bfloat16")
+        check(sample(kind, (64, 256)), format, nominal="float16")
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.square], ids=str)
+def test_transpose(format):
+    for shape in ((2, 70, 45), (256, 384), (1, 3)):
+        q = numerics.quantize(sample("bf16_valued", shape), format)
+        expected = numerics.transpose(q.codes, q.scales, format, columns=shape[-1])
+        got = cuda.transpose(to_gpu(q.codes), to_gpu(q.scales), format, columns=shape[-1])
+        assert_same((*got, None), (*expected, None), f"{format} {shape}")
+
+
+def test_interleave():
+    from blockfp import layout
+
+    rng = np.random.default_rng(0)
+    for shape in ((3, 5), (2, 130, 9), (128, 4), (256, 64)):
+        scales = rng.integers(0, 256, shape, dtype=np.uint8)
+        assert (to_numpy(cuda.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
+    scales = rng.integers(0, 256, (10, 7), dtype=np.uint8)
+    expected = layout.interleave_scales(layout.repeat_scales(scales, 16, 150))
+    assert (to_numpy(cuda.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("key", [None, 77])
+def test_rotated_columns(dtype, key):
+    from blockfp.rotation import rotate
+
+    for kind in ("gaussian", "exponents", "special", "huge", "subnormal"):
+        for shape in ((256, 384), (40, 24), (2, 37, 19), (15, 8)):
+            x = sample(kind, shape, dtype)
+            with np.errstate(all="ignore"):
+                turned = rotate(swapped(x))
+            got = cuda.quantize_both(to_gpu(x), "nvfp4", key=key, rotate=True)
+            assert_same(got.row, numerics.quantize(x, "nvfp4", key=key), f"{kind} {shape} row")
+            assert_same(got.column, numerics.quantize(turned, "nvfp4", key=key), f"{kind} {shape} column")
+
+
+@BY_NAME
+def test_nothing_else_is_written(format):
+    """Outputs lie between guard bands, poisoned first; every byte of them is written, and none beside them."""
+    from blockfp import layout, native
+
+    for shape in ((96, 256), (45, 77)):
+        x = sample("bf16_valued", shape, "bfloat16")
+        turned = (shape[1], shape[0])
+        sizes, makers = [], []
+        for s in (shape, turned):
+            sizes += [int(np.prod(layout.codes_shape(s, format)))]
+            grid = layout.scales_shape(s, format)
+            sizes += [int(np.prod(grid)) * (4 if format.scale.dtype == "float32" else 1)]
+        for poison in (0xA5, 0x5A):
+            buffers = [torch.full((n + 512,), poison, dtype=torch.uint8, device="cuda") for n in sizes]
+            inner = [b[256 : 256 + n] for b, n in zip(buffers, sizes, strict=True)]
+            if format.scale.dtype == "float32":
+                inner[1], inner[3] = inner[1].view(torch.float32), inner[3].view(torch.float32)
+            amax = torch.zeros(1, dtype=torch.int32, device="cuda")
+            tensor_scale = torch.zeros((), device="cuda") if format.scale.two_level else None
+            per_tensor = format.per_tensor or format.scale.two_level
+            cuda.library().quantize(
+                to_gpu(x), amax if per_tensor else None, None, None, inner[0], inner[1], tensor_scale, inner[2], inner[3],
+                *native._spec(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,
+            )  # fmt: skip
+            for b, n in zip(buffers, sizes, strict=True):
+                assert (b[:256] == poison).all() and (b[256 + n :] == poison).all(), f"{format} {shape}"
+            makers.append([i.contiguous().view(torch.uint8).clone() for i in inner])
+        for one, other in zip(*makers, strict=True):
+            assert torch.equal(one, other), f"{format} {shape}: not every byte is written"
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"])
+def test_graph_capture(name):
+    format = Format.parse(name)
+    xs = [sample("bf16_valued", (128, 256), "bfloat16", seed) for seed in (1, 2)]
+    x = to_gpu(xs[0])
+    cuda.quantize_both(x, format)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both = cuda.quantize_both(x, format)
+        y = cuda.dequantize(*both.row, format, "bfloat16", columns=256)
+    for one in xs:
+        x.copy_(to_gpu(one))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = numerics.quantize(one, format)
+        assert_same(both.row, expected, name)
+        assert_same((y, None, None), (numerics.dequantize(*expected, format, "bfloat16", columns=256), None, None), name)
+
+
+def test_delayed_scaling_casts_and_records():
+    from blockfp import native
+
+    x = sample("bf16_valued", (128, 256), "bfloat16")
+    scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
+    cuda.library().quantize(
+        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, *native._spec(Format.parse("fp8_e4m3")),
+        False, 0, 0, False, 0, 0, 0, 0,
+    )  # fmt: skip
+    import ml_dtypes
+
+    expected = np.clip(x.astype(np.float32) * np.float32(3), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert (to_numpy(codes) == expected).all()
+    assert stored.item() == np.float32(1) / np.float32(3)
+    assert recorded.cpu().view(torch.float32).item() == np.abs(x.astype(np.float32)).max()
+
+
+def test_another_stream():
+    x = to_gpu(sample("bf16_valued", (4096, 1024), "bfloat16"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        x.mul_(2)
+        q = cuda.quantize(x, "mxfp8_e4m3")
+    stream.synchronize()
+    assert torch.equal(q.codes, cuda.quantize(x, "mxfp8_e4m3").codes)
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match="CUDA tensors"):
+        cuda.quantize(torch.zeros(2, 2), "mxfp8_e4m3")
+    with pytest.raises(ValueError, match="float32"):
+        cuda.dequantize(torch.zeros(2, 2, dtype=torch.uint8), None, None, "mxfp8_e4m3", "float64", columns=2)
