@@ -64,7 +64,7 @@ def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: 
         whole = tensor_amax(x) if amax is None else amax
         multiplier = scaling.nvfp4_multiplier(whole.reshape(1), E2M1)
         tensor_scale = scaling.reciprocal(multiplier).view(jnp.float32)
-        codes, scales = fp4.quantize(matrix, multiplier, tensor_scale, format)
+        codes, scales = fp4.quantize(matrix, multiplier.view(jnp.float32), tensor_scale, format)
         tensor_scale = tensor_scale.reshape(())
     else:
         codes, scales = rowwise.quantize(matrix, format, nominal or x.dtype.name)

@@ -16,7 +16,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from blockfp import bits, scaling
-from blockfp.formats import E2M1, E4M3_SCALE, ElementFormat, Format
+from blockfp.formats import E2M1, E4M3, E4M3_SCALE, ElementFormat, Format
 
 Array = Any
 Spread = Callable[[Array], Array]
@@ -89,7 +89,10 @@ def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Ar
     """What `scales` gives, NaN apart, from amaxes as fp32 bits."""
     xp = array_namespace(amax)
     if format.scale.name.startswith("e8m0"):
-        stored = scaling.e8m0_scale(amax, format.element, format.scale.name)
+        if format.scale.name == "e8m0_ceil":
+            stored = _ceil_scale(amax, format.element)
+        else:
+            stored = scaling.e8m0_scale(amax, format.element, format.scale.name)
         return stored, xp.where(stored == 0xFE, 1 << 22, (0xFE - stored) << 23).view(xp.float32)
     maximum = bits.FP32_MAX if format.per_tensor else bits.LARGEST_FINITE[nominal]
     if format.scale.name == "pow2":
@@ -143,10 +146,23 @@ def _power_of_two(amax: Array, element: ElementFormat, maximum: int) -> Array:
     nearest quotient below a power of two is 2^-22.8 away from it, relative to spacings of 2^-23.
     """
     xp = array_namespace(amax)
-    significand, exponent = bits.split(amax)
-    quotient = element.emax - exponent - xp.astype(significand > 0xE00000, xp.int32)
+    # MAX / amax is below a power of two where amax's mantissa is above MAX's. A subnormal amax overflows as 2^-127 does.
+    quotient = element.emax + 127 - ((amax + 0x1FFFFF) >> 23)
     quotient = xp.where(quotient > 127, (maximum >> 23) - 127, quotient)
     return xp.where((amax == 0) | (amax == bits.INFINITY), 0, quotient)
+
+
+def _ceil_scale(amax: Array, element: ElementFormat) -> Array:
+    """E8M0 bytes of rule "ceil" from the product that the rule is stated with; see `scaling.e8m0_scale`."""
+    xp = array_namespace(amax)
+    product = (amax.view(xp.float32) * _fp32(1 / element.max)).view(xp.int32)
+    # Rounded up to a power of two; half the smallest normal number and less is byte 0.
+    return xp.minimum(xp.where(product <= 0x400000, 0, (product + 0x7FFFFF) >> 23), 0xFE)
+
+
+def _fp32(value: float) -> float:
+    """A constant as fp32 has it."""
+    return float(np.float32(value))
 
 
 def _exponent_bits(exponent: Array) -> Array:
@@ -204,22 +220,25 @@ def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
     return code if on_gpu else xp.where(_is_nan(x), 7, code)
 
 
-def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array) -> tuple[Array, Array]:
+def nvfp4_scales(
+    amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, *, on_gpu: bool
+) -> tuple[Array, Array]:
     """(stored E4M3 scale as int32, multiplier as float32) of NVFP4 blocks.
 
     Args:
         amax: int32 bits of the blocks' amaxes.
         nan: whether the block holds a NaN.
-        multiplier: int32 bits of the tensor's multiplier, of amax's shape or a scalar.
+        multiplier: float32, the tensor's multiplier, of amax's shape or a scalar.
         tensor_scale: float32 reciprocal of it.
+        on_gpu: as for `codes`.
     """
     xp = array_namespace(amax)
-    stored = scaling.nvfp4_scale(amax, multiplier, E2M1)
-    decode = e4m3_values(xp.astype(stored, xp.uint8)) * tensor_scale
+    narrow = codes(amax.view(xp.float32), multiplier * _fp32(1 / E2M1.max), E4M3, on_gpu=on_gpu)
+    decode = e4m3_values(narrow) * tensor_scale
     pattern = decode.view(xp.int32)
     inverse = divide(bits.ONE, xp.where(pattern == 0, bits.ONE, pattern))
     inverse = xp.where((pattern == 0) | (inverse == bits.INFINITY), bits.FP32_MAX, inverse)
-    return xp.where(nan, E4M3_SCALE.nan_code, stored), inverse.view(xp.float32)
+    return xp.where(nan, E4M3_SCALE.nan_code, xp.astype(narrow, xp.int32)), inverse.view(xp.float32)
 
 
 def e4m3_values(stored: Array) -> Array:

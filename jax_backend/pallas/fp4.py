@@ -23,7 +23,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
 
     Args:
         x: [rows, columns], multiples of the block.
-        multiplier: int32 of shape (1,), fp32 bits of the tensor's multiplier (`scaling.nvfp4_multiplier`).
+        multiplier: float32 of shape (1,), the tensor's multiplier (`scaling.nvfp4_multiplier`).
         tensor_scale: float32 of shape (1,), its reciprocal.
         format: NVFP4, 1x16 or 16x16.
     """
@@ -49,7 +49,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
         pair = _load_pair(words, at, layout, x.dtype)
         amax = jnp.maximum(*(blocks.largest(values, axes) for values in pair))
         nan = blocks.holds_nan(pair[0], axes) | blocks.holds_nan(pair[1], axes)
-        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0])
+        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], on_gpu=True)
         encode = mosaic.spread(encode, pair[0].shape, spread, layout)
         low, high = (blocks.e2m1_codes(values, encode, on_gpu=True) for values in pair)
         codes[at] = (low | (high << 4)).astype(jnp.uint8)

@@ -41,6 +41,8 @@ def row_layout(columns: int, vector: int) -> Layout:
         vector: elements a lane holds side by side; divides `columns`.
     """
     lanes = min(columns // vector, 8)
+    if lanes == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((128, vector), (32, vector))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
     rows, width = 32 // lanes, lanes * vector
     tiling = plgpu.Tiling(((4 * rows, width), (rows, width), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

@@ -6,7 +6,7 @@ from blockfp.jax_backend.pallas import blocks
 from samples import KINDS, all_patterns, bits_of, sample
 
 from blockfp import bits, layout, numerics, scaling
-from blockfp.formats import E2M1, FORMATS
+from blockfp.formats import E2M1, FORMATS, Format
 
 EIGHT_BITS = [f for f in FORMATS if f.element.bits == 8]
 NVFP4 = [f for f in FORMATS if f.scale.two_level]
@@ -56,7 +56,7 @@ def test_codes_and_scales_of_nvfp4(format):
         multiplier = scaling.nvfp4_multiplier(numerics.amax(x, format).tensor.reshape(1), E2M1)
         tensor_scale = scaling.reciprocal(multiplier).view(np.float32)
         amax, nan = blocks.largest(values, axes[::-1]), blocks.holds_nan(values, axes[::-1])
-        stored, encode = blocks.nvfp4_scales(amax, nan, np.broadcast_to(multiplier, amax.shape), tensor_scale)
+        stored, encode = blocks.nvfp4_scales(amax, nan, multiplier.view(np.float32), tensor_scale, on_gpu=False)
         codes = layout.join_blocks(blocks.e2m1_codes(blocks.to_fp32(values), spread(encode), on_gpu=False), x.shape)
         expected = numerics.quantize(x, format)
         same(stored.astype(np.uint8), expected.scales)
@@ -76,6 +76,18 @@ def test_powers_of_two_are_those_of_the_quotient(name):
         stored, multiplier = blocks.scales_of_amax(amax, format, dtype)
         same(multiplier.view(np.int32), expected)
         same(stored, scaling.reciprocal(expected))
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxint8"])
+def test_rounded_up_scales_are_those_of_the_rule(name):
+    format = Format.parse(name)
+    rng = np.random.default_rng(0)
+    near = bits.constant_bits(format.element.max) + np.arange(-64, 64, dtype=np.int32)
+    amax = ((np.arange(255, dtype=np.int32)[:, None] << 23) + (near & 0x7FFFFF)).ravel()
+    amax = np.concatenate([amax, rng.integers(0, bits.INFINITY, 1 << 16), rng.integers(0, 1 << 24, 1 << 16), [bits.INFINITY]])
+    amax = amax.astype(np.int32)
+    stored, _ = blocks.scales_of_amax(amax, format, "float32")
+    same(stored, scaling.e8m0_scale(amax, format.element, format.scale.name))
 
 
 @pytest.mark.parametrize("units", [-2, -1, 0, 1, 2])
