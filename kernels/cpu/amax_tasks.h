@@ -19,13 +19,19 @@ struct Elements {
   const typename T::Raw* row(int64_t r) const { return data + r * stride; }
 };
 
+// Where a tile begins in the input.
+template <class T>
+BLOCKFP_HD const typename T::Raw* first_of(const Input& x, const Tile& tile) {
+  return static_cast<const typename T::Raw*>(x.data) + x.batch_offset(tile.batch) + tile.row * x.row_stride() +
+         tile.column * x.column_stride();
+}
+
 // The tile as it lies in the input, or copied to `scratch` where columns are not adjacent.
 template <class T>
 Elements<T> elements_of(const Input& x, const Tile& tile, void* scratch) {
   using Raw = typename T::Raw;
   const int64_t rows = x.row_stride(), columns = x.column_stride();
-  const Raw* first =
-      static_cast<const Raw*>(x.data) + x.batch_offset(tile.batch) + tile.row * rows + tile.column * columns;
+  const Raw* first = first_of<T>(x, tile);
   if (columns == 1 || tile.columns <= 1) return {first, rows};
   Raw* copy = static_cast<Raw*>(scratch);
   // Along the shorter stride first, in strips whose cache lines are used up before they are dropped.

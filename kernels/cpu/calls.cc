@@ -30,7 +30,7 @@ int32_t tensor_amax_of(const Input& x, const Tiling& tiling, bool gather, const 
   AmaxJob job{spec, tiling, x, nullptr, nullptr, &bits};
   const auto run = current_kernels().tensor_amax;
   run_tasks(tiling.tasks(), elements(tiling) * item_bytes(x.dtype), Scratch::bytes(tiling, gather),
-            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+            [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
   return bits;
 }
 
@@ -90,7 +90,7 @@ void run_amax(AmaxJob job, int64_t first_row, int64_t first_column) {
   }
   const auto run = current_kernels().block_amax;
   run_tasks(t.tasks(), elements(t) * item_bytes(job.x.dtype), Scratch::bytes(t, gather),
-            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+            [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
   if (job.tensor != nullptr) {
     const int64_t blocks = t.batches * t.grid_rows * t.grid_columns;
     *job.tensor = blocks == 0 ? 0 : *std::max_element(job.blocks, job.blocks + blocks);
@@ -119,7 +119,7 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
   const auto run = current_kernels().quantize;
   const int64_t work = elements(t) * (item_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
   run_tasks(t.tasks(), work, Scratch::bytes(t, gather),
-            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+            [&](int64_t task, int64_t next, void* scratch) { run(job, task, next, scratch); });
 }
 
 void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
@@ -130,14 +130,14 @@ void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t co
   expect_writes(job.out, elements(t) * item_bytes(job.dtype));
   const auto run = current_kernels().dequantize;
   run_tasks(t.tasks(), elements(t) * (item_bytes(job.dtype) + 1), Scratch::bytes(t, false),
-            [&](int64_t task, void* scratch) { run(job, task, scratch); });
+            [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
 }
 
 void run_rotate(const RotateJob& job, int64_t batches) {
   const auto run = current_kernels().rotate;
   const int64_t rows_a_task = std::max<int64_t>(1, kTileBytes / 4 / std::max<int64_t>(job.columns, 1));
   const int64_t rows = batches * job.rows;
-  run_tasks(up(rows, rows_a_task), rows * job.columns * 4, 0, [&](int64_t task, void*) {
+  run_tasks(up(rows, rows_a_task), rows * job.columns * 4, 0, [&](int64_t task, int64_t, void*) {
     const int64_t end = std::min(rows, (task + 1) * rows_a_task);
     for (int64_t row = task * rows_a_task; row < end; ++row) run(job, row);
   });

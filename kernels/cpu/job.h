@@ -122,12 +122,13 @@ struct RotateJob {
   void* out;
 };
 
-// Tasks run in any order, on any thread; `scratch` has scratch_bytes(tiling) bytes, 64-byte aligned.
+// Tasks run in any order, on any thread; `scratch` has Scratch::bytes of the tiling, 64-byte aligned. `next` is the task that
+// this thread runs after this one (there may be none: it is then not below the number of tasks).
 struct Kernels {
   const char* name;
   void (*tensor_amax)(const AmaxJob&, int64_t task, void* scratch);
   void (*block_amax)(const AmaxJob&, int64_t task, void* scratch);
-  void (*quantize)(const QuantizeJob&, int64_t task, void* scratch);
+  void (*quantize)(const QuantizeJob&, int64_t task, int64_t next, void* scratch);
   void (*dequantize)(const DequantizeJob&, int64_t task, void* scratch);
   void (*rotate)(const RotateJob&, int64_t row);
 };

@@ -47,15 +47,15 @@ void block_amax(const AmaxJob& job, int64_t task, void* scratch) {
   with_dtype(job.x.dtype, [&](auto dtype) { block_amax_task<decltype(dtype)>(job, task, scratch); });
 }
 
-void quantize(const QuantizeJob& job, int64_t task, void* scratch) {
+void quantize(const QuantizeJob& job, int64_t task, int64_t next, void* scratch) {
   with_element(job.spec.element, [&](auto element) {
     with_dtype(job.x.dtype, [&](auto dtype) {
       using E = decltype(element);
       using T = decltype(dtype);
       if (job.stochastic) {
-        quantize_task<E, T, true>(job, task, scratch);
+        quantize_task<E, T, true>(job, task, next, scratch);
       } else {
-        quantize_task<E, T, false>(job, task, scratch);
+        quantize_task<E, T, false>(job, task, next, scratch);
       }
     });
   });

@@ -60,12 +60,13 @@ BLOCKFP_HD int block_shift(const Spec& spec) {
 }
 
 template <class E, class T, bool Stochastic>
-void quantize_task(const QuantizeJob& job, int64_t task, void* scratch) {
+void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scratch) {
   using P = Packing<E::kBits>;
   const Tiling& t = job.tiling;
   const Tile tile(t, task);
   const Scratch memory(t, scratch);
   const Elements<T> x = elements_of<T>(job.x, tile, memory.gathered);
+  const auto* next_tile = next < t.tasks() ? first_of<T>(job.x, Tile(t, next)) : x.data;
   const int64_t blocks = tile.blocks(job.spec), row_bytes = P::row_bytes(t.columns);
   const int shift = block_shift(job.spec);
   if (job.spec.per_tensor()) memory.multipliers[0] = job.multiplier;
@@ -90,7 +91,10 @@ void quantize_task(const QuantizeJob& job, int64_t task, void* scratch) {
       }
       uint8_t* out = job.codes + (tile.batch * t.rows + tile.row + r) * row_bytes + P::row_bytes(tile.column);
       uint8_t* codes = E::kBits == 8 ? out : memory.codes;
-      encode_row<E, T, Stochastic>(x.row(r), tile.columns, memory.multipliers, tile.column_phase, shift, random, codes);
+      const int64_t later = r + rows;
+      const typename T::Raw* ahead = later < tile.rows ? x.row(later) : next_tile + (later - tile.rows) * job.x.row_stride();
+      encode_row<E, T, Stochastic>(x.row(r), tile.columns, memory.multipliers, tile.column_phase, shift, ahead, random,
+                                   codes);
       if constexpr (E::kBits != 8) pack_row<E::kBits>(codes, tile.columns, out);
     }
   });

@@ -39,14 +39,16 @@ BLOCKFP_HD void encode_part(const typename T::Raw* x, int64_t n, float multiplie
   for (int64_t i = 0; i < n; ++i) out[i] = codes[i];
 }
 
-// Codes of n elements, one a byte. Element i has the multiplier of block (phase + i) >> shift.
+// Codes of n elements, one a byte. Element i has the multiplier of block (phase + i) >> shift. `ahead` is a row that is read
+// soon: encoding is bound by arithmetic, and memory can work for it meanwhile.
 template <class E, class T, bool Stochastic>
 BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* multipliers, int64_t phase, int shift,
-                           const uint8_t* random, uint8_t* out) {
+                           const typename T::Raw* ahead, const uint8_t* random, uint8_t* out) {
   const int64_t before_unit = -phase & (kUnit - 1), head = before_unit < n ? before_unit : n;
   int64_t i = head;
   if (head > 0) encode_part<E, T, Stochastic>(x, head, multipliers[phase >> shift], random, out);
   for (; i + kUnit <= n; i += kUnit) {
+    __builtin_prefetch(ahead + i);
     encode_unit<E, T, Stochastic>(x + i, multipliers[(phase + i) >> shift], Stochastic ? random + i : nullptr, out + i);
   }
   if (i < n) {

@@ -44,7 +44,8 @@ int set_threads(int threads) {
   return threads > 0 ? threads : allowed_cores();
 }
 
-void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes, const std::function<void(int64_t, void*)>& body) {
+void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes,
+               const std::function<void(int64_t task, int64_t next, void* scratch)>& body) {
   int64_t threads = std::min(tasks, work / kBytesPerThread);
   if (threads > 1) {
     const int limit = most_threads.load();
@@ -54,10 +55,15 @@ void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes, const std::fu
   const int64_t stride = (scratch_bytes + 63) / 64 * 64;
   const std::unique_ptr<char[]> memory(new char[threads * stride + 64]);
   char* aligned = memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> unclaimed{0};
   const auto worker = [&](int64_t thread) {
     const FloatMode mode;
-    for (int64_t task; (task = next.fetch_add(1)) < tasks;) body(task, aligned + thread * stride);
+    int64_t task = unclaimed.fetch_add(1);
+    while (task < tasks) {
+      const int64_t next = unclaimed.fetch_add(1);
+      body(task, next, aligned + thread * stride);
+      task = next;
+    }
   };
   // Threads live as long as the call: a pool would not survive fork, which data loaders use.
   std::vector<std::thread> helpers;
