@@ -14,7 +14,7 @@ from blockfp.array import DTYPES
 from blockfp.formats import Format
 from blockfp.rounding import Key
 
-from . import ops
+from . import implementations, ops
 
 _STATIC = {"static": True}
 
@@ -109,10 +109,15 @@ class QuantizedArray:
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin)
         return flipped if self._source is None else flipped._with_source(self._source.mT)
 
-    def dequantize(self, dtype=None) -> jax.Array:
+    def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
         """The values, rounded once to `dtype` (default: the original's).
 
+        Args:
+            dtype: float32, float16 or bfloat16.
+            implementation: as for `quantize`.
+
         Raises:
+            RuntimeError: `implementation` can't run on this machine.
             TypeError, ValueError: `dtype` is not float32, float16 or bfloat16.
             ValueError: this is a stack of arrays that have one scale each, made by vmap or scan.
         """
@@ -130,6 +135,7 @@ class QuantizedArray:
             dtype=name,
             columns=self.columns,
             origin=self.origin,
+            choice=implementations.choose(implementation, "dequantize", self.format),
         )
         return values if self._source is None else ops.straight_through(values, self._source)
 
@@ -144,7 +150,9 @@ class QuantizedArray:
         return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
 
 
-def quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> QuantizedArray:
+def quantize(
+    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
+) -> QuantizedArray:
     """Quantizes an array in blocks of its last two axes.
 
     Args:
@@ -152,10 +160,13 @@ def quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> Q
         format: a `Format` or its name, see `blockfp.formats.NAMES`.
         key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
             stochastically.
+        implementation: "ffi" (the CUDA library), "pallas" or "xla", all with the same bits; by default the first of them
+            that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
 
     Raises:
         TypeError: x is not an array of a supported dtype.
-        ValueError: x has fewer than two axes, or the format or key is not valid.
+        ValueError: x has fewer than two axes, or the format, key or implementation is not valid.
+        RuntimeError: `implementation` can't run on this machine.
 
     Example:
         >>> q = bfp.quantize(jnp.ones((4, 64)), "mxfp8_e4m3")
@@ -170,14 +181,17 @@ def quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> Q
     # Before JAX sees it: jnp.asarray would silently make float64 to float32.
     numerics.check_input(x)
     format = Format.parse(format)
-    codes, scales, tensor_scale = ops.quantize(x, ops.key_array(key), format=format)
+    choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
+    codes, scales, tensor_scale = ops.quantize(x, ops.key_array(key), format=format, choice=choice)
     q = QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
     return q._with_source(x) if isinstance(x, Tracer) else q
 
 
-def fake_quantize(x: jax.Array, format: Format | str, *, key: Key | None = None) -> jax.Array:
+def fake_quantize(
+    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
+) -> jax.Array:
     """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
 
     Takes and raises what `quantize` does.
     """
-    return quantize(x, format, key=key).dequantize()
+    return quantize(x, format, key=key, implementation=implementation).dequantize(implementation=implementation)

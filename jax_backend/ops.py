@@ -1,4 +1,4 @@
-"""The definition carried out by XLA: jitted quantize, dequantize and transpose on plain arrays, and the gradient rule.
+"""Jitted quantize, dequantize and transpose on plain arrays, and the gradient rule.
 
 `blockfp.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
 shape and dtype; a key is data, so a new seed compiles nothing.
@@ -16,14 +16,17 @@ from blockfp import numerics
 from blockfp.formats import Format
 from blockfp.rounding import Key, key_words
 
+from . import implementations
+from .implementations import Choice
 
-@partial(jax.jit, static_argnames=("format",))
-def quantize(x: jax.Array, key: jax.Array | None, *, format: Format) -> numerics.Quantized:
+
+@partial(jax.jit, static_argnames=("format", "choice"))
+def quantize(x: jax.Array, key: jax.Array | None, *, format: Format, choice: Choice) -> numerics.Quantized:
     """`numerics.quantize`; x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent."""
-    return numerics.quantize(jax.lax.stop_gradient(x), format, key=key)
+    return implementations.quantize(choice, jax.lax.stop_gradient(x), key, format)
 
 
-@partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin"))
+@partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin", "choice"))
 def dequantize(
     codes: jax.Array,
     scales: jax.Array,
@@ -33,10 +36,11 @@ def dequantize(
     dtype: str,
     columns: int,
     origin: tuple[int, int],
+    choice: Choice,
 ) -> jax.Array:
     """`numerics.dequantize`; no gradient goes to the scales."""
     codes, scales, tensor_scale = jax.lax.stop_gradient((codes, scales, tensor_scale))
-    return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
+    return implementations.dequantize(choice, codes, scales, tensor_scale, format, dtype, columns, origin)
 
 
 @partial(jax.jit, static_argnames=("format", "columns"))

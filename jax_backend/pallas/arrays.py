@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from blockfp import bits, layout, numerics, scaling
 from blockfp.formats import E2M1, Format
@@ -116,7 +117,7 @@ def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
     """Results of a kernel for each matrix, stacked."""
     if matrices.shape[0] == 1:
         return [result[None] for result in kernel(matrices[0])]
-    return jax.lax.map(kernel, matrices)
+    return lax.map(kernel, matrices)
 
 
 def dequantize_array(
@@ -151,6 +152,44 @@ def dequantize_array(
     padded = _pad(codes, down * block_rows, across * block).reshape(-1, across * block)
     values = dequantize.squares(padded, _pad(scales, down, across).reshape(-1, across), format, dtype)
     return values.reshape(*shape[:-2], down * block_rows, across * block)[..., : shape[-2], :columns]
+
+
+def quantize_batched(x: jax.Array, format: Format) -> Quantized:
+    """`quantize`, which vmap turns into one call on the whole stack where each matrix has its own scales anyway."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x):
+        return quantize(x, format)
+
+    @call.def_vmap
+    def batched(size, is_batched, x):
+        if format.per_tensor or format.scale.two_level:
+            q = lax.map(call, x)
+        else:
+            q = call(x)
+        return q, jax.tree.map(lambda _: True, q)
+
+    return call(x)
+
+
+def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, columns: int) -> jax.Array:
+    """`dequantize_array`, one call for a vmapped stack where each matrix has its own scales anyway."""
+
+    @jax.custom_batching.custom_vmap
+    def call(codes, scales, tensor_scale):
+        return dequantize_array(codes, scales, tensor_scale, format, dtype, columns=columns)
+
+    @call.def_vmap
+    def batched(size, is_batched, *parts):
+        parts = [
+            part if flag or part is None else jnp.broadcast_to(part, (size, *part.shape))
+            for part, flag in zip(parts, is_batched, strict=True)
+        ]
+        if format.per_tensor or format.scale.two_level:
+            return lax.map(lambda parts: call(*parts), tuple(parts)), True
+        return call(*parts), True
+
+    return call(codes, scales, tensor_scale)
 
 
 def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tuple[jax.Array, jax.Array]:

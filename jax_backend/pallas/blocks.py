@@ -220,9 +220,7 @@ def e2m1_codes(x: Array, multiplier: Array, *, on_gpu: bool) -> Array:
     return code if on_gpu else xp.where(_is_nan(x), 7, code)
 
 
-def nvfp4_scales(
-    amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, *, on_gpu: bool
-) -> tuple[Array, Array]:
+def nvfp4_scales(amax: Array, nan: Array, multiplier: Array, tensor_scale: Array, *, on_gpu: bool) -> tuple[Array, Array]:
     """(stored E4M3 scale as int32, multiplier as float32) of NVFP4 blocks.
 
     Args:

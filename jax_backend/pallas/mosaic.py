@@ -25,7 +25,7 @@ except ImportError as error:
 _INDEX_IS_AN_ARGUMENT = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
 
 # JAX 0.10 can't read swizzled shared memory transposed.
-CAN_TRANSPOSE = hasattr(plgpu, "RefType")
+CAN_TRANSPOSE = jax.__version_info__ >= (0, 11)
 
 Barrier = plgpu.Barrier
 Layout = Any

@@ -1,0 +1,133 @@
+"""The CUDA kernel library in JAX, through jax-tvm-ffi: the kernels that PyTorch runs, in jitted programs.
+
+kernels/cuda/exports.cu says what the functions take. An array that is absent is one without elements.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp import bits, cuda, layout, native
+from blockfp.formats import Format
+from blockfp.numerics import Quantized
+
+_FORMAT = ("element", "block_rows", "block_columns", "rule")
+_QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
+_DEQUANTIZE = (*_FORMAT, "row", "column")
+
+
+@cache
+def _register() -> None:
+    """Makes the library's functions known to XLA, once a process."""
+    import jax_tvm_ffi
+
+    library = cuda.library()
+    for name, attributes in (("amax", ()), ("quantize", _QUANTIZE), ("dequantize", _DEQUANTIZE)):
+        arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
+        jax_tvm_ffi.register_ffi_target(
+            f"blockfp_{name}", getattr(library, name), arguments, platform="gpu", allow_cuda_graph=True
+        )
+
+
+def _call(name: str, out, *arrays: jax.Array, **attributes: int):
+    _register()
+    values = {key: np.int64(value) for key, value in attributes.items()}
+    return jax.ffi.ffi_call(f"blockfp_{name}", out, vmap_method="sequential")(*arrays, **values)
+
+
+def _absent(dtype) -> jax.Array:
+    return jnp.zeros((0,), dtype)
+
+
+def tensor_amax(x: jax.Array) -> jax.Array:
+    """int32 fp32 bits of the largest magnitude of x, NaN ignored; of shape (1,)."""
+    return _call("amax", jax.ShapeDtypeStruct((1,), jnp.int32), x)
+
+
+def quantize(
+    x: jax.Array, format: Format, *, key: jax.Array | None = None, nominal: str | None = None, amax: jax.Array | None = None
+) -> Quantized:
+    """`numerics.quantize`.
+
+    Args:
+        x: [..., rows, columns].
+        format: the format.
+        key: uint32 of shape (2,), or None to round to nearest.
+        nominal: as for `numerics.quantize`.
+        amax: int32 bits of shape (1,), the tensor's amax where the format needs one; computed by default.
+    """
+    return _quantize(x, format, key, nominal, amax, rows=True, columns=False)[0]  # pyright: ignore[reportReturnType]
+
+
+def quantize_both(
+    x: jax.Array, format: Format, *, key: jax.Array | None = None, nominal: str | None = None, amax: jax.Array | None = None
+) -> tuple[Quantized, Quantized]:
+    """`quantize` of x and of x.mT from one read; a key has four words, the last two for x.mT."""
+    return _quantize(x, format, key, nominal, amax, rows=True, columns=True)  # pyright: ignore[reportReturnType]
+
+
+def _quantize(x, format, key, nominal, amax, *, rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
+    if amax is None and (format.per_tensor or format.scale.two_level):
+        amax = tensor_amax(x)
+    m, n = x.shape[-2:]
+    swapped = (*x.shape[:-2], n, m)
+
+    def outputs(shape, wanted: bool):
+        scales = jnp.dtype(format.scale.dtype)
+        if not wanted:
+            return [jax.ShapeDtypeStruct((0,), jnp.uint8), jax.ShapeDtypeStruct((0,), scales)]
+        return [
+            jax.ShapeDtypeStruct(layout.codes_shape(shape, format), jnp.uint8),
+            jax.ShapeDtypeStruct(layout.scales_shape(shape, format), scales),
+        ]
+
+    tensor_scale = jax.ShapeDtypeStruct((1 if format.scale.two_level else 0,), jnp.float32)
+    codes, scales, tensor_scale, codes_t, scales_t = _call(
+        "quantize",
+        [*outputs(x.shape, rows), tensor_scale, *outputs(swapped, columns)],
+        x,
+        _absent(jnp.int32) if amax is None else amax.reshape(1),
+        _absent(jnp.int32),
+        _absent(jnp.uint32) if key is None else key,
+        **dict(zip(_FORMAT, native._spec(format), strict=True)),
+        measure=0,
+        eps_bits=0,
+        largest_bits=native._fp8_limits(format, 0.0, nominal or bits.dtype_name(x)),
+        rotate_t=0,
+        row=0,
+        column=0,
+        rows=0,
+        columns=0,
+    )
+    whole = tensor_scale.reshape(()) if format.scale.two_level else None
+    return (
+        Quantized(codes, scales, whole) if rows else None,
+        Quantized(codes_t, scales_t, whole) if columns else None,
+    )
+
+
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    format: Format,
+    dtype: str,
+    *,
+    columns: int,
+    origin: tuple[int, int] = (0, 0),
+) -> jax.Array:
+    """`numerics.dequantize`."""
+    return _call(
+        "dequantize",
+        jax.ShapeDtypeStruct((*codes.shape[:-1], columns), jnp.dtype(dtype)),
+        codes,
+        scales,
+        _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
+        **dict(zip(_FORMAT, native._spec(format), strict=True)),
+        row=origin[0],
+        column=origin[1],
+    )

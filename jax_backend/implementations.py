@@ -1,0 +1,150 @@
+"""Who carries an operation out: XLA from the definition, the CUDA library through TVM FFI, or Pallas kernels.
+
+All give the same bits. Without being asked for one, an operation takes the first of `ffi`, `pallas` and `xla` that is there
+for it, and runs it on CUDA devices only; an implementation that is asked for and can't run raises and says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from blockfp import numerics
+from blockfp.formats import Format
+
+NAMES = ("ffi", "pallas", "xla")
+"""The implementations, in the order in which they are chosen."""
+
+
+class Choice(NamedTuple):
+    """An implementation, and whether the caller asked for it; a static argument of the jitted operations."""
+
+    name: str
+    asked: bool
+
+
+def choose(asked: str | None, operation: str, format: Format, *, stochastic: bool = False) -> Choice:
+    """The implementation that will run.
+
+    Args:
+        asked: one of `NAMES`, or None for the first that is there.
+        operation: "quantize" or "dequantize".
+        format: the format.
+        stochastic: whether the rounding is.
+
+    Raises:
+        ValueError: `asked` is none of `NAMES`, or has no kernel for this.
+        RuntimeError: `asked` can't run on this machine.
+    """
+    if asked is not None:
+        if asked not in NAMES:
+            raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}, got {asked!r}")
+        missing = _missing(asked)
+        if missing is not None:
+            raise RuntimeError(f"implementation={asked!r} can't run here: {missing}; use implementation='xla'")
+        refused = _refused(asked, operation, format, stochastic)
+        if refused is not None:
+            raise ValueError(f"implementation={asked!r} can't do this: {refused}; use implementation='xla'")
+        return Choice(asked, True)
+    if not _has_gpu() or _would_be_partitioned():
+        return Choice("xla", False)
+    there = (n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic) is None)
+    return Choice(next(there), False)
+
+
+def run(choice: Choice, kernel: Callable, definition: Callable, *operands):
+    """Results of `kernel(*operands)`, or of `definition` where it is chosen or the program is not for a CUDA device."""
+    if choice.name == "xla":
+        return definition(*operands)
+    if choice.asked:
+        return kernel(*operands)
+    return lax.platform_dependent(*operands, cuda=kernel, default=definition)
+
+
+def quantize(choice: Choice, x: jax.Array, key: jax.Array | None, format: Format) -> numerics.Quantized:
+    """`numerics.quantize` by the chosen implementation."""
+
+    def kernel(x, key):
+        if choice.name == "ffi":
+            from . import ffi
+
+            return ffi.quantize(x, format, key=key)
+        from .pallas import arrays
+
+        return arrays.quantize_batched(x, format)
+
+    return run(choice, kernel, lambda x, key: numerics.quantize(x, format, key=key), x, key)
+
+
+def dequantize(
+    choice: Choice, codes, scales, tensor_scale, format: Format, dtype: str, columns: int, origin: tuple[int, int]
+) -> jax.Array:
+    """`numerics.dequantize` by the chosen implementation."""
+
+    def definition(codes, scales, tensor_scale):
+        return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
+
+    def kernel(codes, scales, tensor_scale):
+        if choice.name == "ffi":
+            from . import ffi
+
+            return ffi.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
+        from .pallas import arrays
+
+        if any(o % b for o, b in zip(origin, format.block or (1, 1), strict=True)):
+            return definition(codes, scales, tensor_scale)  # a block that began on another rank
+        return arrays.dequantize_batched(codes, scales, tensor_scale, format, dtype, columns)
+
+    return run(choice, kernel, definition, codes, scales, tensor_scale)
+
+
+def _refused(name: str, operation: str, format: Format, stochastic: bool) -> str | None:
+    """Why an implementation that is there doesn't do this, or None."""
+    if name != "pallas":
+        return None
+    if stochastic:
+        return "the Pallas kernels round to nearest"
+    from .pallas import arrays
+
+    return arrays.refusal(operation, format)
+
+
+@cache
+def _missing(name: str) -> str | None:
+    """What an implementation lacks on this machine, or None."""
+    if name == "xla":
+        return None
+    if not _has_gpu():
+        return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
+    if name == "ffi":
+        if importlib.util.find_spec("jax_tvm_ffi") is None:
+            return "the package jax-tvm-ffi is not installed"
+        from blockfp import cuda
+
+        return None if cuda.available() else cuda.status()
+    capability = float(getattr(jax.devices()[0], "compute_capability", 0))
+    if capability < 9:
+        return f"Mosaic GPU needs compute capability 9.0 or above, and this device has {capability}"
+    try:
+        from .pallas import arrays  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _would_be_partitioned() -> bool:
+    """Whether XLA may have to split the operation over devices, which it can do with the definition alone.
+
+    Inside shard_map each device has its own program, so kernels are welcome there.
+    """
+    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().are_all_axes_manual

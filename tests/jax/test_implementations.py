@@ -1,0 +1,74 @@
+"""Which implementation runs, and what is said where one can't."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import blockfp.jax as bfp
+from blockfp.formats import MXFP6, MXFP8
+from blockfp.jax_backend import implementations
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
+X = jnp.ones((4, 64))
+
+
+def test_xla_is_what_there_is_without_a_gpu():
+    for operation in ("quantize", "dequantize"):
+        assert implementations.choose(None, operation, MXFP8).name == "xla"
+    q = bfp.quantize(X, "mxfp8_e4m3", implementation="xla")
+    assert (q.codes == bfp.quantize(X, "mxfp8_e4m3").codes).all()
+    assert (q.dequantize(implementation="xla") == X).all()
+
+
+@pytest.mark.parametrize("name", ["ffi", "pallas"])
+def test_what_is_asked_for_and_can_not_run_raises(name):
+    with pytest.raises(
+        RuntimeError, match=f"implementation='{name}' can't run here: it needs a CUDA device, and JAX runs on cpu"
+    ):
+        bfp.quantize(X, "mxfp8_e4m3", implementation=name)
+    with pytest.raises(RuntimeError, match="use implementation='xla'"):
+        bfp.quantize(X, "mxfp8_e4m3").dequantize(implementation=name)
+    with pytest.raises(RuntimeError, match="CUDA device"):
+        bfp.fake_quantize(X, "mxfp8_e4m3", implementation=name)
+
+
+def test_an_unknown_name_raises():
+    with pytest.raises(ValueError, match=r"must be None or one of ffi, pallas, xla, got 'triton'"):
+        bfp.quantize(X, "mxfp8_e4m3", implementation="triton")
+
+
+def test_kernels_that_are_not_there_are_named(monkeypatch):
+    pytest.importorskip("absl", reason="Pallas of JAX 0.10 imports it") if jax.__version__.startswith("0.10") else None
+    monkeypatch.setattr(implementations, "_missing", lambda name: None)
+    with pytest.raises(ValueError, match="no Pallas kernel does quantize of mxfp6_e3m2"):
+        implementations.choose("pallas", "quantize", MXFP6)
+    with pytest.raises(ValueError, match="the Pallas kernels round to nearest"):
+        implementations.choose("pallas", "quantize", MXFP8, stochastic=True)
+    assert implementations.choose("pallas", "quantize", MXFP8) == ("pallas", True)
+
+
+def test_the_first_that_is_there_is_chosen(monkeypatch):
+    pytest.importorskip("absl", reason="Pallas of JAX 0.10 imports it") if jax.__version__.startswith("0.10") else None
+    monkeypatch.setattr(implementations, "_has_gpu", lambda: True)
+    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: False)
+    monkeypatch.setattr(implementations, "_missing", lambda name: "not installed" if name == "ffi" else None)
+    assert implementations.choose(None, "quantize", MXFP8).name == "pallas"
+    assert implementations.choose(None, "quantize", MXFP6).name == "xla"
+    monkeypatch.setattr(implementations, "_missing", lambda name: None)
+    assert implementations.choose(None, "quantize", MXFP6).name == "ffi"
+    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: True)
+    assert implementations.choose(None, "quantize", MXFP8).name == "xla"
+
+
+def test_only_inside_shard_map_are_kernels_run_on_several_devices():
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    assert implementations._would_be_partitioned() == (jax.device_count() > 1)
+    seen = []
+
+    def body(x):
+        seen.append(implementations._would_be_partitioned())
+        return x
+
+    spec = jax.sharding.PartitionSpec("x")
+    jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(jax.device_count()))
+    assert seen == [False]
