@@ -43,6 +43,16 @@ def dtype_name(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def at_most(x: Array, limit: int) -> Array:
+    """Elementwise minimum of int32 and a limit: torch's own takes no Python numbers, and what stands in breaks dynamo."""
+    return array_namespace(x).where(x > limit, limit, x)
+
+
+def at_least(x: Array, limit: int) -> Array:
+    """Elementwise maximum of int32 and a limit; see `at_most`."""
+    return array_namespace(x).where(x < limit, limit, x)
+
+
 def from_float(x: Array) -> Array:
     """fp32 bits of an array of float32, float16 or bfloat16; exact, subnormals and NaN included."""
     xp = array_namespace(x)
@@ -72,7 +82,7 @@ def to_float(bits: Array, dtype: str) -> Array:
         canonical = 0x7FC0
     else:
         significand, exponent = split(magnitude)
-        half = xp.minimum(round_nearest(significand, xp.minimum(exponent, 16), 10, -14), 0x7C00)
+        half = at_most(round_nearest(significand, at_most(exponent, 16), 10, -14), 0x7C00)
         half = xp.where(magnitude == 0, 0, half)
         canonical = 0x7E00
     sign = (bits >> 16) & 0x8000
@@ -136,8 +146,7 @@ def divide(a: Array, b: Array) -> Array:
 
 def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
     """fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
-    xp = array_namespace(exponent)
-    return xp.minimum(round_nearest(significand, xp.minimum(exponent, 128), 23, -126, point), INFINITY)
+    return at_most(round_nearest(significand, at_most(exponent, 128), 23, -126, point), INFINITY)
 
 
 def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:
@@ -157,7 +166,7 @@ def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin:
     quotient, dropped, shift = _cut(xp, significand, exponent, mantissa_bits, emin, point)
     twice, unit = dropped << 1, xp.ones_like(dropped) << shift
     up = (twice > unit) | ((twice == unit) & ((quotient & 1) == 1))
-    return quotient + xp.astype(up, xp.int32) + (xp.maximum(exponent - emin, 0) << mantissa_bits)
+    return quotient + xp.astype(up, xp.int32) + (at_least(exponent - emin, 0) << mantissa_bits)
 
 
 def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array) -> Array:
@@ -168,14 +177,14 @@ def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, em
     xp = array_namespace(exponent)
     quotient, dropped, _ = _cut(xp, significand, exponent, mantissa_bits, emin, 23)
     # A fraction below 1/512 never rounds up; beyond a shift of 33 every fraction is.
-    shift = xp.minimum(xp.maximum(emin - exponent, 0) + (23 - mantissa_bits), 33)
+    shift = at_most(at_least(emin - exponent, 0) + (23 - mantissa_bits), 33)
     up = (dropped >> (shift - 9)) >= 511 - 2 * random_byte
-    return quotient + xp.astype(up, xp.int32) + (xp.maximum(exponent - emin, 0) << mantissa_bits)
+    return quotient + xp.astype(up, xp.int32) + (at_least(exponent - emin, 0) << mantissa_bits)
 
 
 def _cut(xp, significand, exponent, mantissa_bits, emin, point):
     """(bits kept, bits dropped, how many were dropped), for a result whose spacing stays constant below 2^emin."""
     # 29 places drop every bit of a significand below 2^28, and leave room to double what is dropped.
-    shift = xp.minimum(xp.maximum(emin - exponent, 0) + (point - mantissa_bits), 29)
+    shift = at_most(at_least(emin - exponent, 0) + (point - mantissa_bits), 29)
     quotient = significand >> shift
     return quotient, significand - (quotient << shift), shift

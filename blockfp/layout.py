@@ -7,13 +7,22 @@ from the unsharded matrix's start, so a shard's first block may be the rest of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, is_torch_array
 
 from .bits import Array
 from .formats import Format
+
+Settle = Callable[[Array], Array]
+"""Returns its argument; a compiler stores what goes through it. Values per block, random words and codes to be packed are used
+many times, and a compiler that fuses all into one loop would work them out anew at each use."""
+
+
+def as_it_is(x: Array) -> Array:
+    """What libraries need that carry out one operation after another: they store everything."""
+    return x
 
 
 def codes_shape(shape: Sequence[int], format: Format) -> tuple[int, ...]:

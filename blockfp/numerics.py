@@ -20,6 +20,7 @@ from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_scales
 from .formats import E4M3, ElementFormat, Format
+from .layout import Settle, as_it_is
 from .rounding import Key, random_bytes, round_to_element
 
 Origin = tuple[int, int]
@@ -108,6 +109,7 @@ def quantize(
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
+    settle: Settle = as_it_is,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
 
@@ -121,6 +123,7 @@ def quantize(
             random index. A row or column known only at run time must lie on a block boundary.
         shape: (rows, columns) of the unsharded matrix, for the random index; by default it ends where x ends.
         amax: amaxes of these blocks, already reduced over the ranks that share them; computed from x by default.
+        settle: how a compiler is told what to work out only once; see `layout.Settle`.
 
     Raises:
         TypeError: x's dtype is not supported.
@@ -136,7 +139,7 @@ def quantize(
     if amax is None:
         amax = _amax(pattern, format, phase)
     scales = _scales(amax, format, eps, nominal or bits.dtype_name(x))
-    codes = _codes(pattern, format, scales.multiplier, key, origin, shape)
+    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, settle)
     stored = scales.stored
     if amax.nan is not None:
         stored = xp.where(amax.nan > 0, format.scale.nan_code, stored)
@@ -183,6 +186,7 @@ def encode(
     key: Key | None = None,
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
+    settle: Settle = as_it_is,
 ) -> Array:
     """Codes of x for scales that are already there: what a route through high precision does with the scales it carried.
 
@@ -194,36 +198,43 @@ def encode(
         format: a `Format` or its name.
         scales: stored (decode) scales of x's blocks.
         tensor_scale: float32, shape (), for two-level formats.
-        key, origin, shape: as for `quantize`.
+        key, origin, shape, settle: as for `quantize`.
     """
     check_input(x)
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, _phase(format, origin))
     xp = array_namespace(x)
     if format.scale.name.startswith("e8m0"):
-        multiplier = xp.minimum(xp.astype(scales, xp.int32), 0xFE) - 127
+        multiplier = bits.at_most(xp.astype(scales, xp.int32), 0xFE) - 127
     else:
         decode = _decode_scale(scales, tensor_scale, format)
         magnitude = decode & bits.MAGNITUDE
         multiplier = scaling.clamped_reciprocal(xp.where(magnitude >= bits.INFINITY, bits.FP32_MAX, magnitude))
-    return _codes(bits.from_float(x), format, multiplier, key, origin, shape)
+    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, settle)
 
 
 def _codes(
-    pattern: Array, format: Format, multiplier: Array, key: Key | None, origin: Origin, shape: tuple[int, int] | None
+    pattern: Array,
+    format: Format,
+    multiplier: Array,
+    key: Key | None,
+    origin: Origin,
+    shape: tuple[int, int] | None,
+    settle: Settle,
 ) -> Array:
     xp = array_namespace(pattern)
     element, own_shape, phase = format.element, pattern.shape, _phase(format, origin)
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
-    random = None if key is None else _element_bytes(pattern, key, origin, shape)
+    random = None if key is None else _element_bytes(pattern, key, origin, shape, settle)
+    exponents = format.scale.name.startswith("e8m0")
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
-        multiplier = multiplier[..., :, None, :, None]
+        multiplier = (multiplier if exponents else settle(multiplier))[..., :, None, :, None]
         random = None if random is None else layout.split_blocks(random, format.block, phase)
     magnitude = pattern & bits.MAGNITUDE
     significand, exponent = bits.split(magnitude)
-    if format.scale.name.startswith("e8m0"):
+    if exponents:
         exponent = exponent - multiplier
     else:
         significand, exponent = bits.multiply((significand, exponent), bits.split(multiplier))
@@ -233,7 +244,7 @@ def _codes(
     code = xp.astype(code, xp.uint8)
     if format.block is not None:
         code = layout.join_blocks(code, own_shape, phase)
-    return layout.pack(code, element.bits)
+    return layout.pack(settle(code), element.bits) if element.packed else code
 
 
 def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
@@ -243,7 +254,7 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
     return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
 
 
-def _element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None) -> Array:
+def _element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle) -> Array:
     """The random byte of each element, counted in the unsharded array."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
@@ -254,7 +265,7 @@ def _element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, i
     device = layout.on_device_of(pattern)
     starts = xp.arange(matrices, dtype=xp.int32, **device)[:, None] * total_rows
     index = (starts + xp.arange(rows, dtype=xp.int32, **device)[None, :]).reshape((-1,)) + origin[0]
-    return random_bytes(key, index, columns, origin[1], total_columns).reshape(pattern.shape)
+    return random_bytes(key, index, columns, origin[1], total_columns, settle).reshape(pattern.shape)
 
 
 def dequantize(
@@ -266,6 +277,7 @@ def dequantize(
     *,
     columns: int,
     origin: Origin = (0, 0),
+    settle: Settle = as_it_is,
 ) -> Array:
     """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
 
@@ -277,6 +289,7 @@ def dequantize(
         dtype: "float32", "float16" or "bfloat16".
         columns: length of the last axis, which packing hides.
         origin: (row, column) of the first element in the unsharded matrix.
+        settle: as for `quantize`.
     """
     format = Format.parse(format)
     if dtype not in bits.FLOAT_DTYPES:
@@ -288,7 +301,8 @@ def dequantize(
     xp = array_namespace(codes)
     if 0 in shape:
         return bits.to_float(xp.zeros(shape, dtype=xp.int32, **layout.on_device_of(codes)), dtype)
-    code = xp.astype(layout.unpack(codes, format.element.bits, columns), xp.int32)
+    code = layout.unpack(codes, format.element.bits, columns)
+    code = xp.astype(settle(code) if format.element.bits == 6 else code, xp.int32)
     decode = _decode_scale(scales, tensor_scale, format)
     if format.block is not None:
         code = layout.split_blocks(code, format.block, phase)

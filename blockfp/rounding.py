@@ -16,7 +16,7 @@ from array_api_compat import array_namespace
 from . import bits
 from .bits import Array
 from .formats import ElementFormat
-from .layout import on_device_of
+from .layout import Settle, as_it_is, on_device_of
 
 Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
@@ -33,13 +33,12 @@ def round_to_element(significand: Array, exponent: Array, element: ElementFormat
         element: the element format.
         random_byte: int32 0..255 for stochastic rounding, None for nearest even.
     """
-    xp = array_namespace(significand)
-    exponent = xp.minimum(exponent, element.emax + 2)
+    exponent = bits.at_most(exponent, element.emax + 2)
     if random_byte is None:
         code = bits.round_nearest(significand, exponent, element.mantissa_bits, element.emin)
     else:
         code = bits.round_stochastic(significand, exponent, element.mantissa_bits, element.emin, random_byte)
-    return xp.minimum(code, element.max_code)
+    return bits.at_most(code, element.max_code)
 
 
 def key_words(key: Key) -> tuple[Any, Any]:
@@ -122,7 +121,14 @@ def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
     return int(words[0][0]) & 0xFFFFFFFF, int(words[1][0]) & 0xFFFFFFFF
 
 
-def random_bytes(key: Key, rows: Array, columns: int, first_column: int | Array, row_length: int) -> Array:
+def random_bytes(
+    key: Key,
+    rows: Array,
+    columns: int,
+    first_column: int | Array,
+    row_length: int,
+    settle: Settle = as_it_is,
+) -> Array:
     """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
 
     Element i of the unsharded array takes byte i & 7 of the two words (little-endian, first word first) that Threefry
@@ -134,6 +140,7 @@ def random_bytes(key: Key, rows: Array, columns: int, first_column: int | Array,
         columns: how many elements of each row.
         first_column: column of the first one.
         row_length: columns of the unsharded array.
+        settle: see `layout.Settle`.
     """
     xp = array_namespace(rows)
     high, low = _multiply_wide(rows, row_length)
@@ -145,6 +152,7 @@ def random_bytes(key: Key, rows: Array, columns: int, first_column: int | Array,
     counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]
     carry = xp.astype(_less_unsigned(counter, counter_low), xp.int32)
     words = threefry2x32(_key_arrays(key, rows), (shift_right(high, 3)[:, None] + carry, counter))
+    words = settle(words[0]), settle(words[1])
     octets = [(word >> (8 * i)) & 0xFF for word in words for i in range(4)]
     octets = xp.stack(octets, axis=-1).reshape((rows.shape[0], groups * 8))
     if aligned:

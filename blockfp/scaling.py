@@ -7,17 +7,21 @@ order and no flushing of subnormals. Every rule gives the *stored* scale and the
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache
 
 from array_api_compat import array_namespace
 
 from . import bits
 from .bits import Array
-from .formats import E4M3, ElementFormat, ScaleFormat
+from .formats import E4M3, ELEMENTS, ElementFormat, ScaleFormat
 from .rounding import round_to_element
 
 Split = tuple[Array, Array]
 """(significand, exponent), see `bits`."""
+
+# Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
+_LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
+_INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
+_LARGEST_TWO_LEVEL = {name: bits.constant_bits(E4M3.max * element.max) for name, element in ELEMENTS.items()}
 
 
 def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, largest: int) -> Array:
@@ -35,7 +39,7 @@ def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, larg
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, bits.constant_bits(element.max)), safe)
+    multiplier = bits.divide(xp.full_like(amax, _LARGEST[element.name]), safe)
     multiplier = xp.where(multiplier == bits.INFINITY, largest, multiplier)
     if scale.name == "pow2":
         multiplier = multiplier & bits.INFINITY
@@ -56,16 +60,15 @@ def e8m0_scale(amax: Array, element: ElementFormat, rule: str) -> Array:
     """
     xp = array_namespace(amax)
     if rule == "e8m0_floor":
-        exponent = xp.maximum((amax >> 23) - element.emax, 0)
+        exponent = bits.at_least((amax >> 23) - element.emax, 0)
     else:
-        factor = bits.constant_bits(1 / element.max)
-        significand, exponent = bits.multiply(bits.split(amax), bits.split(xp.full_like(amax, factor)))
+        factor = bits.split(xp.full_like(amax, _INVERSE_OF_LARGEST[element.name]))
+        significand, exponent = bits.multiply(bits.split(amax), factor)
         exponent = exponent + 127 + xp.astype(significand != 0x800000, xp.int32)
-        exponent = xp.where(amax < _smallest_above_zero(element), 0, xp.maximum(exponent, 1))
-    return xp.where(amax == bits.INFINITY, 0xFE, xp.minimum(exponent, 0xFE))
+        exponent = xp.where(amax < _SMALLEST_ABOVE_ZERO[element.name], 0, bits.at_least(exponent, 1))
+    return xp.where(amax == bits.INFINITY, 0xFE, bits.at_most(exponent, 0xFE))
 
 
-@cache
 def _smallest_above_zero(element: ElementFormat) -> int:
     """Bits of the smallest amax whose product with fp32(1 / MAX), rounded to fp32, is above 2^-127.
 
@@ -86,6 +89,9 @@ def _smallest_above_zero(element: ElementFormat) -> int:
     return low
 
 
+_SMALLEST_ABOVE_ZERO = {name: _smallest_above_zero(element) for name, element in ELEMENTS.items()}
+
+
 def e8m0_bits(stored: Array) -> Array:
     """fp32 bits of the decode scale of E8M0 bytes (int32); 255 is NaN."""
     xp = array_namespace(stored)
@@ -100,14 +106,14 @@ def nvfp4_multiplier(amax: Array, element: ElementFormat) -> Array:
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, bits.constant_bits(E4M3.max * element.max)), safe)
-    return xp.where(special, bits.ONE, xp.minimum(multiplier, bits.FP32_MAX))
+    multiplier = bits.divide(xp.full_like(amax, _LARGEST_TWO_LEVEL[element.name]), safe)
+    return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 
 def nvfp4_scale(amax: Array, multiplier: Array, element: ElementFormat) -> Array:
     """E4M3 bytes (int32) of NVFP4's block scales: E4M3(amax of the block * (G * fp32(1 / MAX))), saturating."""
     xp = array_namespace(amax)
-    sixth = bits.split(xp.full_like(multiplier, bits.constant_bits(1 / element.max)))
+    sixth = bits.split(xp.full_like(multiplier, _INVERSE_OF_LARGEST[element.name]))
     scaled = bits.multiply(bits.split(amax), bits.multiply(bits.split(multiplier), sixth))
     return xp.where(amax == 0, 0, round_to_element(*scaled, E4M3))
 
@@ -116,7 +122,7 @@ def clamped_reciprocal(scale: Array) -> Array:
     """fp32 bits of min(1 / scale, largest fp32) for non-negative decode scales; of zero, the largest fp32."""
     xp = array_namespace(scale)
     zero = scale == 0
-    inverse = xp.minimum(reciprocal(xp.where(zero, bits.ONE, scale)), bits.FP32_MAX)
+    inverse = bits.at_most(reciprocal(xp.where(zero, bits.ONE, scale)), bits.FP32_MAX)
     return xp.where(zero, bits.FP32_MAX, inverse)
 
 
@@ -124,7 +130,7 @@ def lift(amax: Array, eps: float) -> Array:
     """amax, at least eps."""
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps must be finite and not negative, got {eps}")
-    return array_namespace(amax).maximum(amax, bits.constant_bits(eps)) if eps else amax
+    return bits.at_least(amax, bits.constant_bits(eps)) if eps else amax
 
 
 def record(history: Array, amax: Array) -> Array:
@@ -165,7 +171,7 @@ def update(
     amax = xp.max(pattern, axis=0) if algorithm == "max" else pattern[0]
     safe = xp.where(amax > 0, amax, bits.ONE)
     target = xp.full_like(safe, bits.constant_bits(element.max * 2.0**-margin))
-    quotient = xp.minimum(bits.divide(target, safe), bits.FP32_MAX)
+    quotient = bits.at_most(bits.divide(target, safe), bits.FP32_MAX)
     scale = xp.where(amax > 0, quotient, bits.from_float(scale)).view(xp.float32)
     newest = pattern[:1]
     moved = [xp.zeros_like(newest)] + ([pattern[2:], newest] if history.shape[0] > 1 else [])
