@@ -99,7 +99,7 @@ void tensor_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
   const Elements<T> x = elements_of<T>(job.x, tile, Scratch(job.tiling, scratch).gathered);
   uint32_t most = 0;
   for (int64_t r = 0; r < tile.rows; ++r) {
-    uint32_t row = largest_pattern<T>(x.row(r), tile.columns);
+    uint32_t row = largest_pattern<T, true>(x.row(r), tile.columns);
     if (row > T::kRawInfinity) row = largest_number(x, r, 1, 0, tile.columns);
     most = row > most ? row : most;
   }

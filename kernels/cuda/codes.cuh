@@ -71,7 +71,7 @@ __device__ __forceinline__ uint32_t nibble_signs(const float* y) {
   return ((even >> 4) & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Codes of eight numbers (already multiplied with prescaled<E>), packed into 8, 6 or 4 bytes. A NaN of E2M1 must not come here.
+// Codes of eight numbers (already multiplied with prescaled<E>), packed into 8, 6 or 4 bytes. A NaN of E2M1 needs mark_nan.
 template <class E>
 __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
   constexpr bool kWide = E::kMantissaBits == 2;
@@ -111,17 +111,26 @@ __device__ __forceinline__ uint2 encode_eight_stochastic(const float (&y)[8], ui
   return {word + nibble_signs(y), 0};
 }
 
-// Eight codes of E by elements.h, for what the conversions above leave out: NaN in E2M1, random bytes for any element.
+// Codes of any element by elements.h, with random bytes. By value: an array would have to lie in memory for every caller.
 template <class E>
-__device__ __noinline__ uint2 encode_eight_slowly(const float* y, bool stochastic, uint2 random) {
+__device__ __noinline__ uint2 encode_eight_slowly(float4 first, float4 second, uint2 random) {
+  const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
   uint64_t out = 0;
-#pragma unroll 1
+#pragma unroll
   for (int i = 7; i >= 0; --i) {
     const int32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFF;
-    const int32_t code = stochastic ? encode_stochastic<E, float>(y[i], byte) : encode_nearest<E, float>(y[i]);
-    out = (out << E::kBits) | static_cast<uint32_t>(code);
+    out = (out << E::kBits) | static_cast<uint32_t>(encode_stochastic<E, float>(y[i], byte));
   }
   return {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32)};
+}
+
+// E2M1's code for NaN put where the conversions above have written something else.
+__device__ __forceinline__ uint32_t mark_nan(uint32_t codes, const float (&y)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (y[i] != y[i]) codes = (codes & ~(0xFu << (4 * i))) | (static_cast<uint32_t>(E2M1::kNanCode) << (4 * i));
+  }
+  return codes;
 }
 
 // How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told.
@@ -129,11 +138,11 @@ enum class Rounding { kNearest, kStochastic, kGeneral };
 
 // Codes of eight numbers times a block's multiplier. With kStochastic, E is E2M1 and `index` a multiple of eight.
 //
-// A block with a NaN is encoded slowly where E's conversion has no code for it.
+// `nan`: some block of these elements holds a NaN.
 template <class E, Rounding R, class Value>
 __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
   const bool stochastic = R == Rounding::kStochastic || (R == Rounding::kGeneral && key != nullptr);
-  const bool slowly = (R == Rounding::kGeneral && stochastic) || (E::kId == E2M1::kId && nan);
+  const bool slowly = R == Rounding::kGeneral && stochastic;
   const float factor = slowly ? multiplier : prescaled<E>(multiplier);
   float y[8];
 #pragma unroll
@@ -144,9 +153,17 @@ __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier,
   } else if constexpr (R == Rounding::kGeneral) {
     if (stochastic) random = random_eight(key, index);
   }
-  if (slowly) return encode_eight_slowly<E>(y, stochastic, random);
-  if constexpr (R == Rounding::kStochastic) return encode_eight_stochastic(y, random);
-  return encode_eight<E>(y);
+  if (slowly) return encode_eight_slowly<E>({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, random);
+  uint2 codes;
+  if constexpr (R == Rounding::kStochastic) {
+    codes = encode_eight_stochastic(y, random);
+  } else {
+    codes = encode_eight<E>(y);
+  }
+  if constexpr (E::kId == E2M1::kId) {
+    if (nan) codes.x = mark_nan(codes.x, y);
+  }
+  return codes;
 }
 
 // Bytes of `count` codes that begin a group.

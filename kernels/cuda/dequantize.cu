@@ -8,7 +8,7 @@ namespace cuda {
 namespace {
 
 int log2_of(int power) {
-  int shift = 0;
+  int shift = 1;  // lanes come in pairs
   while ((1 << shift) < power) ++shift;
   return shift;
 }
@@ -18,7 +18,7 @@ int log2_of(int power) {
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream) {
   const int64_t lines = a.batches * a.rows, groups = ceil_div(a.columns, 8);
   if (lines * groups == 0) return cudaSuccess;
-  int shift = 0;
+  int shift = 1;  // lanes come in pairs
   while (shift < 8 && (int64_t{1} << shift) < groups) ++shift;
   const int64_t spans = ceil_div(groups, int64_t{1} << shift);
   const int64_t blocks = spans * ceil_div(lines, (kDequantizeThreads >> shift) * kDequantizeRows);

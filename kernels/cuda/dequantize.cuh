@@ -4,8 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "arguments.h"
-#include "codes.cuh"
+#include "block_scale.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -40,19 +39,36 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
       const float2 values = half_values(halves);
       out[2 * i] = values.x, out[2 * i + 1] = values.y;
     }
-  } else {
-    // In fp16's place a code is a number of the same digits, subnormals included, with another bias.
-    constexpr int kShift = 10 - E::kMantissaBits;
-    constexpr uint32_t kMask = ((1u << (E::kBits - 1)) - 1) * 0x00010001u;
-    constexpr float kRebias = 1 << (15 - E::kBias);
-    const uint64_t all = (static_cast<uint64_t>(codes.y) << 32) | codes.x;
+  } else if constexpr (E::kBits == 6) {
+    // As bytes these are codes of the 8-bit float with as many mantissa bits, times a power of two.
+    constexpr float kRebias = 1 << (E::kMantissaBits == 2 ? 12 : 6);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t two = static_cast<uint32_t>(all >> (2 * E::kBits * i));
-      const uint32_t pair = (two & ((1u << E::kBits) - 1)) | ((two << (16 - E::kBits)) & (((1u << E::kBits) - 1) << 16));
-      const uint32_t halves = ((pair & kMask) << kShift) | ((pair & ((1u << (E::kBits - 1)) * 0x00010001u)) << (16 - E::kBits));
-      const float2 values = half_values(halves);
-      out[2 * i] = __fmul_rn(values.x, kRebias), out[2 * i + 1] = __fmul_rn(values.y, kRebias);
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t word = i == 0 ? codes.x : __funnelshift_r(codes.x, codes.y, 24);
+      const uint32_t twelve = (word & 0xFFFu) | ((word << 4) & 0xFFF0000u);
+      const uint32_t six = (twelve & 0x003F003Fu) | ((twelve << 2) & 0x3F003F00u);
+      const uint32_t eight = (six & 0x1F1F1F1Fu) | ((six << 2) & 0x80808080u);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t halves;
+        if constexpr (E::kMantissaBits == 2) {
+          asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(eight >> (16 * j))));
+        } else {
+          asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(eight >> (16 * j))));
+        }
+        const float2 values = half_values(halves);
+        out[4 * i + 2 * j] = __fmul_rn(values.x, kRebias), out[4 * i + 2 * j + 1] = __fmul_rn(values.y, kRebias);
+      }
+    }
+  } else {
+    // The upper byte of each magnitude in fp16, chosen by the code; the lower is zero.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t four = codes.x >> (16 * i);
+      const uint32_t spread = __byte_perm(four, four >> 4, 0x5140);  // codes in the low nibbles of bytes, in order
+      const uint32_t upper = __byte_perm(0x3E3C3800u, 0x46444240u, four & 0x7777u) | ((spread << 4) & 0x80808080u);
+      const float2 low = half_values(__byte_perm(upper, 0, 0x1404)), high = half_values(__byte_perm(upper, 0, 0x3424));
+      out[4 * i] = low.x, out[4 * i + 1] = low.y, out[4 * i + 2] = high.x, out[4 * i + 3] = high.y;
     }
   }
 }
@@ -75,35 +91,62 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* codes, int count, boo
   return out;
 }
 
-// Eight values, NaN canonical, to out[0 .. count - 1].
+// Eight values, NaN canonical, to out[0 .. count - 1]. Neighbouring lanes hold neighbouring eights, and all of a warp come here
+// together where `vectors`.
 template <class T>
-__device__ __forceinline__ void store_values(typename T::Raw* out, const float (&y)[8], int count, bool vectors) {
+__device__ __forceinline__ void store_values(typename T::Raw* out, float (&y)[8], int count, bool vectors) {
+  float sum = y[0];
+#pragma unroll
+  for (int i = 1; i < 8; ++i) sum = __fadd_rn(sum, y[i]);
+  // A NaN shows in the sum; so may two infinities, which the comparison tells apart.
+  uint32_t nan = 0;
+  if (sum != sum) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) nan |= (y[i] != y[i] ? 1u : 0u) << i;
+  }
   uint32_t word[8];
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     if constexpr (T::kId == Fp32::kId) {
-      word[i] = __float_as_uint(y[i] == y[i] ? y[i] : __int_as_float(kNan));
-      word[i + 1] = __float_as_uint(y[i + 1] == y[i + 1] ? y[i + 1] : __int_as_float(kNan));
+      word[i] = __float_as_uint(y[i]), word[i + 1] = __float_as_uint(y[i + 1]);
+    } else if constexpr (T::kId == Bf16::kId) {
+      word[i / 2] = bit_cast<uint32_t>(__floats2bfloat162_rn(y[i], y[i + 1]));
     } else {
-      constexpr uint32_t kCanonical = T::kId == Bf16::kId ? 0x7FC0 : 0x7E00;
-      uint32_t pair;
-      if constexpr (T::kId == Bf16::kId) {
-        pair = bit_cast<uint32_t>(__floats2bfloat162_rn(y[i], y[i + 1]));
-      } else {
-        pair = bit_cast<uint32_t>(__floats2half2_rn(y[i], y[i + 1]));
-      }
-      if (y[i] != y[i]) pair = (pair & 0xFFFF0000u) | kCanonical;
-      if (y[i + 1] != y[i + 1]) pair = (pair & 0xFFFFu) | (kCanonical << 16);
-      word[i / 2] = pair;
+      word[i / 2] = bit_cast<uint32_t>(__floats2half2_rn(y[i], y[i + 1]));
     }
   }
   constexpr int kPerWord = T::kId == Fp32::kId ? 1 : 2;
-  if (vectors && count == 8) {
+  if (nan != 0) {
+    constexpr uint32_t kCanonical = T::kId == Fp32::kId ? kNan : (T::kId == Bf16::kId ? 0x7FC0 : 0x7E00);
 #pragma unroll
-    for (int i = 0; i < 8 / kPerWord; i += 4) {
-      reinterpret_cast<uint4*>(out)[i / 4] = {word[i], word[i + 1], word[i + 2], word[i + 3]};
+    for (int i = 0; i < 8; ++i) {
+      if (!((nan >> i) & 1)) continue;
+      const int shift = 16 * (i % kPerWord);
+      word[i / kPerWord] = (word[i / kPerWord] & ~((kPerWord == 1 ? 0xFFFFFFFFu : 0xFFFFu) << shift)) | (kCanonical << shift);
     }
+  }
+  if (vectors && kPerWord == 2 && count == 8) {
+    *reinterpret_cast<uint4*>(out) = {word[0], word[1], word[2], word[3]};
     return;
+  }
+  if constexpr (kPerWord == 1) {
+    if (vectors) {
+      // Two lanes trade halves, so that each store fills 32 neighbouring bytes.
+      const bool odd = threadIdx.x % 2 != 0;
+      uint4 mine, other;
+      uint32_t* keep = &mine.x;
+      uint32_t* take = &other.x;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        keep[i] = odd ? word[i + 4] : word[i];
+        take[i] = __shfl_xor_sync(0xFFFFFFFFu, odd ? word[i] : word[i + 4], 1);
+      }
+      const int partner = __shfl_xor_sync(0xFFFFFFFFu, count, 1);
+      uint4* first = reinterpret_cast<uint4*>(out - (odd ? 8 : 0)) + (odd ? 1 : 0);
+      if ((odd ? partner : count) == 8) first[0] = odd ? other : mine;
+      if ((odd ? count : partner) == 8) first[2] = odd ? mine : other;
+      return;
+    }
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -117,7 +160,7 @@ __device__ __forceinline__ float stored_value(const DequantizeArguments& a, int6
     case ScaleRule::kPow2:
       return __ldg(static_cast<const float*>(a.scales) + block);
     case ScaleRule::kE4m3:
-      return multiply(decode<E4M3, float>(__ldg(static_cast<const uint8_t*>(a.scales) + block)), __ldg(a.tensor_scale));
+      return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), __ldg(a.tensor_scale));
     default:
       return decode_scale<ScaleRule::kE8m0Ceil, float>(__ldg(static_cast<const uint8_t*>(a.scales) + block), 1.0f);
   }
@@ -134,8 +177,7 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   const int rows_below = kDequantizeThreads >> shift;
   const int64_t first_row = band * (rows_below * kDequantizeRows) + (threadIdx.x >> shift);
   const int64_t column = ((span << shift) + (threadIdx.x & ((1 << shift) - 1))) * 8;
-  if (column >= a.columns) return;
-  const int count = static_cast<int>(min(a.columns - column, int64_t{8}));
+  const int in_row = static_cast<int>(max(min(a.columns - column, int64_t{8}), int64_t{0}));
   const int64_t pitch = Packing<E::kBits>::row_bytes(a.columns), lines = a.batches * a.rows;
   uint2 codes[kDequantizeRows];
   float scale[kDequantizeRows];
@@ -146,10 +188,10 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     codes[u] = {};
     scale[u] = 0.0f;
     block_row[u] = 0;
-    if (line >= lines) continue;
-    codes[u] = load_codes<E::kBits>(a.codes + line * pitch + column / 8 * E::kBits, count, vectors);
+    if (line >= lines || in_row == 0) continue;
+    codes[u] = load_codes<E::kBits>(a.codes + line * pitch + column / 8 * E::kBits, in_row, vectors);
     if (a.format.block_rows > 1) {
-      const int64_t batch = line / a.rows, row = line - batch * a.rows;
+      const int64_t batch = a.batches == 1 ? 0 : line / a.rows, row = line - batch * a.rows;
       block_row[u] = batch * grid_rows + ((a.window.row_phase + row) >> row_shift);
     } else if (a.format.block_rows == 1) {
       block_row[u] = line;
@@ -162,14 +204,15 @@ __global__ void __launch_bounds__(kDequantizeThreads)
 #pragma unroll
   for (int u = 0; u < kDequantizeRows; ++u) {
     const int64_t line = first_row + u * rows_below;
-    if (line >= lines) continue;
+    const int count = line < lines ? in_row : 0;
+    if (!vectors && count == 0) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (!Eights) {
         const int64_t at = min(column + i, a.columns - 1);
-        scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
+        if (count > 0) scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
       }
       y[i] = multiply(y[i], scale[u]);
     }

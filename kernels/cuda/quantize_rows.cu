@@ -10,7 +10,7 @@ namespace {
 
 template <class E, int Block, class T, Rounding R>
 cudaError_t flat(const QuantizeArguments& a, int64_t elements, cudaStream_t stream) {
-  constexpr int kUnroll = sizeof(typename T::Raw) == 2 && kRowGroups<E> == 1 ? 2 : 1;
+  constexpr int kUnroll = kRowUnroll<E, T>;
   const int64_t pieces = elements / (8 * kRowGroups<E>);
   const int64_t blocks = ceil_div(pieces, kRowThreads * kUnroll);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
@@ -23,7 +23,7 @@ cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
   constexpr int kElements = 8 * kRowGroups<E>;
   const int64_t pieces = ceil_div(a.window.column_phase + a.x.columns, kElements);
   int shift = 4;  // sixteen lanes hold the longest block
-  while (shift < 8 && (int64_t{1} << shift) < pieces) ++shift;
+  while ((2 << shift) <= kRowThreads && (int64_t{1} << shift) < pieces) ++shift;
   // An empty array still has a scale of its tensor, which the first block writes.
   const int64_t spans = std::max(ceil_div(pieces, int64_t{1} << shift), int64_t{1});
   const int64_t blocks = spans * std::max(ceil_div(a.x.batches * a.x.rows, kRowThreads >> shift), int64_t{1});

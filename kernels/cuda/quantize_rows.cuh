@@ -10,7 +10,17 @@ namespace cuda {
 
 // Flat: contiguous, aligned, whole blocks, the random index from 0: no row is ever looked at. General: everything else; blocks
 // still begin at multiples of eight columns.
-constexpr int kRowThreads = 256;
+#ifndef ROWTHREADS
+#define ROWTHREADS 128
+#endif
+constexpr int kRowThreads = ROWTHREADS;
+
+#ifndef UNROLL8
+#define UNROLL8 4
+#endif
+// Pieces that a thread reads before it writes the first: enough loads in flight.
+template <class E, class T>
+constexpr int kRowUnroll = sizeof(typename T::Raw) == 4 ? 2 : (E::kBits == 8 ? UNROLL8 : 2);
 
 // Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
 template <class E>

@@ -1,6 +1,8 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 #pragma once
 
+#include <type_traits>
+
 #include "tile.cuh"
 
 namespace blockfp {
@@ -40,10 +42,15 @@ struct TileKernel {
   static constexpr int kRows = kDepth<E>;
   static constexpr int kMostParts = most_parts<E, Block, Square>();
 
+  // Blocks of 128 reach over warps and meet in shared memory; smaller ones lie within a warp, and their scales are made where they are needed.
+  static constexpr bool kWithinWarp = Block == 16 || Block == 32;
+  static constexpr int kRowScales = kWithinWarp && !Square ? kTileRows<E> * (kTileColumns / (kWithinWarp ? Block : 1)) : 1;
+
   struct Shared {
     Staging<E> staging;
-    int32_t amax[kMostParts];  // then the multipliers, negative where the block holds a NaN
-    int32_t poison[E::kHasNan ? 1 : kMostParts];
+    int32_t amax[kWithinWarp ? 1 : kMostParts];  // then the multipliers
+    uint8_t row_scales[kRowScales];
+    uint8_t column_scales[kRowScales];
   };
 
   const QuantizeArguments& a;
@@ -125,21 +132,8 @@ struct TileKernel {
   template <Along A>
   __device__ __forceinline__ void scale_blocks() {
     using B = TileBlocks<E, Block, A>;
-    bool any_nan = false;
-    if constexpr (E::kHasNan) {
-      partial_amaxes<A, false>(shared.amax);
-      __syncthreads();
-    } else {
-      partial_amaxes<A, true>(shared.poison);
-      __syncthreads();
-      bool nan = false;
-      for (int i = threadIdx.x; i < B::kParts; i += kTileThreads) nan = nan || shared.poison[i] > kInfinity;
-      any_nan = __syncthreads_or(nan);
-      if (any_nan) {
-        partial_amaxes<A, false>(shared.amax);
-        __syncthreads();
-      }
-    }
+    partial_amaxes<A, false>(shared.amax);
+    __syncthreads();
     const int64_t grid_rows = A == Along::kRow ? a.x.rows : (a.window.row_phase + a.x.rows + Block - 1) / Block;
     const int64_t grid_columns = A == Along::kColumn ? a.x.columns : (a.window.column_phase + a.x.columns + Block - 1) / Block;
     // A tile begins on a block boundary where the direction has blocks, so phase + origin is a multiple of the block.
@@ -153,22 +147,17 @@ struct TileKernel {
       // Neighbouring threads take neighbouring scales of the direction's output.
       const int down = A == Along::kColumn ? i % B::kDown : i / B::kAcross;
       const int across = A == Along::kColumn ? i / B::kDown : i % B::kAcross;
-      const int32_t poisoned = merged<B>(E::kHasNan ? shared.amax : shared.poison, down, across);
-      const bool nan = !E::kHasNan && poisoned > kInfinity;
-      const int32_t amax = nan ? merged<B>(shared.amax, down, across) : poisoned;
-      const BlockScale<float> scale = block_scale<E, Block>(amax, a, A == Along::kColumn ? tensor_t : tensor);
+      const BlockScale<float> scale = block_scale<E, Block>(merged<B>(shared.amax, down, across), a, tensor);
       // Only this thread reads the parts of its block.
-      shared.amax[down * B::kPartsDown * B::kPartColumns + across * B::kPartsAcross] =
-          to_bits(scale.multiplier) | (nan ? ~kMagnitude : 0);
+      shared.amax[down * B::kPartsDown * B::kPartColumns + across * B::kPartsAcross] = to_bits(scale.multiplier);
       const int64_t row = first_row + down, column = first_column + across;
       const bool inside = (kAligned || (row >= 0 && column >= 0)) && row < grid_rows && column < grid_columns;
       if (!inside) continue;
-      const int32_t stored = nan ? kNanMark<E, Block> : scale.stored;
       if (A != Along::kColumn && a.row.codes != nullptr) {
-        store_scale<Block>(a.row.scales, (tile.batch * grid_rows + row) * grid_columns + column, stored);
+        store_scale<Block>(a.row.scales, (tile.batch * grid_rows + row) * grid_columns + column, scale.stored);
       }
       if (A != Along::kRow && a.column.codes != nullptr) {
-        store_scale<Block>(a.column.scales, (tile.batch * grid_columns + column) * grid_rows + row, stored);
+        store_scale<Block>(a.column.scales, (tile.batch * grid_columns + column) * grid_rows + row, scale.stored);
       }
     }
     __syncthreads();
@@ -181,29 +170,93 @@ struct TileKernel {
       return tensor.multiplier;
     } else {
       using B = TileBlocks<E, Block, A>;
-      const int down = r / B::kTall, across = j / B::kWide;
-      return from_bits<float>(shared.amax[down * B::kPartsDown * B::kPartColumns + across * B::kPartsAcross]);
+      return from_bits<float>(shared.amax[r / B::kTall * B::kPartsDown * B::kPartColumns + j / B::kWide * B::kPartsAcross]);
     }
   }
 
-  // A negative multiplier stands for a block with a NaN; index counts in the unsharded array as encoded.
-  template <class Value>
-  __device__ __forceinline__ uint2 encode(Value value_of, float multiplier, const uint32_t* key, uint64_t index) const {
-    return encode_scaled<E, R>(value_of, fabsf(multiplier), multiplier < 0, key, index);
+  // A block's scale from the part of its amax that this thread has; Lanes and Step as for lanes_max. `amax_of` takes whether NaN poisons.
+  // Every lane of the warp must come here.
+  struct Scale {
+    BlockScale<float> of;
+    bool nan;
+    __device__ __forceinline__ int32_t stored() const { return nan ? kNanMark<E, Block> : of.stored; }
+  };
+
+  template <class AmaxOf>
+  __device__ __forceinline__ Scale scale_within_warp(AmaxOf amax_of, const TensorScale& t) const {
+    bool nan = false;
+    int32_t amax;
+    if constexpr (E::kHasNan) {
+      amax = amax_of(std::false_type{});
+    } else {
+      amax = amax_of(std::true_type{});
+      nan = amax > kInfinity;
+      if (__any_sync(0xFFFFFFFFu, nan)) amax = amax_of(std::false_type{});
+    }
+    return {block_scale<E, Block>(amax, a, t), nan};
+  }
+
+  // Largest magnitudes of the eight columns of a thread's piece, element by element.
+  template <bool Poison>
+  __device__ __forceinline__ Eight<T> over_rows() const {
+    Eight<T> most = x[0];
+#pragma unroll
+    for (int r = 1; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 0; i < kWords<T>; ++i) most.word[i] = larger_magnitude<T, Poison>(most.word[i], x[r].word[i]);
+    }
+    return most;
+  }
+
+  __device__ __forceinline__ Scale square_scale() const {
+    using B = TileBlocks<E, Block, Along::kSquare>;
+    const Scale scale = scale_within_warp(
+        [&](auto poison) {
+          constexpr bool kPoison = decltype(poison)::value;
+          return lanes_max<B::kLaneRows, 8>(lanes_max<B::kLaneColumns>(largest<T, kPoison>(over_rows<kPoison>())));
+        },
+        tensor);
+    const int64_t grid_rows = (a.window.row_phase + a.x.rows + Block - 1) / Block;
+    const int64_t grid_columns = (a.window.column_phase + a.x.columns + Block - 1) / Block;
+    const int64_t row = (tile.row + a.window.row_phase + place.row) / Block;
+    const int64_t column = (tile.column + a.window.column_phase + place.column) / Block;
+    const bool writes = place.lane_row % B::kLaneRows == 0 && place.lane_column % B::kLaneColumns == 0;
+    if (writes && row < grid_rows && column < grid_columns) {
+      if (a.row.codes != nullptr) store_scale<Block>(a.row.scales, (tile.batch * grid_rows + row) * grid_columns + column, scale.stored());
+      if (a.column.codes != nullptr) {
+        store_scale<Block>(a.column.scales, (tile.batch * grid_columns + column) * grid_rows + row, scale.stored());
+      }
+    }
+    return scale;
   }
 
   template <Along A>
-  __device__ __forceinline__ void encode_rows() const {
+  __device__ __forceinline__ void encode_rows(const Scale& square) {
     const int64_t column = tile.column + place.column, pitch = Packing<E::kBits>::row_bytes(a.x.columns);
-    if ((!kAligned && column < 0) || column >= a.x.columns) return;
-    const int bytes = packed_bytes<E::kBits>(static_cast<int>(min(a.x.columns - column, int64_t{8})));
+    const bool inside_columns = (kAligned || column >= 0) && column < a.x.columns;
+    const int bytes = packed_bytes<E::kBits>(static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0})));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = tile.row + place.row + r;
-      if ((!kAligned && row < 0) || row >= a.x.rows) continue;
+      float factor;
+      bool nan = false;
+      if constexpr (!kWithinWarp) {
+        factor = multiplier<A>(place.row + r, place.column);
+      } else if constexpr (A == Along::kSquare) {
+        factor = square.of.multiplier, nan = square.nan;
+      } else {
+        constexpr int kLanes = Block / 8, kAcross = kTileColumns / Block;
+        const Scale scale = scale_within_warp(
+            [&](auto poison) { return lanes_max<kLanes>(largest<T, decltype(poison)::value>(x[r])); }, tensor);
+        factor = scale.of.multiplier, nan = scale.nan;
+        if (place.lane_column % kLanes == 0) {
+          shared.row_scales[(place.row + r) * kAcross + place.column / Block] = scale.stored();
+        }
+      }
+      if (!inside_columns || (!kAligned && row < 0) || row >= a.x.rows) continue;
       const uint64_t global_row = tile.batch * a.window.rows + a.window.row + row;
-      const uint2 codes = encode([&](int i) { return value<T>(x[r], i); }, multiplier<A>(place.row + r, place.column), a.row.key,
-                                 global_row * a.window.columns + a.window.column + column);
+      const uint2 codes = encode_scaled<E, R>([&](int i) { return value<T>(x[r], i); }, factor, nan, a.row.key,
+                                              global_row * a.window.columns + a.window.column + column);
       uint8_t* out = a.row.codes + (tile.batch * a.x.rows + row) * pitch + column / 8 * E::kBits;
       if constexpr (kAligned) {
         store_eight<E::kBits>(out, codes);
@@ -213,16 +266,49 @@ struct TileKernel {
     }
   }
 
+  // Transposed codes, and the scales of 1-D blocks of both directions, on their way through shared memory.
   template <Along A>
-  __device__ __forceinline__ void encode_columns() {
+  __device__ __forceinline__ void encode_columns(const Scale& square) {
+    using B = TileBlocks<E, Block == 0 ? 128 : Block, Along::kColumn>;
+    Eight<T> most, poisoned;
+    if constexpr (kWithinWarp && A == Along::kColumn) {
+      // Both are made at once, so that the columns below need no second look at the rows.
+      if constexpr (E::kHasNan) {
+        most = over_rows<false>();
+      } else {
+        poisoned = over_rows<true>();
+        bool nan = false;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) nan = nan || magnitude_of<true>(poisoned, j) > kInfinity;
+        most = __any_sync(0xFFFFFFFFu, nan) ? over_rows<false>() : poisoned;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
+      float factor;
+      bool nan = false;
+      if constexpr (!kWithinWarp) {
+        factor = multiplier<A>(place.row, place.column + j);
+      } else if constexpr (A == Along::kSquare) {
+        factor = square.of.multiplier, nan = square.nan;
+      } else {
+        const Scale scale = scale_within_warp(
+            [&](auto poison) {
+              constexpr bool kPoison = decltype(poison)::value;
+              return lanes_max<B::kLaneRows, 8>(magnitude_of<kPoison>(kPoison ? poisoned : most, j));
+            },
+            tensor_t);
+        factor = scale.of.multiplier, nan = scale.nan;
+        if (place.lane_row % B::kLaneRows == 0) {
+          shared.column_scales[(place.column + j) * B::kDown + place.row / Block] = scale.stored();
+        }
+      }
       uint2 codes[kRows / 8];
 #pragma unroll
       for (int h = 0; h < kRows / 8; ++h) {
         const uint64_t global_column = tile.batch * a.window.columns + a.window.column + tile.column + place.column + j;
-        codes[h] = encode([&](int i) { return value<T>(x[8 * h + i], j); }, multiplier<A>(place.row, place.column + j),
-                          a.column.key, global_column * a.window.rows + a.window.row + tile.row + place.row + 8 * h);
+        codes[h] = encode_scaled<E, R>([&](int i) { return value<T>(x[8 * h + i], j); }, factor, nan, a.column.key,
+                                       global_column * a.window.rows + a.window.row + tile.row + place.row + 8 * h);
       }
       shared.staging.put(place.column + j, place.row / kRows, codes);
     }
@@ -235,39 +321,71 @@ struct TileKernel {
       shared.staging.copy_bytes(a.column.codes + tile.batch * a.x.columns * pitch, pitch, tile.row / 8 * E::kBits, tile.column,
                                 a.x.columns);
     }
+    if constexpr (kWithinWarp && A == Along::kColumn) {
+      if (a.row.codes != nullptr) {
+        copy_scales(shared.row_scales, static_cast<uint8_t*>(a.row.scales), kTileColumns / Block, tile.row, a.x.rows,
+                    (tile.column + a.window.column_phase) / Block, (a.window.column_phase + a.x.columns + Block - 1) / Block);
+      }
+      copy_scales(shared.column_scales, static_cast<uint8_t*>(a.column.scales), B::kDown, tile.column, a.x.columns,
+                  (tile.row + a.window.row_phase) / Block, (a.window.row_phase + a.x.rows + Block - 1) / Block);
+    }
+  }
+
+  template <bool Poison>
+  __device__ __forceinline__ static int32_t magnitude_of(const Eight<T>& most, int j) {
+    constexpr int kPerWord = 8 / kWords<T>;
+    return magnitude_bits<T, Poison>(most.word[j / kPerWord], j % kPerWord);
+  }
+
+  // Scales of a tile, `width` a line, to their place among `lines` lines of `grid`.
+  __device__ __forceinline__ void copy_scales(const uint8_t* scales, uint8_t* out, int width, int64_t first_line, int64_t lines,
+                                              int64_t first, int64_t grid) const {
+    for (int i = threadIdx.x; i < kRowScales; i += kTileThreads) {
+      const int64_t line = first_line + i / width, at = first + i % width;
+      if (line < 0 || line >= lines || at >= grid) continue;
+      out[(tile.batch * lines + line) * grid + at] = scales[i];
+    }
   }
 
   __device__ __forceinline__ void run() {
+    Scale scale{};
     if constexpr (Square) {
-      if constexpr (Block != 0) scale_blocks<Along::kSquare>();
-      if (a.row.codes != nullptr) encode_rows<Along::kSquare>();
-      if (a.column.codes != nullptr) encode_columns<Along::kSquare>();
+      if constexpr (kWithinWarp) {
+        scale = square_scale();
+      } else if constexpr (Block != 0) {
+        scale_blocks<Along::kSquare>();
+      }
+      if (a.row.codes != nullptr) encode_rows<Along::kSquare>(scale);
+      if (a.column.codes != nullptr) encode_columns<Along::kSquare>(scale);
     } else {
       if (a.row.codes != nullptr) {
-        scale_blocks<Along::kRow>();
-        encode_rows<Along::kRow>();
-        __syncthreads();
+        if constexpr (!kWithinWarp) scale_blocks<Along::kRow>();
+        encode_rows<Along::kRow>(scale);
+        if constexpr (!kWithinWarp) __syncthreads();
       }
       if constexpr (Block == 16) {
         if (a.rotate_column && tile.row + place.row + 16 <= a.x.rows && (kAligned || tile.row + place.row >= 0)) {
           rotate_columns<T>(x);
         }
       }
-      scale_blocks<Along::kColumn>();
-      encode_columns<Along::kColumn>();
+      if constexpr (!kWithinWarp) scale_blocks<Along::kColumn>();
+      encode_columns<Along::kColumn>(scale);
     }
   }
 };
 
 template <class E, int Block, class T, bool Square, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, sizeof(typename T::Raw) == 2 || kDepth<E> == 8 ? 2 : 1)
-    quantize_tiles(const __grid_constant__ QuantizeArguments a, int64_t across, int64_t down, bool vectors) {
+    quantize_tiles(const __grid_constant__ QuantizeArguments a, int64_t across, int64_t down, int band, bool vectors) {
   using Kernel = TileKernel<E, Block, T, Square, R>;
   __shared__ __align__(16) typename Kernel::Shared shared;
   const int64_t index = blockIdx.x, matrix = across * down;
   const int64_t batch = index / matrix, in_matrix = index % matrix;
-  const TileOrigin tile{batch, in_matrix / across * kTileRows<E> - a.window.row_phase,
-                        in_matrix % across * kTileColumns - a.window.column_phase};
+  // Bands of a few rows of tiles, each taken column by column: reads and transposed writes both stay near one another.
+  const int64_t first_row = in_matrix / (across * band) * band, in_band = in_matrix - first_row * across;
+  const int64_t rows_of_band = min(static_cast<int64_t>(band), down - first_row);
+  const TileOrigin tile{batch, (first_row + in_band % rows_of_band) * kTileRows<E> - a.window.row_phase,
+                        in_band / rows_of_band * kTileColumns - a.window.column_phase};
   Kernel kernel{a, shared, TilePlace::of_thread<kDepth<E>>(), tile, {}, {}, {}};
   kernel.load(vectors);
   if constexpr (Block == 0 || Block == 16) {

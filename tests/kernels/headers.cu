@@ -22,7 +22,7 @@ __device__ void one_element(const typename T::Raw* x, int32_t amax, uint64_t ind
   const float y = multiply(bit_cast<float>(widen<T, float>(*x)), scale.multiplier);
   codes[0] = encode_nearest<E, float>(y);
   codes[1] = encode_stochastic<E, float>(y, random_byte(1, 2, index));
-  const float value = multiply(decode<E, float>(codes[0]), decode_scale<R, float>(scale.stored, 1.0f));
+  const float value = multiply(decode<E, float>(codes[0] & 0xFF), decode_scale<R, float>(scale.stored, 1.0f));
   *values = static_cast<typename T::Raw>(narrow<T, float>(canonical<float>(to_bits(value))));
 }
 

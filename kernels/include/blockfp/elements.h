@@ -25,6 +25,9 @@ struct Element {
   static constexpr bool kComplement = Complement;
   // Largest finite value as fp32 bits; INT8's exponent field may be 0 with a spacing as in the binade above.
   static constexpr int32_t kMaxBits = (MaxCode << (23 - MantissaBits)) + ((127 - Bias) << 23);
+  // The same as a number, so that its reciprocal is a constant too; exact.
+  static constexpr float kMax = static_cast<float>((1 << MantissaBits) + (MaxCode & ((1 << MantissaBits) - 1))) /
+                                (1 << MantissaBits) * (1 << ((MaxCode >> MantissaBits) - Bias));
 };
 
 using E4M3 = Element<0, 8, 4, 3, 7, 8, 0x7E, 0x7F, true>;
@@ -42,8 +45,8 @@ BLOCKFP_HD float element_max() {
 
 template <class E>
 BLOCKFP_HD float element_max_reciprocal() {
-  // Constant-folded or IEEE: the operands are constants, the division is rounded to nearest.
-  return divide(1.0f, element_max<E>());
+  constexpr float kReciprocal = 1.0f / E::kMax;
+  return kReciprocal;
 }
 
 namespace detail {
@@ -54,14 +57,14 @@ BLOCKFP_HD Int<F> spacing_field(Int<F> a) {
   return larger<Int<F>>(a & kInfinity, splat<Int<F>>((127 + E::kEmin) << 23));
 }
 
-// Sign and NaN of `bits` put on a magnitude code.
+// Sign and NaN of `bits` put on a magnitude code, of which the low byte counts.
 template <class E, class F>
 BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
   using I = Int<F>;
   I code;
   if constexpr (E::kComplement) {
     I sign = bits >> 31;
-    code = ((magnitude ^ sign) - sign) & 0xFF;
+    code = (magnitude ^ sign) - sign;
   } else {
     code = magnitude | (shift_right<F>(bits, 32 - E::kBits) & (1 << (E::kBits - 1)));
   }
@@ -70,23 +73,26 @@ BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
 
 }  // namespace detail
 
-// Code of y rounded to nearest, ties to even, saturating.
+// Code of y rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE; the bits above it are arbitrary.
 //
 // Adding 2^23 times the spacing makes fp32's own rounding that of the element: the sum's low bits are |y| / spacing, rounded.
+// The code is that number plus (exponent field - smallest field) << mantissa bits. The smallest field's part is an even
+// number of spacings, so it goes into the addend without changing how ties fall; the sum's own exponent is above the low byte.
 template <class E, class F>
 BLOCKFP_HD Int<F> encode_nearest(F y) {
   using I = Int<F>;
   constexpr int kDropped = 23 - E::kMantissaBits;
+  constexpr int32_t kSmallest = -((127 + E::kEmin) << E::kMantissaBits) & 0xFF;
+  static_assert(kSmallest % 2 == 0, "ties must fall as they would without it");
   I bits = to_bits(y);
   I a = smaller<I>(bits & kMagnitude, splat<I>(E::kMaxBits));
   I field = detail::spacing_field<E, F>(a);
-  I offset = field + (kDropped << 23);
-  I quotient = to_bits(add(from_bits<F>(a), from_bits<F>(offset))) - offset;
-  I magnitude = quotient + shift_right<F>(field - ((127 + E::kEmin) << 23), kDropped);
-  return detail::finish_code<E, F>(magnitude, bits);
+  I sum = to_bits(add(from_bits<F>(a), from_bits<F>(field + ((kDropped << 23) + kSmallest))));
+  return detail::finish_code<E, F>(sum + shift_right<F>(field, kDropped), bits);
 }
 
-// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 512) spacings, saturating, for a random byte u in 0..255.
+// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 512) spacings, saturating, for a random byte u in 0..255. The code is
+// the low byte.
 //
 // The half step keeps exact values, so 9 bits of the quotient's fraction decide: |y| / spacing * 512 is exact and truncated.
 template <class E, class F>

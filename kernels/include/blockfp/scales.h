@@ -71,7 +71,7 @@ template <class E, class F>
 BLOCKFP_HD BlockScale<F> e4m3_scale(Int<F> amax, float tensor_multiplier, float tensor_scale) {
   using I = Int<F>;
   float factor = multiply(tensor_multiplier, element_max_reciprocal<E>());
-  I stored = encode_nearest<E4M3, F>(multiply(from_bits<F>(amax), splat<F>(factor)));
+  I stored = encode_nearest<E4M3, F>(multiply(from_bits<F>(amax), splat<F>(factor))) & 0xFF;
   F decode_scale = multiply(decode<E4M3, F>(stored), splat<F>(tensor_scale));
   I inverse = to_bits(divide(splat<F>(1.0f), decode_scale));
   return {stored, from_bits<F>(smaller<I>(inverse, splat<I>(kFp32Max)))};
