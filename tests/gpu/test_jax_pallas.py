@@ -1,5 +1,7 @@
 """Pallas kernels on a GPU, bit by bit against the definition on NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,18 +86,16 @@ def test_both(format, dtype):
 @pytest.mark.parametrize("format", formats("dequantize"), ids=str)
 def test_dequantize(format):
     for dtype in DTYPES:
-        run = jax.jit(lambda c, s, t, dtype=dtype: arrays.dequantize_array(c, s, t, format, dtype, columns=columns))
         for shape in (WHOLE, RAGGED) if dtype == "bfloat16" else (WHOLE,):
-            columns = shape[1]
+            run = jax.jit(partial(arrays.dequantize_array, format=format, dtype=dtype, columns=shape[1]))
             for x in inputs(format, "float32", shape)[:4]:
                 parts = numerics.quantize(x, format)
-                same(run(*parts), numerics.dequantize(*parts, format, dtype, columns=columns))
+                same(run(*parts), numerics.dequantize(*parts, format, dtype, columns=shape[1]))
             rng = np.random.default_rng(0)
             codes = rng.integers(0, 256, parts.codes.shape, dtype=np.uint8)
             scales = rng.integers(0, 256, (*parts.scales.shape, parts.scales.itemsize), dtype=np.uint8)
-            scales = scales.view(parts.scales.dtype)[..., 0]
-            foreign = (codes, scales, parts.tensor_scale)
-            same(run(*foreign), numerics.dequantize(*foreign, format, dtype, columns=columns))
+            foreign = (codes, scales.view(parts.scales.dtype)[..., 0], parts.tensor_scale)
+            same(run(*foreign), numerics.dequantize(*foreign, format, dtype, columns=shape[1]))
 
 
 def test_amax():

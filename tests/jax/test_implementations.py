@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from blockfp.jax_backend import implementations
 
 import blockfp.jax as bfp
 from blockfp.formats import MXFP6, MXFP8
-from blockfp.jax_backend import implementations
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a machine without a GPU says")
 X = jnp.ones((4, 64))

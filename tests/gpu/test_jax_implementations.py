@@ -1,0 +1,72 @@
+"""FFI, Pallas and XLA on one GPU give the definition's bits, alone and inside JAX's transformations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from samples import KINDS, bits_of, sample
+
+import blockfp.jax as bfp
+from blockfp import numerics
+from blockfp.formats import FORMATS, MXFP8
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+implementations = pytest.importorskip("blockfp.jax_backend.implementations")
+SHAPE = (133, 150)
+
+
+def same_parts(q, expected):
+    for a, b in zip((q.codes, q.scales, q.tensor_scale), expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            np.testing.assert_array_equal(bits_of(np.asarray(a)), bits_of(np.asarray(b)))
+
+
+def can(name, operation, format, stochastic=False):
+    return implementations._missing(name) is None and not implementations._refused(name, operation, format, stochastic)
+
+
+@pytest.mark.parametrize("name", implementations.NAMES)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_bits(format, name):
+    if implementations._missing(name):
+        pytest.skip(implementations._missing(name))
+    for kind in KINDS:
+        x = sample(kind, SHAPE, "bfloat16")
+        expected = numerics.quantize(x, format)
+        if can(name, "quantize", format):
+            same_parts(bfp.quantize(x, format, implementation=name), expected)
+        if can(name, "quantize", format, stochastic=True):
+            q = bfp.quantize(x, format, key=2**40 + 7, implementation=name)
+            same_parts(q, numerics.quantize(x, format, key=2**40 + 7))
+        if can(name, "dequantize", format):
+            parts = (None if part is None else jnp.asarray(part) for part in expected)
+            q = bfp.QuantizedArray.from_parts(*parts, format=format, columns=SHAPE[1], dtype=x.dtype)
+            values = numerics.dequantize(*expected, format, "bfloat16", columns=SHAPE[1])
+            np.testing.assert_array_equal(bits_of(np.asarray(q.dequantize(implementation=name))), bits_of(values))
+
+
+@pytest.mark.parametrize("name", [None, *implementations.NAMES])
+def test_transformations(name):
+    if name and implementations._missing(name):
+        pytest.skip(implementations._missing(name))
+    x = sample("bf16_valued", (3, 64, 96), "bfloat16")
+
+    def loss(x):
+        return (bfp.fake_quantize(x, MXFP8, implementation=name).astype(jnp.float32) ** 2).sum()
+
+    q = jax.jit(jax.vmap(lambda x: bfp.quantize(x, "fp8_e4m3", implementation=name)))(x)
+    for i in range(3):
+        expected = numerics.quantize(x[i], "fp8_e4m3")
+        np.testing.assert_array_equal(np.asarray(q.codes[i]), expected.codes)
+        np.testing.assert_array_equal(np.asarray(q.scales[i]), expected.scales)
+    np.testing.assert_array_equal(np.asarray(jax.jit(jax.grad(loss))(x)), np.asarray(jax.grad(lambda x: loss(x))(x)))
+    on_cpu = jax.device_put(x, jax.devices("cpu")[0])
+    if name in (None, "xla"):
+        same_parts(bfp.quantize(on_cpu, MXFP8, implementation=name), numerics.quantize(x, MXFP8))
+
+
+def test_what_is_chosen():
+    there = [name for name in implementations.NAMES if implementations._missing(name) is None]
+    assert implementations.choose(None, "quantize", MXFP8).name == (there[0] if jax.device_count() == 1 else "xla")
