@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from blockfp import layout, native, numerics
-from blockfp.bits import dtype_name
 from blockfp.formats import Format
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.

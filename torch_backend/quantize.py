@@ -40,8 +40,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         raise TypeError(f"x is quantized already, got {x!r}: dequantize() it first")
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"x must be a torch.Tensor, got {type(x).__name__}: "
-            "use blockfp.quantize for NumPy and blockfp.jax.quantize for JAX"
+            f"x must be a torch.Tensor, got {type(x).__name__}: use blockfp.quantize for NumPy and blockfp.jax.quantize for JAX"
         )
     if x.layout is not torch.strided:
         raise TypeError(f"x must be a dense tensor, got layout {x.layout}: use x.to_dense()")

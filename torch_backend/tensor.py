@@ -41,7 +41,7 @@ class QuantizedTensor(Tensor):
     format: Format
     origin: Origin
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, origin=(0, 0)):
@@ -178,9 +178,7 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter):
-    q = QuantizedTensor.from_parts(
-        codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin
-    )
+    q = QuantizedTensor.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin)
     return torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
 
 

@@ -1,0 +1,136 @@
+"""The custom ops: torch's own checks of them, gradients, compilation with quantized arguments, and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from blockfp.torch_backend import ops
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
+
+ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
+WORDS = torch.tensor([7, 9], dtype=torch.int64)
+
+
+def values(shape=(37, 80), dtype=torch.bfloat16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("shape", [(37, 80), (2, 5, 33)])
+def test_opcheck(name, shape):
+    x = values(shape)
+    for key in (None, WORDS):
+        torch.library.opcheck(ops.quantize, (x, name, key))
+    q = bfp.quantize(x, name)
+    torch.library.opcheck(ops.dequantize, (q.codes, q.scales, q.tensor_scale, name, torch.float32, shape[-1], [0, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_gradients_pass_straight_through(name, dtype):
+    x = values(dtype=dtype).requires_grad_()
+    weight = values((37, 80), torch.float32)
+    (bfp.quantize(x, name).dequantize(torch.float32) * weight).sum().backward()
+    assert torch.equal(x.grad, weight.to(dtype))
+    x.grad = None
+    (bfp.fake_quantize(x, name).float() * weight).sum().backward()
+    assert torch.equal(x.grad, weight.to(dtype))
+    with torch.no_grad():
+        assert not bfp.quantize(x, name).requires_grad
+
+
+def test_gradients_pass_through_compiled_code():
+    x = values().requires_grad_()
+    weight = values((37, 80), torch.float32)
+    step = torch.compile(
+        lambda x: (bfp.fake_quantize(x, "mxfp8_e4m3").float() * weight).sum(), fullgraph=True, backend="aot_eager"
+    )
+    step(x).backward()
+    assert torch.equal(x.grad, weight.to(x.dtype))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_quantized_arguments_and_parameters_compile(name):
+    """Their format can be read inside the graph; another tensor of the same format is no recompilation."""
+    torch._dynamo.reset()
+
+    class Layer(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(bfp.quantize(weight, name), requires_grad=False)
+
+        def forward(self, x, q):
+            scale = 2 if self.weight.format is Format.parse(name) and q.format.name == name else 0
+            return x @ self.weight.dequantize().mT + scale * q.dequantize().sum()
+
+    layer, weight = Layer(values((16, 80))), values((16, 80))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seed in range(3):
+        x = torch.randn((37, 80), generator=torch.Generator().manual_seed(seed)).bfloat16()
+        q = bfp.quantize(x, name)
+        torch.testing.assert_close(compiled(x, q), layer(x, q))
+    assert counter.frame_count == 1
+    assert torch.equal(layer.weight.dequantize(), bfp.quantize(weight, name).dequantize())
+
+
+def test_formats_are_graphs_of_their_own():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fake = torch.compile(lambda x, format: bfp.fake_quantize(x, format), fullgraph=True, backend=counter)
+    x = values()
+    for _ in range(2):
+        for format in FORMATS[:4]:
+            assert torch.equal(fake(x, format), bfp.fake_quantize(x, format))
+    assert counter.frame_count == 4
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        (torch.zeros(4, 4, dtype=torch.float64), {}, TypeError, "float64"),
+        (torch.zeros(4, 4, dtype=torch.int32), {}, TypeError, "int32"),
+        (torch.zeros(4), {}, ValueError, "two or more axes"),
+        (torch.zeros(()), {}, ValueError, "two or more axes"),
+        ([[1.0]], {}, TypeError, "torch.Tensor, got list"),
+        (torch.zeros(4, 4).to_sparse(), {}, TypeError, "to_dense"),
+        (torch.zeros(4, 4), {"format": "mxfp9"}, ValueError, "mxfp9"),
+        (torch.zeros(4, 4), {"key": torch.Generator()}, TypeError, "random_key"),
+        (torch.zeros(4, 4), {"key": -3}, ValueError, "key must be"),
+        (torch.zeros(4, 4), {"key": torch.zeros(3, dtype=torch.int32)}, ValueError, "key must be"),
+        (torch.zeros(4, 4), {"key": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "meta"),
+    ],
+)
+def test_bad_input(x, options, error, message):
+    with pytest.raises(error, match=message):
+        bfp.quantize(x, **({"format": "nvfp4"} | options))
+
+
+def test_quantizing_twice_is_refused():
+    with pytest.raises(TypeError, match="quantized already"):
+        bfp.quantize(bfp.quantize(values(), "mxfp8_e4m3"), "mxfp8_e4m3")
+    with pytest.raises(TypeError, match="float64"):
+        bfp.quantize(values(), "mxfp8_e4m3").dequantize(torch.float64)
+
+
+def test_random_keys_come_from_a_generator():
+    first, again = (bfp.random_key(torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert first.shape == (2,)
+    x = values()
+    assert torch.equal(bfp.quantize(x, "nvfp4", key=first).codes, bfp.quantize(x, "nvfp4", key=again).codes)
+
+
+def test_meta_tensors_have_the_shapes():
+    for format in FORMATS:
+        q, real = bfp.quantize(torch.empty(37, 80, device="meta"), format), bfp.quantize(values(), format)
+        assert (q.codes.shape, q.scales.shape) == (real.codes.shape, real.scales.shape)
+        assert q.dequantize().shape == (37, 80)
+
+
+def test_the_face_does_not_import_jax():
+    code = "import sys, blockfp.torch; sys.exit(any(m.split('.')[0] in ('jax', 'jaxlib', 'tvm_ffi') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

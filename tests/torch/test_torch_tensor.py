@@ -1,0 +1,182 @@
+"""`QuantizedTensor` as a tensor: its parts, its op table, what it refuses, how it is copied and saved."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+import blockfp.torch as bfp
+from blockfp import numerics
+from blockfp.formats import FORMATS
+
+BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
+SQUARE = ("fp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "nvfp4_16x16", "fp8_e4m3_128x128")
+
+
+def values(shape=(70, 96), dtype=torch.bfloat16, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_equal(a: bfp.QuantizedTensor, b: bfp.QuantizedTensor):
+    assert (a.shape, a.dtype, a.format) == (b.shape, b.dtype, b.format)
+    for name in ("codes", "scales"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    assert (a.tensor_scale is None) == (b.tensor_scale is None)
+    assert a.tensor_scale is None or torch.equal(a.tensor_scale, b.tensor_scale)
+
+
+@BY_NAME
+def test_it_is_a_parameter_like_any_other(format):
+    q = bfp.quantize(values(), format)
+    parameter = torch.nn.Parameter(q, requires_grad=True)
+    assert isinstance(parameter, bfp.QuantizedTensor)
+    assert parameter.format is format
+    assert parameter.codes.data_ptr() == q.codes.data_ptr()
+    assert repr(parameter).startswith(f"QuantizedTensor({format}, shape=(70, 96)")
+    module = torch.nn.Module()
+    module.weight = parameter
+    assert dict(module.named_parameters())["weight"] is parameter
+
+
+@BY_NAME
+def test_copies_and_pickles(format):
+    q = bfp.quantize(values(), format)
+    for other in (q.clone(), copy.deepcopy(q), q.to("cpu", copy=True), copy.deepcopy(torch.nn.Parameter(q))):
+        assert_equal(other, q)
+        assert other.codes.data_ptr() != q.codes.data_ptr()
+    assert q.detach().codes.data_ptr() == q.codes.data_ptr()
+    file = io.BytesIO()
+    torch.save({"weight": torch.nn.Parameter(q)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert_equal(loaded, q)
+    assert isinstance(loaded, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_transposes(name):
+    x = values()
+    q, expected = bfp.quantize(x, name), bfp.quantize(x.mT.contiguous(), name)
+    for flipped in (q.mT, q.t(), q.transpose(0, 1), q.permute(1, 0)):
+        assert_equal(flipped, expected)
+        assert flipped.codes.is_contiguous()
+    assert_equal(q.mT.mT, q)
+    stacked = bfp.quantize(values((2, 40, 64)), name)
+    assert stacked.mT.shape == (2, 64, 40)
+    with pytest.raises(NotImplementedError, match="last two axes"):
+        stacked.transpose(0, 1)
+
+
+def test_one_dimensional_blocks_have_no_transpose():
+    with pytest.raises(ValueError, match="mxfp8_e4m3 has 1x32 blocks"):
+        _ = bfp.quantize(values(), "mxfp8_e4m3").mT
+
+
+@BY_NAME
+def test_rows_are_windows(format):
+    q = bfp.quantize(values((150, 64)), format)
+    whole = q.dequantize()
+    for first, last in ((0, 150), (10, 140), (33, 34), (128, 150), (5, 5)):
+        rows = q[first:last]
+        assert rows.origin == ((first, 0) if (first, last) != (0, 150) else (0, 0))
+        assert torch.equal(rows.dequantize(), whole[first:last])
+        assert rows.numel() == 0 or rows.codes.data_ptr() == q.codes[first:].data_ptr()
+    for part, expected in zip(q.split(40), whole.split(40), strict=True):
+        assert torch.equal(part.dequantize(), expected)
+    for part, expected in zip(q.split([7, 143]), whole.split([7, 143]), strict=True):
+        assert torch.equal(part.dequantize(), expected)
+    assert torch.equal(q[20:][10:40].dequantize(), whole[30:60])
+
+
+@BY_NAME
+def test_copy_in_place(format):
+    q, other = bfp.quantize(values(), format), bfp.quantize(values(seed=1), format)
+    codes = q.codes
+    q.copy_(other)
+    assert_equal(q, other)
+    assert q.codes is codes
+
+
+def test_what_copy_refuses():
+    q = bfp.quantize(values(), "mxfp8_e4m3")
+    before = q.codes.clone()
+    with pytest.raises(NotImplementedError, match=r"copy quantize\(source, format\)"):
+        q.copy_(values())
+    with pytest.raises(ValueError, match="format is mxfp8_e4m3, that of the source is mxfp8_e5m2"):
+        q.copy_(bfp.quantize(values(), "mxfp8_e5m2"))
+    with pytest.raises(ValueError, match="shape"):
+        q.copy_(bfp.quantize(values((3, 96)), "mxfp8_e4m3"))
+    with pytest.raises(NotImplementedError, match="dequantize"):
+        values().copy_(q)
+    square = bfp.quantize(values((64, 96)), "mxfp8_e4m3_32x32")
+    with pytest.raises(ValueError, match="blocks"):
+        square[0:40].copy_(square[10:50])
+    assert torch.equal(q.codes, before)
+
+
+def test_likes():
+    q = bfp.quantize(values(), "nvfp4_16x16")
+    empty = torch.empty_like(q)
+    assert isinstance(empty, bfp.QuantizedTensor)
+    assert (empty.format, empty.shape, empty.scales.shape) == (q.format, q.shape, q.scales.shape)
+    master = torch.zeros_like(q, dtype=torch.float32)
+    assert type(master) is torch.Tensor
+    assert (master.dtype, master.shape) == (torch.float32, q.shape)
+    on_meta = torch.empty_like(q, device="meta")
+    assert on_meta.codes.is_meta
+    with pytest.raises(NotImplementedError, match="zero codes or zero values"):
+        torch.zeros_like(q)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        (lambda q: q + 1, "add"),
+        (lambda q: q @ values((96, 4)), "mm"),
+        (lambda q: q.sum(), "sum"),
+        (lambda q: q[:, 3:5], "slice"),
+        (lambda q: q[::2], "slice"),
+        (lambda q: q.view(-1), "view"),
+        (lambda q: q.reshape(96, 70), "view"),
+        (lambda q: q.float(), "_to_copy"),
+        (lambda q: q.as_strided((3, 3), (1, 1)), "as_strided"),
+        (lambda q: torch.cat([q, q]), "cat"),
+        (lambda q: q.fill_(0), "fill"),
+        (lambda q: torch.nn.functional.linear(values((4, 96)), q), "mm|linear|addmm|t"),
+    ],
+)
+def test_nothing_dequantizes_by_itself(operation, name):
+    q = bfp.quantize(values(), "mxfp8_e4m3")
+    with pytest.raises((NotImplementedError, ValueError), match=rf"{name}|1x32"):
+        operation(q)
+
+
+def test_parts_are_checked():
+    q = bfp.quantize(values(), "mxfp8_e4m3")
+    good = {"format": "mxfp8_e4m3", "columns": 96, "dtype": torch.bfloat16}
+    rebuilt = bfp.QuantizedTensor.from_parts(q.codes, q.scales, **good)
+    assert_equal(rebuilt, q)
+    cases = [
+        ((q.codes.float(), q.scales), good, TypeError, "codes must be uint8"),
+        ((q.codes, q.scales.float()), good, TypeError, "scales of mxfp8_e4m3 must be uint8"),
+        ((q.codes, q.scales[:3]), good, ValueError, "must have shape"),
+        ((q.codes, q.scales), good | {"columns": 95}, ValueError, "95 columns"),
+        ((q.codes, q.scales), good | {"dtype": torch.float64}, TypeError, "float64"),
+        ((q.codes, q.scales), good | {"format": "nvfp4"}, ValueError, "nvfp4"),
+        ((q.codes, q.scales, torch.ones(())), good, ValueError, "tensor_scale"),
+        ((q.codes, q.scales.to("meta")), good, ValueError, "meta"),
+        ((q.codes.numpy(), q.scales), good, TypeError, "codes must be a torch.Tensor, got ndarray"),
+    ]
+    for parts, options, error, message in cases:
+        with pytest.raises(error, match=message):
+            bfp.QuantizedTensor.from_parts(*parts, **options)
+
+
+def test_numpy_has_the_same_parts():
+    x = values(dtype=torch.float32)
+    for format in FORMATS:
+        q, expected = bfp.quantize(x, format), numerics.quantize(x.numpy(), format)
+        np.testing.assert_array_equal(q.codes.numpy(), expected.codes)
+        assert q.ndim == 2
