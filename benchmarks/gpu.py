@@ -133,7 +133,7 @@ class Case:
             torch.cuda.empty_cache()
 
 
-def bench_shape(shape, rows: list, only: str):
+def bench_shape(shape, rows: list, only: str, quick: bool):
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda").to(torch.bfloat16)
     target = torch.empty_like(x)
@@ -160,6 +160,8 @@ def bench_shape(shape, rows: list, only: str):
         case.check()
         note(name, format, directions, mode, case.bytes(), milliseconds(case), goal)
         del case
+    if quick:
+        return
     if not only:
         amax = torch.zeros(1, dtype=torch.int32, device="cuda")
         note("amax per tensor", "", "", "", byte_count(x), milliseconds(lambda: cuda.library().amax(x, amax)), None)
@@ -236,12 +238,13 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--only", default="", help="only formats whose name contains this")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes, largest first")
+    parser.add_argument("--quick", action="store_true", help="quantize alone")
     arguments = parser.parse_args()
     print(cuda.status())
     rows: list = []
     env = environment()
     for shape in SHAPES[: arguments.shapes]:
-        bench_shape(shape, rows, arguments.only)
+        bench_shape(shape, rows, arguments.only, arguments.quick)
         torch.cuda.empty_cache()
     host_times(rows)
     short = [r for r in rows if r.get("goal") and r["of_copy"] < r["goal"]]

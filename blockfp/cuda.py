@@ -202,7 +202,8 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if given is not None and not whole:
         _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
         return Quantized(codes, scales, tensor_scale), None
-    if (phase[0] | phase[1]) % 8 or x.stride(-1) != 1:
+    adjacent = x.stride(-1) == 1 or x.shape[-1] == 1 or x.numel() == 0
+    if (phase[0] | phase[1]) % 8 or not adjacent:
         if columns:
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
         _encode(run, x, format, given or amax(x, format, origin=origin), key, codes, scales, tensor_scale, eps_bits, largest, place)

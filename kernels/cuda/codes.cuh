@@ -119,7 +119,7 @@ __device__ __noinline__ uint2 encode_eight_slowly(float4 first, float4 second, u
 #pragma unroll
   for (int i = 7; i >= 0; --i) {
     const int32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFF;
-    out = (out << E::kBits) | static_cast<uint32_t>(encode_stochastic<E, float>(y[i], byte));
+    out = (out << E::kBits) | (encode_stochastic<E, float>(y[i], byte) & 0xFF);
   }
   return {static_cast<uint32_t>(out), static_cast<uint32_t>(out >> 32)};
 }

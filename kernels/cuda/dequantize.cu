@@ -8,7 +8,7 @@ namespace cuda {
 namespace {
 
 int log2_of(int power) {
-  int shift = 1;  // lanes come in pairs
+  int shift = 0;
   while ((1 << shift) < power) ++shift;
   return shift;
 }

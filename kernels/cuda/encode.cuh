@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kEncodeThreads) encode(const __grid_constant__
     } else {
       code = encode_nearest<E, float>(y);
     }
-    word |= static_cast<uint32_t>(code) << (E::kBits * i);
+    word |= static_cast<uint32_t>(code & 0xFF) << (E::kBits * i);
   }
   uint8_t* out = a.codes + (line * groups + group) * P::kGroupBytes;
   for (int i = 0; i < P::kGroupBytes; ++i) out[i] = word >> (8 * i);

@@ -73,26 +73,32 @@ BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
 
 }  // namespace detail
 
-// Code of y rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE; the bits above it are arbitrary.
+// Magnitude code of non-negative fp32 bits, not NaN, rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE, here
+// and below; the bits above it are arbitrary.
 //
 // Adding 2^23 times the spacing makes fp32's own rounding that of the element: the sum's low bits are |y| / spacing, rounded.
 // The code is that number plus (exponent field - smallest field) << mantissa bits. The smallest field's part is an even
 // number of spacings, so it goes into the addend without changing how ties fall; the sum's own exponent is above the low byte.
 template <class E, class F>
-BLOCKFP_HD Int<F> encode_nearest(F y) {
+BLOCKFP_HD Int<F> magnitude_nearest(Int<F> bits) {
   using I = Int<F>;
   constexpr int kDropped = 23 - E::kMantissaBits;
   constexpr int32_t kSmallest = -((127 + E::kEmin) << E::kMantissaBits) & 0xFF;
   static_assert(kSmallest % 2 == 0, "ties must fall as they would without it");
-  I bits = to_bits(y);
-  I a = smaller<I>(bits & kMagnitude, splat<I>(E::kMaxBits));
+  I a = smaller<I>(bits, splat<I>(E::kMaxBits));
   I field = detail::spacing_field<E, F>(a);
   I sum = to_bits(add(from_bits<F>(a), from_bits<F>(field + ((kDropped << 23) + kSmallest))));
-  return detail::finish_code<E, F>(sum + shift_right<F>(field, kDropped), bits);
+  return sum + shift_right<F>(field, kDropped);
 }
 
-// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 512) spacings, saturating, for a random byte u in 0..255. The code is
-// the low byte.
+// Code of y rounded to nearest.
+template <class E, class F>
+BLOCKFP_HD Int<F> encode_nearest(F y) {
+  Int<F> bits = to_bits(y);
+  return detail::finish_code<E, F>(magnitude_nearest<E, F>(bits & kMagnitude), bits);
+}
+
+// Code of y rounded to floor(|y| / spacing + (2 u + 1) / 512) spacings, saturating, for a random byte u in 0..255.
 //
 // The half step keeps exact values, so 9 bits of the quotient's fraction decide: |y| / spacing * 512 is exact and truncated.
 template <class E, class F>
