@@ -1,4 +1,4 @@
-"""Pallas kernels against a copy on one GPU, in JAX: correctness on a part first, then GB/s.
+"""Pallas kernels, and the CUDA library from JAX, against a copy on one GPU: bits of a part first, then GB/s.
 
 Each input byte read and each output byte written counts once. Run: python benchmarks/gpu_jax.py [result.json]
 """
@@ -15,6 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from blockfp.jax_backend import ffi, implementations
 from blockfp.jax_backend.pallas import arrays
 
 from blockfp import numerics
@@ -23,7 +24,8 @@ from blockfp.formats import Format
 SHAPES = ((16384, 8192), (4096, 4096), (4095, 4100))
 ROW = ("mxfp8_e4m3", "mxfp8_e4m3_floor", "mxfp8_e5m2", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128",
        "fp8_e4m3_128x128_fp32", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_16x16")  # fmt: skip
-COLUMN = ("fp8_e4m3", "mxfp8_e4m3", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32")
+COLUMN = ("mxfp8_e4m3", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32")
+FFI = ("mxfp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "nvfp4")
 DEQUANTIZE = (
     "fp8_e4m3",
     "mxfp8_e4m3",
@@ -57,12 +59,13 @@ def seconds(function, *arguments, calls: int = 100) -> float:
 def cases(shape: tuple[int, int], x: jax.Array):
     """(kernel, direction, function, its arguments, what the first 256 rows of the result must equal)."""
     part = np.asarray(x[:256])
-    tensor = Format.parse("fp8_e4m3")
     one = jax.block_until_ready(arrays.tensor_amax(x))
-    given = numerics.Amax(np.asarray(one).reshape(1, 1), None, None)
-    expected = numerics.quantize(part, tensor, amax=given)
+    multiplier = jnp.float32(1.0)
     yield "amax", "", arrays.tensor_amax, (x,), None
-    yield "fp8_e4m3, amax given", "row", lambda x, a: arrays.quantize(x, tensor, amax=a), (x, one), expected
+    codes = numerics.encode(part, "fp8_e4m3", np.ones((1, 1), np.float32))
+    yield "fp8_e4m3, given scale", "row", partial(_cast, directions=("row",)), (x, multiplier), [codes]
+    yield "fp8_e4m3, given scale", "column", partial(_cast, directions=("column",)), (x, multiplier), None
+    yield "fp8_e4m3, given scale", "row + column", partial(_cast, directions=("row", "column")), (x, multiplier), None
     for format in map(Format.parse, ROW):
         if format.scale.two_level:
             expected = numerics.quantize(part, format, amax=numerics.amax(part, format)._replace(tensor=np.asarray(one)))
@@ -70,13 +73,18 @@ def cases(shape: tuple[int, int], x: jax.Array):
         else:
             yield str(format), "row", partial(_row, format), (x,), numerics.quantize(part, format)
     for format in map(Format.parse, COLUMN):
-        arguments = (x, one) if format.per_tensor else (x,)
-        name = f"{format}, amax given" if format.per_tensor else str(format)
-        yield name, "column", partial(_column, format, rows=False), arguments, None
-        yield name, "row + column", partial(_column, format, rows=True), arguments, None
+        yield str(format), "column", partial(_column, format, rows=False), (x,), None
+        yield str(format), "row + column", partial(_column, format, rows=True), (x,), None
     for format in map(Format.parse, DEQUANTIZE):
         q = jax.jit(partial(numerics.quantize, format=format))(x)
         yield str(format), "dequantize", partial(_dequantize, format, columns=shape[1]), (q,), None
+    if implementations._missing("ffi") is None:
+        for format in map(Format.parse, FFI):
+            whole = one if format.scale.two_level else None
+            arguments = (x,) if whole is None else (x, whole)
+            yield f"{format}, ffi", "row", partial(_ffi, format, both=False), arguments, None
+            if format.block[0] == 1:  # pyright: ignore[reportOptionalSubscript]
+                yield f"{format}, ffi", "row + column", partial(_ffi, format, both=True), arguments, None
     for name in ("mxfp8_e4m3", "nvfp4"):
         yield f"{name}, XLA", "row", partial(numerics.quantize, format=name), (x,), None
 
@@ -85,8 +93,21 @@ def _row(format, x, amax=None):
     return arrays.quantize(x, format, amax=amax)
 
 
-def _column(format, x, amax=None, *, rows):
-    return [q for q in arrays.columnwise_quantize(x, format, rows=rows, amax=amax) if q is not None]
+def _column(format, x, *, rows):
+    return [q for q in arrays.columnwise_quantize(x, format, rows=rows) if q is not None]
+
+
+def _cast(x, multiplier, *, directions):
+    """Codes alone: who gives the scale has it."""
+    format = Format.parse("fp8_e4m3")
+    if directions == ("row",):
+        return [arrays.quantize(x, format, amax=multiplier).codes]
+    both = arrays.columnwise_quantize(x, format, rows="row" in directions, amax=multiplier)
+    return [q.codes for q in both if q is not None]
+
+
+def _ffi(format, x, amax=None, *, both):
+    return (ffi.quantize_both if both else ffi.quantize)(x, format, amax=amax)
 
 
 def _dequantize(format, q, *, columns):

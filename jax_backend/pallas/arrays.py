@@ -19,7 +19,7 @@ from blockfp.numerics import Quantized
 from . import columnwise, dequantize, fp4, mosaic, rowwise
 
 _ROW = 32  # elements of a row in what has no blocks
-_SMALLEST = 64  # rows of a program, at least
+_SMALLEST = 128  # rows of a program, at least
 
 
 def refusal(operation: str, format: Format) -> str | None:
@@ -51,7 +51,8 @@ def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: 
         x: [..., rows, columns].
         format: the format.
         nominal: as for `numerics.quantize`.
-        amax: int32 bits of shape (), the tensor's amax where the format has a scale per tensor; computed by default.
+        amax: int32 bits of shape (), the tensor's amax where the format has a scale per tensor; computed by default. For
+            FP8 per tensor a float32 is the multiplier itself (delayed scaling).
     """
     if x.size == 0:
         return numerics.quantize(x, format, nominal=nominal)
@@ -194,6 +195,9 @@ def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, 
 
 def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(stored scale, multiplier of shape (1,)) of a format with one scale per tensor."""
+    if whole is not None and whole.dtype == jnp.float32:
+        pattern = whole.reshape(1).view(jnp.int32)
+        return scaling.reciprocal(pattern).view(jnp.float32).reshape((1,) * x.ndim), whole.reshape(1)
     whole = tensor_amax(x) if whole is None else whole
     multiplier = scaling.fp8_multiplier(whole.reshape(1), format.element, format.scale, bits.FP32_MAX)
     scale = scaling.reciprocal(multiplier).view(jnp.float32).reshape((1,) * x.ndim)

@@ -49,7 +49,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
             scales[across, top // 128 + i // 128] = word if bytewise else word.view(jnp.float32)
             staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
         for i in range(0, height if rows else 0, 64):
-            parts, values = [], mosaic.load(tile, mosaic.slice_of(i, 64), mosaic.WGMMA)
+            parts, values = [], mosaic.load_rows(tile, mosaic.slice_of(i, 64))
             for k in range(0, width, block):
                 code, stored = encode(values[:, k : k + block])
                 parts.append(code)
@@ -105,12 +105,12 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> 
         down = mosaic.slice_of(mosaic.program(0) * height, height)
         across = mosaic.slice_of(mosaic.program(1) * width, width)
         mosaic.fetch(x.at[down, across], tile, barrier)
-        for i in range(0, height, 128):
-            parts = [encode(mosaic.load_transposed(tile, mosaic.slice_of(k, 32)), multiplier) for k in range(i, i + 128, 32)]
-            staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
+        for i in range(0, height, 32):
+            part = mosaic.slice_of(i, 32)
+            staged[0][:, part] = encode(mosaic.load_transposed(tile, part), multiplier)
         for i in range(0, height if rows else 0, 64):
             part = mosaic.slice_of(i, 64)
-            staged[1][part] = encode(mosaic.load(tile, part, mosaic.WGMMA), multiplier)
+            staged[1][part] = encode(mosaic.load_rows(tile, part), multiplier)
         pairs = [(staged[0], outputs[-1].at[across, down])]
         mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))
 
@@ -125,7 +125,7 @@ def cast(x: jax.Array, multiplier: jax.Array, format: Format, *, rows: bool) -> 
         grid=(-(-m // height), n // width),
         scratch=[
             mosaic.tile(height, width, x.dtype),
-            mosaic.tile(width, height, jnp.uint8),
+            mosaic.tile(width, height, jnp.uint8, swizzle=32),
             *([mosaic.tile(height, width, jnp.uint8)] if rows else []),
             mosaic.Barrier(),
         ],

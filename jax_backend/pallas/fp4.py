@@ -37,7 +37,7 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
     else:
         total = m * across
         words, count = _pairs(x, (total,)), (programs_rows(total, ELEMENTS // 16),)
-        grid, layout, axes, spread = (-(-total // count[0]),), mosaic.row_layout(8, vector), (1,), (0,)
+        grid, layout, axes, spread = (-(-total // count[0]),), mosaic.row_layout(8, 8 if vector == 4 else 1), (1,), (0,)
     lead = words.shape[:-1] if words.dtype == jnp.int32 else words.shape[:-2]
 
     def body(words, multiplier, tensor_scale, codes, scales):

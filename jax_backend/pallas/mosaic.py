@@ -53,15 +53,21 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
-    """The array at ref[index], each register of it a load of its own."""
+    """The array at ref[index] in global memory, each register of it a load of its own."""
     if _INDEX_IS_AN_ARGUMENT:
         return plgpu.load(ref, index, layout=layout, optimized=False)
     return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
 
+def load_rows(ref: Ref, rows: Any) -> jax.Array:
+    """Rows of a matrix in shared memory (all columns)."""
+    return plgpu.load(ref.at[rows], layout=WGMMA)
+
+
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
     """Rows of a matrix in shared memory (all columns), with the axes swapped."""
-    return load(ref.at[rows].transpose((1, 0)), ..., WGMMA)
+    # Only 16-bit numbers can be transposed on their way from shared memory.
+    return plgpu.load(ref.at[rows].transpose((1, 0)), layout=WGMMA, optimized=ref.dtype.itemsize == 2)
 
 
 def spread(x: jax.Array, shape: Sequence[int], axes: Sequence[int], layout: Layout) -> jax.Array:
@@ -93,9 +99,16 @@ def program(axis: int) -> jax.Array:
     return lax.axis_index("ijk"[axis])
 
 
-def tile(rows: int, columns: int, dtype: Any) -> Any:
-    """A matrix in shared memory, swizzled so that rows and columns of it can be read without bank conflicts."""
-    swizzle = min(128, columns * jax.numpy.dtype(dtype).itemsize)
+def tile(rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
+    """A matrix in shared memory, swizzled so that rows and columns of it can be read without bank conflicts.
+
+    Args:
+        rows: rows.
+        columns: columns.
+        dtype: dtype.
+        swizzle: bytes of a row that belong together, 32 to 128: the least that a part of it may be wide.
+    """
+    swizzle = min(swizzle, columns * jax.numpy.dtype(dtype).itemsize)
     width = swizzle // jax.numpy.dtype(dtype).itemsize
     return plgpu.SMEM((rows, columns), dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
 

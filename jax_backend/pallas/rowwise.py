@@ -157,8 +157,8 @@ def square_layout() -> mosaic.Layout:
 
 
 def programs_rows(total: int, most: int) -> int:
-    """Rows of a program, given how many there are in all (64 or more) and how many it takes at most."""
-    return most if total >= most else 64
+    """Rows of a program, given how many there are in all (128 or more) and how many it takes at most."""
+    return most if total >= most else 128
 
 
 def start(axis: int, total: int, count: int) -> jax.Array:
