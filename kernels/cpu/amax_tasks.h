@@ -5,7 +5,7 @@
 #pragma once
 
 #include "job.h"
-#include "lanes_cpu.h"
+#include "largest.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
@@ -83,6 +83,17 @@ void amax_of_blocks(const Elements<T>& x, int64_t row, int64_t rows, int64_t col
   }
   int64_t column = 0;
   for (int64_t b = 0; column < columns; ++b) {
+#if defined(__AVX512BW__) || defined(__AVX2__)
+    if constexpr (sizeof(Raw) == 2) {
+      const bool whole = b > 0 || phase == 0;
+      while (whole && column + 8 * block <= columns && amax_of_eight<T>(values + column, block, amax + b)) {
+        memset(nan + b, 0, 8 * sizeof(*nan));
+        b += 8;
+        column += 8 * block;
+      }
+      if (column == columns) break;
+    }
+#endif
     int64_t end = (b + 1) * block - phase;
     end = end < columns ? end : columns;
     uint32_t most = largest_pattern<T>(values + column, end - column);

@@ -133,59 +133,5 @@ BLOCKFP_HD void store_floats(F x, typename T::Raw* out) {
   }
 }
 
-// Largest magnitude pattern of n elements, NaN counted as the number its bits are. `Ahead` asks memory for what follows: for
-// a pass that does nothing else.
-template <class T, bool Ahead = false>
-BLOCKFP_HD uint32_t largest_pattern(const typename T::Raw* p, int64_t n) {
-  [[maybe_unused]] constexpr int64_t kAhead = 4096 / sizeof(typename T::Raw);
-  uint32_t most = 0;
-  int64_t i = 0;
-#if defined(__AVX512BW__) || defined(__AVX2__)
-  if (n >= kUnit) {
-    __m128i eighth;
-    if constexpr (T::kId == Fp32::kId) {
-      const __m256i mask = _mm256_set1_epi32(T::kRawMagnitude);
-#if defined(__AVX512BW__)
-      __m512i whole = _mm512_setzero_si512();
-      for (; i + kUnit <= n; i += kUnit) {
-        if constexpr (Ahead) __builtin_prefetch(p + i + kAhead);
-        whole = _mm512_max_epi32(whole, _mm512_and_si512(load<__m512i>(p + i), _mm512_set1_epi32(T::kRawMagnitude)));
-      }
-      __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(whole), _mm512_extracti64x4_epi64(whole, 1));
-      half = _mm256_and_si256(half, mask);
-#else
-      __m256i half = _mm256_setzero_si256(), other = half;
-      for (; i + kUnit <= n; i += kUnit) {
-        if constexpr (Ahead) __builtin_prefetch(p + i + kAhead);
-        half = _mm256_max_epi32(half, _mm256_and_si256(load<__m256i>(p + i), mask));
-        other = _mm256_max_epi32(other, _mm256_and_si256(load<__m256i>(p + i + 8), mask));
-      }
-      half = _mm256_max_epi32(half, other);
-#endif
-      eighth = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-      eighth = _mm_max_epi32(eighth, _mm_shuffle_epi32(eighth, 0x4E));
-      eighth = _mm_max_epi32(eighth, _mm_shuffle_epi32(eighth, 0xB1));
-      most = static_cast<uint32_t>(_mm_cvtsi128_si32(eighth));
-    } else {
-      const __m256i mask = _mm256_set1_epi16(T::kRawMagnitude);
-      __m256i half = _mm256_setzero_si256();
-      for (; i + kUnit <= n; i += kUnit) {
-        if constexpr (Ahead) __builtin_prefetch(p + i + kAhead);
-        half = _mm256_max_epu16(half, _mm256_and_si256(load<__m256i>(p + i), mask));
-      }
-      eighth = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-      // The one horizontal instruction is a minimum.
-      eighth = _mm_minpos_epu16(_mm_xor_si128(eighth, _mm_set1_epi16(-1)));
-      most = static_cast<uint32_t>(~_mm_cvtsi128_si32(eighth)) & 0xFFFF;
-    }
-  }
-#endif
-  for (; i < n; ++i) {
-    const uint32_t magnitude = p[i] & T::kRawMagnitude;
-    most = magnitude > most ? magnitude : most;
-  }
-  return most;
-}
-
 }  // namespace BLOCKFP_ISA
 }  // namespace blockfp

@@ -27,6 +27,30 @@ BLOCKFP_HD void encode_unit(const typename T::Raw* x, float multiplier, const ui
   store_codes(codes, out);
 }
 
+#if defined(__AVX512BW__)
+// Codes of two adjacent units of bfloat16 in about two thirds of the steps: even and odd elements are taken apart by a shift and
+// a mask, their codes meet again as the two bytes of a word, and signs and NaN are put on 32 bytes at once.
+template <class E>
+BLOCKFP_HD void encode_two_units(const uint16_t* x, float first, float second, uint8_t* out) {
+  const __m512i raw = load<__m512i>(x);
+  const I magnitude = bit_cast<I>(raw) & 0x7FFF7FFF;
+  const F factor = bit_cast<F>(_mm512_mask_blend_ps(0xFF00, _mm512_set1_ps(first), _mm512_set1_ps(second)));
+  const F even = multiply(from_bits<F>(magnitude << 16), factor);
+  const F odd = multiply(from_bits<F>(magnitude & 0x7FFF0000), factor);
+  const I low = magnitude_nearest<E, F>(to_bits(even)), high = magnitude_nearest<E, F>(to_bits(odd));
+  const I words = (low & 0xFF) | ((high << 8) & ~0xFF);
+  __m256i codes = _mm512_cvtepi32_epi16(bit_cast<__m512i>(words));
+  const __mmask32 negative = _mm512_movepi16_mask(raw);
+  if constexpr (E::kComplement) {
+    codes = _mm256_mask_sub_epi8(codes, negative, _mm256_setzero_si256(), codes);
+  } else {
+    codes = _mm256_mask_add_epi8(codes, negative, codes, _mm256_set1_epi8(static_cast<char>(1 << (E::kBits - 1))));
+  }
+  const __mmask32 nan = _mm512_cmpgt_epi16_mask(bit_cast<__m512i>(magnitude), _mm512_set1_epi16(Bf16::kRawInfinity));
+  store(out, _mm256_mask_mov_epi8(codes, nan, _mm256_set1_epi8(E::kNanCode)));
+}
+#endif
+
 template <class E, class T, bool Stochastic>
 BLOCKFP_HD void encode_part(const typename T::Raw* x, int64_t n, float multiplier, const uint8_t* random, uint8_t* out) {
   typename T::Raw padded[kUnit] = {};
@@ -47,6 +71,15 @@ BLOCKFP_HD void encode_row(const typename T::Raw* x, int64_t n, const float* mul
   const int64_t before_unit = -phase & (kUnit - 1), head = before_unit < n ? before_unit : n;
   int64_t i = head;
   if (head > 0) encode_part<E, T, Stochastic>(x, head, multipliers[phase >> shift], random, out);
+#if defined(__AVX512BW__)
+  if constexpr (T::kId == Bf16::kId && !Stochastic) {
+    for (; i + 2 * kUnit <= n; i += 2 * kUnit) {
+      __builtin_prefetch(ahead + i);
+      const int64_t column = phase + i;
+      encode_two_units<E>(x + i, multipliers[column >> shift], multipliers[(column + kUnit) >> shift], out + i);
+    }
+  }
+#endif
   for (; i + kUnit <= n; i += kUnit) {
     __builtin_prefetch(ahead + i);
     encode_unit<E, T, Stochastic>(x + i, multipliers[(phase + i) >> shift], Stochastic ? random + i : nullptr, out + i);

@@ -60,7 +60,11 @@ struct RowPiece {
 template <class E>
 __device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
   if constexpr (E::kBits == 8) {
+#if LOADMODE == 3
+    __stcs(reinterpret_cast<uint2*>(out), codes[0]);
+#else
     *reinterpret_cast<uint2*>(out) = codes[0];
+#endif
   } else if constexpr (E::kBits == 4) {
     *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
   } else {
