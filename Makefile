@@ -40,8 +40,9 @@ test: .venv/dev lint
 lint: .venv/dev
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd $(OUTSIDE)
-	$(BIN)/pyright --project $(ROOT)/pyproject.toml --pythonpath $(BIN)/python
+	rm -rf build/types
+	$(BIN)/python -m zipfile -e dist/blockfp-*.whl build/types
+	$(BIN)/pyright
 
 .venv/torch:
 	@test -x $(BIN)/python || python3 -m venv .venv

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 
-from . import __version__, native
+from . import __version__, cuda, native
 from .atomic import replacing
 from .crosscheck import Backend, Definition, check
 from .formats import FORMATS, Format
@@ -158,6 +158,7 @@ def info() -> None:
             lines[f"backend {name}"] = load().version
         except ImportError as error:
             lines[f"backend {name}"] = f"not here: {error}"
+    lines["CUDA kernels"] = cuda.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")
 

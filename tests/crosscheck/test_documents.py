@@ -1,0 +1,47 @@
+"""What the documents show runs, and says all formats."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from blockfp.formats import NAMES
+
+ROOT = Path(__file__).parents[2]
+SNIPPETS = [
+    pytest.param(code, id=f"{path.name}-{i}")
+    for path in (ROOT / "README.md", ROOT / "docs" / "architecture.md")
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+]
+
+
+def run(tmp_path, *command):
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _libraries():
+    pytest.importorskip("jax")
+    pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("code", SNIPPETS)
+def test_snippets_run(tmp_path, code):
+    # The whole of inductor is for other tests: here the code has to be right, not fast.
+    run(tmp_path, "-c", code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"'))
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(tmp_path, example):
+    assert run(tmp_path, example)
+
+
+def test_the_numerics_describe_every_format():
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    for name in NAMES:
+        base = re.sub(r"(_floor|_32x32|_fp32)", "", name)
+        assert f"`{base}`" in text, name
