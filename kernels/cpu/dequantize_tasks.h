@@ -9,8 +9,10 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
+// Factors of one row of blocks; whether all are ordinary (see decode_row).
 template <ScaleRule R>
-void factors_of_blocks(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
+bool factors_of_blocks(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
+  bool ordinary = true;
   for (int64_t b = 0; b < blocks; ++b) {
     int32_t stored;
     if constexpr (kFp32Scale<R>) {
@@ -18,11 +20,14 @@ void factors_of_blocks(const DequantizeJob& job, int64_t at, int64_t blocks, Fac
     } else {
       stored = static_cast<const uint8_t*>(job.scales)[at + b];
     }
-    factors[b] = split_scale(decode_scale<R, float>(stored, job.tensor_scale));
+    const float scale = decode_scale<R, float>(stored, job.tensor_scale);
+    factors[b] = split_scale(scale);
+    ordinary &= is_ordinary(scale);
   }
+  return ordinary;
 }
 
-BLOCKFP_HD void factors_by_rule(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
+BLOCKFP_HD bool factors_by_rule(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
   switch (job.spec.rule) {
     case ScaleRule::kFp32:
     case ScaleRule::kPow2:
@@ -33,6 +38,7 @@ BLOCKFP_HD void factors_by_rule(const DequantizeJob& job, int64_t at, int64_t bl
     case ScaleRule::kE4m3:
       return factors_of_blocks<ScaleRule::kE4m3>(job, at, blocks, factors);
   }
+  return false;
 }
 
 template <class E, class T>
@@ -44,11 +50,11 @@ void dequantize_task(const DequantizeJob& job, int64_t task, void* scratch) {
   Factors* factors = reinterpret_cast<Factors*>(memory.factors);
   const int64_t row_bytes = P::row_bytes(t.columns);
   const int shift = block_shift(job.spec);
-  if (job.spec.per_tensor()) factors_by_rule(job, 0, 1, factors);
+  bool ordinary = job.spec.per_tensor() && factors_by_rule(job, 0, 1, factors);
   for_block_rows(job.spec, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
     if (!job.spec.per_tensor()) {
       const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
-      factors_by_rule(job, at, tile.blocks(job.spec), factors);
+      ordinary = factors_by_rule(job, at, tile.blocks(job.spec), factors);
     }
     for (int64_t r = first; r < first + rows; ++r) {
       const int64_t row = tile.batch * t.rows + tile.row + r;
@@ -58,7 +64,7 @@ void dequantize_task(const DequantizeJob& job, int64_t task, void* scratch) {
         codes = memory.codes;
       }
       auto* out = static_cast<typename T::Raw*>(job.out) + row * t.columns + tile.column;
-      decode_row<E, T>(codes, tile.columns, factors, tile.column_phase, shift, out);
+      decode_row<E, T>(codes, tile.columns, factors, ordinary, tile.column_phase, shift, out);
     }
   });
 }

@@ -7,6 +7,7 @@
 #include "blockfp/scales.h"
 #include "blockfp/threefry.h"
 #include "lanes_cpu.h"
+#include "two_units.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
@@ -26,30 +27,6 @@ BLOCKFP_HD void encode_unit(const typename T::Raw* x, float multiplier, const ui
   }
   store_codes(codes, out);
 }
-
-#if defined(__AVX512BW__)
-// Codes of two adjacent units of bfloat16 in about two thirds of the steps: even and odd elements are taken apart by a shift and
-// a mask, their codes meet again as the two bytes of a word, and signs and NaN are put on 32 bytes at once.
-template <class E>
-BLOCKFP_HD void encode_two_units(const uint16_t* x, float first, float second, uint8_t* out) {
-  const __m512i raw = load<__m512i>(x);
-  const I magnitude = bit_cast<I>(raw) & 0x7FFF7FFF;
-  const F factor = bit_cast<F>(_mm512_mask_blend_ps(0xFF00, _mm512_set1_ps(first), _mm512_set1_ps(second)));
-  const F even = multiply(from_bits<F>(magnitude << 16), factor);
-  const F odd = multiply(from_bits<F>(magnitude & 0x7FFF0000), factor);
-  const I low = magnitude_nearest<E, F>(to_bits(even)), high = magnitude_nearest<E, F>(to_bits(odd));
-  const I words = (low & 0xFF) | ((high << 8) & ~0xFF);
-  __m256i codes = _mm512_cvtepi32_epi16(bit_cast<__m512i>(words));
-  const __mmask32 negative = _mm512_movepi16_mask(raw);
-  if constexpr (E::kComplement) {
-    codes = _mm256_mask_sub_epi8(codes, negative, _mm256_setzero_si256(), codes);
-  } else {
-    codes = _mm256_mask_add_epi8(codes, negative, codes, _mm256_set1_epi8(static_cast<char>(1 << (E::kBits - 1))));
-  }
-  const __mmask32 nan = _mm512_cmpgt_epi16_mask(bit_cast<__m512i>(magnitude), _mm512_set1_epi16(Bf16::kRawInfinity));
-  store(out, _mm256_mask_mov_epi8(codes, nan, _mm256_set1_epi8(E::kNanCode)));
-}
-#endif
 
 template <class E, class T, bool Stochastic>
 BLOCKFP_HD void encode_part(const typename T::Raw* x, int64_t n, float multiplier, const uint8_t* random, uint8_t* out) {
@@ -100,6 +77,11 @@ BLOCKFP_HD Factors split_scale(float scale) {
   return {1.0f, scale};
 }
 
+BLOCKFP_HD bool is_ordinary(float scale) {
+  const int32_t field = to_bits(scale) & kInfinity;
+  return field != 0 && field != kInfinity;
+}
+
 template <class E, class T>
 BLOCKFP_HD void decode_unit(const uint8_t* codes, Factors factors, typename T::Raw* out) {
   const F first = splat<F>(factors.first), second = splat<F>(factors.second);
@@ -118,13 +100,21 @@ BLOCKFP_HD void decode_part(const uint8_t* codes, int64_t n, Factors factors, ty
   for (int64_t i = 0; i < n; ++i) out[i] = values[i];
 }
 
-// Values of n codes, one a byte; scales as the multipliers of encode_row.
+// Values of n codes, one a byte; factors as the multipliers of encode_row. `ordinary`: no factor is zero, subnormal, Inf or NaN.
 template <class E, class T>
-BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* factors, int64_t phase, int shift,
-                           typename T::Raw* out) {
+BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* factors,
+                           [[maybe_unused]] bool ordinary, int64_t phase, int shift, typename T::Raw* out) {
   const int64_t before_unit = -phase & (kUnit - 1), head = before_unit < n ? before_unit : n;
   int64_t i = head;
   if (head > 0) decode_part<E, T>(codes, head, factors[phase >> shift], out);
+#if defined(__AVX512BW__)
+  if constexpr (T::kId == Bf16::kId && !E::kComplement) {
+    for (; ordinary && i + 2 * kUnit <= n; i += 2 * kUnit) {
+      const int64_t column = phase + i;
+      decode_two_units<E>(codes + i, factors[column >> shift].second, factors[(column + kUnit) >> shift].second, out + i);
+    }
+  }
+#endif
   for (; i + kUnit <= n; i += kUnit) decode_unit<E, T>(codes + i, factors[(phase + i) >> shift], out + i);
   if (i < n) decode_part<E, T>(codes + i, n - i, factors[(phase + i) >> shift], out + i);
 }

@@ -10,17 +10,11 @@ namespace cuda {
 
 // Flat: contiguous, aligned, whole blocks, the random index from 0: no row is ever looked at. General: everything else; blocks
 // still begin at multiples of eight columns.
-#ifndef ROWTHREADS
-#define ROWTHREADS 128
-#endif
-constexpr int kRowThreads = ROWTHREADS;
+constexpr int kRowThreads = 256;
 
-#ifndef UNROLL8
-#define UNROLL8 4
-#endif
 // Pieces that a thread reads before it writes the first: enough loads in flight.
 template <class E, class T>
-constexpr int kRowUnroll = sizeof(typename T::Raw) == 4 ? 2 : (E::kBits == 8 ? UNROLL8 : 2);
+constexpr int kRowUnroll = sizeof(typename T::Raw) == 2 && E::kBits == 8 ? 2 : 1;
 
 // Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
 template <class E>
@@ -60,11 +54,7 @@ struct RowPiece {
 template <class E>
 __device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
   if constexpr (E::kBits == 8) {
-#if LOADMODE == 3
-    __stcs(reinterpret_cast<uint2*>(out), codes[0]);
-#else
     *reinterpret_cast<uint2*>(out) = codes[0];
-#endif
   } else if constexpr (E::kBits == 4) {
     *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
   } else {

@@ -1,18 +1,11 @@
 // Launches of quantize_tiles.cuh for one element, BLOCKFP_ELEMENT.
 #include "quantize_tiles.cuh"
 
-#include <cstdlib>
-
 #include "launch.h"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-int tile_band() {
-  const char* e = getenv("BAND");
-  return e ? atoi(e) : 4;
-}
 
 template <class E, int Block, class T, bool Square, Rounding R>
 cudaError_t tiles(const QuantizeArguments& a, cudaStream_t stream) {
@@ -20,7 +13,7 @@ cudaError_t tiles(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
   const int64_t blocks = a.x.batches * across * down;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, tile_band(), vectors_fit(a.x));
+  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, vectors_fit(a.x));
   return cudaGetLastError();
 }
 

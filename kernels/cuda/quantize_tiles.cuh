@@ -231,8 +231,15 @@ struct TileKernel {
     return scale;
   }
 
+  // Whether the transposed codes are the codes transposed: one scale for both directions, and no random bytes.
+  __device__ __forceinline__ bool transposes() const {
+    if constexpr (R == Rounding::kStochastic) return false;
+    return Square && E::kBits != 6 && (R == Rounding::kNearest || (a.row.key == nullptr && a.column.key == nullptr));
+  }
+
+  // `kept`: the codes of each row, for the transposed direction.
   template <Along A>
-  __device__ __forceinline__ void encode_rows(const Scale& square) {
+  __device__ __forceinline__ void encode_rows(const Scale& square, uint2 (&kept)[kRows]) {
     const int64_t column = tile.column + place.column, pitch = Packing<E::kBits>::row_bytes(a.x.columns);
     const bool inside_columns = (kAligned || column >= 0) && column < a.x.columns;
     const int bytes = packed_bytes<E::kBits>(static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0})));
@@ -254,10 +261,15 @@ struct TileKernel {
           shared.row_scales[(place.row + r) * kAcross + place.column / Block] = scale.stored();
         }
       }
-      if (!inside_columns || (!kAligned && row < 0) || row >= a.x.rows) continue;
+      const bool inside = a.row.codes != nullptr && inside_columns && (kAligned || row >= 0) && row < a.x.rows;
+      if (A != Along::kSquare && !inside) continue;
       const uint64_t global_row = tile.batch * a.window.rows + a.window.row + row;
       const uint2 codes = encode_scaled<E, R>([&](int i) { return value<T>(x[r], i); }, factor, nan, a.row.key,
                                               global_row * a.window.columns + a.window.column + column);
+      if constexpr (A == Along::kSquare) {
+        kept[r] = codes;
+        if (!inside) continue;
+      }
       uint8_t* out = a.row.codes + (tile.batch * a.x.rows + row) * pitch + column / 8 * E::kBits;
       if constexpr (kAligned) {
         store_eight<E::kBits>(out, codes);
@@ -269,8 +281,25 @@ struct TileKernel {
 
   // Transposed codes, and the scales of 1-D blocks of both directions, on their way through shared memory.
   template <Along A>
-  __device__ __forceinline__ void encode_columns(const Scale& square) {
+  __device__ __forceinline__ void encode_columns(const Scale& square, const uint2 (&kept)[kRows]) {
     using B = TileBlocks<E, Block == 0 ? 128 : Block, Along::kColumn>;
+    if constexpr (A == Along::kSquare && E::kBits != 6) {
+      if (transposes()) {
+        uint2 columns[kRows / 8][8];
+#pragma unroll
+        for (int h = 0; h < kRows / 8; ++h) transpose_eight<E::kBits>(kept + 8 * h, columns[h]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          uint2 codes[kRows / 8];
+#pragma unroll
+          for (int h = 0; h < kRows / 8; ++h) codes[h] = columns[h][j];
+          shared.staging.put(place.column + j, place.row / kRows, codes);
+        }
+        copy_columns<A>();
+        return;
+      }
+      if constexpr (R == Rounding::kNearest) return;
+    }
     Eight<T> most, poisoned;
     if constexpr (kWithinWarp && A == Along::kColumn) {
       // Both are made at once, so that the columns below need no second look at the rows.
@@ -313,6 +342,12 @@ struct TileKernel {
       }
       shared.staging.put(place.column + j, place.row / kRows, codes);
     }
+    copy_columns<A>();
+  }
+
+  template <Along A>
+  __device__ __forceinline__ void copy_columns() const {
+    using B = TileBlocks<E, Block == 0 ? 128 : Block, Along::kColumn>;
     __syncthreads();
     const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows);
     if constexpr (kAligned) {
@@ -350,18 +385,19 @@ struct TileKernel {
 
   __device__ __forceinline__ void run() {
     Scale scale{};
+    uint2 kept[kRows];
     if constexpr (Square) {
       if constexpr (kWithinWarp) {
         scale = square_scale();
       } else if constexpr (Block != 0) {
         scale_blocks<Along::kSquare>();
       }
-      if (a.row.codes != nullptr) encode_rows<Along::kSquare>(scale);
-      if (a.column.codes != nullptr) encode_columns<Along::kSquare>(scale);
+      encode_rows<Along::kSquare>(scale, kept);
+      if (a.column.codes != nullptr) encode_columns<Along::kSquare>(scale, kept);
     } else {
       if (a.row.codes != nullptr) {
         if constexpr (!kWithinWarp) scale_blocks<Along::kRow>();
-        encode_rows<Along::kRow>(scale);
+        encode_rows<Along::kRow>(scale, kept);
         if constexpr (!kWithinWarp) __syncthreads();
       }
       if constexpr (Block == 16) {
@@ -370,23 +406,20 @@ struct TileKernel {
         }
       }
       if constexpr (!kWithinWarp) scale_blocks<Along::kColumn>();
-      encode_columns<Along::kColumn>(scale);
+      encode_columns<Along::kColumn>(scale, kept);
     }
   }
 };
 
 template <class E, int Block, class T, bool Square, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, sizeof(typename T::Raw) == 2 || kDepth<E> == 8 ? 2 : 1)
-    quantize_tiles(const __grid_constant__ QuantizeArguments a, int64_t across, int64_t down, int band, bool vectors) {
+__global__ void __launch_bounds__(kTileThreads, sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? 3 : 2) : (kDepth<E> == 8 ? 2 : 1))
+    quantize_tiles(const __grid_constant__ QuantizeArguments a, int64_t across, int64_t down, bool vectors) {
   using Kernel = TileKernel<E, Block, T, Square, R>;
   __shared__ __align__(16) typename Kernel::Shared shared;
   const int64_t index = blockIdx.x, matrix = across * down;
   const int64_t batch = index / matrix, in_matrix = index % matrix;
-  // Bands of a few rows of tiles, each taken column by column: reads and transposed writes both stay near one another.
-  const int64_t first_row = in_matrix / (across * band) * band, in_band = in_matrix - first_row * across;
-  const int64_t rows_of_band = min(static_cast<int64_t>(band), down - first_row);
-  const TileOrigin tile{batch, (first_row + in_band % rows_of_band) * kTileRows<E> - a.window.row_phase,
-                        in_band / rows_of_band * kTileColumns - a.window.column_phase};
+  const TileOrigin tile{batch, in_matrix / across * kTileRows<E> - a.window.row_phase,
+                        in_matrix % across * kTileColumns - a.window.column_phase};
   Kernel kernel{a, shared, TilePlace::of_thread<kDepth<E>>(), tile, {}, {}, {}};
   kernel.load(vectors);
   if constexpr (Block == 0 || Block == 16) {

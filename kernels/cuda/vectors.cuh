@@ -22,20 +22,7 @@ __device__ __forceinline__ Eight<T> load_vector(const typename T::Raw* x) {
   Eight<T> out;
 #pragma unroll
   for (int i = 0; i < kWords<T>; i += 4) {
-    uint4 part;
-    const uint4* at = reinterpret_cast<const uint4*>(x) + i / 4;
-#ifndef LOADMODE
-#define LOADMODE 0
-#endif
-#if LOADMODE == 0
-    part = __ldg(at);
-#elif LOADMODE == 1
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w) : "l"(at));
-#elif LOADMODE == 2
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(part.x), "=r"(part.y), "=r"(part.z), "=r"(part.w) : "l"(at));
-#else
-    part = __ldcs(at);
-#endif
+    const uint4 part = __ldg(reinterpret_cast<const uint4*>(x) + i / 4);
     out.word[i] = part.x, out.word[i + 1] = part.y, out.word[i + 2] = part.z, out.word[i + 3] = part.w;
   }
   return out;
