@@ -140,7 +140,6 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
     copy_ms = milliseconds(lambda: target.copy_(x))
     copy = 2 * byte_count(x) / copy_ms / 1e6
     print(f"\n{shape[0]} x {shape[1]} bf16: copy {copy:.0f} GB/s ({copy_ms * 1e3:.1f} us)")
-    del target
 
     def note(name, format, directions, mode, count, ms, goal, source="blockfp"):
         speed = count / ms / 1e6

@@ -103,6 +103,12 @@ def _check(x: Array) -> None:
         raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
 
 
+def _stack(x: Array) -> Array:
+    """x as the library takes it: a stack of matrices, copied only where its leading axes are not evenly spaced."""
+    x = x.detach()
+    return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
+
+
 def _key(key: Any, x: Array) -> Any:
     """The key's two words as an int32 tensor beside x."""
     if key is None:
@@ -133,11 +139,11 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     grid = layout.scales_shape(x.shape, format, origin)
     blocks = x.new_empty(grid, dtype=torch.int32)
     if format.per_tensor:
-        library().amax(x.detach(), blocks)
+        library().amax(_stack(x), blocks)
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(x.detach(), blocks, nan, tensor, *native._spec(format), *origin)
+    library().amax_blocks(_stack(x), blocks, nan, tensor, *native._spec(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -185,12 +191,13 @@ def quantize_both(
     return Both(*_quantize(x, format, key, eps, nominal, origin, shape, None, columns=True, rotate=rotate, rows=rows))
 
 
-def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True):
+def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True) -> tuple[Any, Any]:
     run, torch = library(), _torch()
-    x = x.detach()
     eps_bits, largest = _limits(x, format, eps, nominal)
     key = _key(key, x)
     codes, scales = _outputs(x, x.shape, format, origin) if rows else (None, None)
+    shape_t = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+    x = _stack(x)
     # A rotated direction has a tensor amax and scale of its own.
     tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32) if format.scale.two_level else None
     place = (*origin, *(shape or (0, 0)))
@@ -206,7 +213,9 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if (phase[0] | phase[1]) % 8 or not adjacent:
         if columns:
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
-        _encode(run, x, format, given or amax(x, format, origin=origin), key, codes, scales, tensor_scale, eps_bits, largest, place)
+        _encode(
+            run, x, format, given or amax(x, format, origin=origin), key, codes, scales, tensor_scale, eps_bits, largest, place
+        )
         return Quantized(codes, scales, tensor_scale), None
     measure = False
     if format.per_tensor or format.scale.two_level:
@@ -216,12 +225,14 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
             tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
     codes_t = scales_t = None
     if columns:
-        codes_t, scales_t = _outputs(x, (*x.shape[:-2], x.shape[-1], x.shape[-2]), format, (origin[1], origin[0]))
+        codes_t, scales_t = _outputs(x, shape_t, format, (origin[1], origin[0]))
     run.quantize(
         x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *native._spec(format),
         measure, eps_bits, largest, rotate, *place,
     )  # fmt: skip
-    row_scale, column_scale = (tensor_scale[0], tensor_scale[1]) if rotate else (tensor_scale, tensor_scale)
+    row_scale = column_scale = tensor_scale
+    if rotate and tensor_scale is not None:
+        row_scale, column_scale = tensor_scale[0], tensor_scale[1]
     return Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale)
 
 
@@ -246,7 +257,7 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=_torch().uint8)
     library().encode(
-        x.detach(), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *native._spec(format), 0, 0,
+        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *native._spec(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -297,7 +308,7 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
         repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
     """
     m, n = scales.shape[-2:]
-    rows = m if rows is None else rows
-    out = scales.new_empty((*scales.shape[:-2], -(-rows // 128) * -(-n // 4) * 512))
-    library().interleave(scales.contiguous(), out, rows, repeat)
+    lines = m if rows is None else rows
+    out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
+    library().interleave(scales.contiguous(), out, lines, repeat)
     return out

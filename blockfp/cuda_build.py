@@ -46,7 +46,8 @@ def _architecture() -> str:
     driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
     if major.value < 9:
-        raise RuntimeError(f"the CUDA kernels need compute capability 9.0 or later, the device has {major.value}.{minor.value}")
+        has = f"{major.value}.{minor.value}"
+        raise RuntimeError(f"the CUDA kernels need compute capability 9.0 or later, the device has {has}")
     return f"{major.value}{minor.value}a"
 
 
@@ -59,12 +60,19 @@ def find_or_build() -> Path:
             return place
     sources = _sources()
     architecture = _architecture()
-    flags = (*_FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
+    flags = flags_for(architecture)
     path = _cache() / _digest(sources, flags) / LIBRARY
     if not path.is_file():
-        print(f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}", file=sys.stderr, flush=True)
+        print(
+            f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}", file=sys.stderr, flush=True
+        )
         build(path, flags)
     return path
+
+
+def flags_for(*architectures: str) -> tuple[str, ...]:
+    """nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
+    return (*_FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures))
 
 
 def _installed(metadata) -> Path | None:
@@ -150,7 +158,18 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
         os.replace(linked, path)
 
 
+def main(arguments: list[str]) -> None:
+    """`python -m blockfp.cuda_build OUT 90a 100a`: builds the library at OUT for these architectures; needs no device."""
+    if len(arguments) < 2:
+        raise SystemExit("usage: python -m blockfp.cuda_build OUT ARCHITECTURE [ARCHITECTURE ...]")
+    build(Path(arguments[0]).absolute(), flags_for(*arguments[1:]))
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from blockfp import layout, native, numerics
+from blockfp import cuda, layout, native, numerics
 from blockfp.formats import Format
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
@@ -69,6 +69,17 @@ def _quantize_on_cpu(x: Tensor, format: str, key: Tensor | None = None) -> list[
 @torch.library.impl(_library, "dequantize", "CPU")
 def _dequantize_on_cpu(codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
     run = native if native.available() else numerics
+    return _dequantize(run, codes, scales, tensor_scale, format, dtype, columns, origin)
+
+
+@torch.library.impl(_library, "quantize", "CUDA")
+def _quantize_on_gpu(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
+    return _quantize(cuda if cuda.available() else numerics, x, format, key)
+
+
+@torch.library.impl(_library, "dequantize", "CUDA")
+def _dequantize_on_gpu(codes, scales, tensor_scale, format, dtype, columns, origin) -> Tensor:
+    run = cuda if cuda.available() else numerics
     return _dequantize(run, codes, scales, tensor_scale, format, dtype, columns, origin)
 
 

@@ -14,7 +14,7 @@ constexpr int kRowThreads = 256;
 
 // Pieces that a thread reads before it writes the first: enough loads in flight.
 template <class E, class T>
-constexpr int kRowUnroll = sizeof(typename T::Raw) == 2 && E::kBits == 8 ? 2 : 1;
+constexpr int kRowUnroll = sizeof(typename T::Raw) == 2 && E::kBits != 6 ? 2 : 1;
 
 // Groups of eight that a thread holds: two where codes are smaller than a byte, so that scales and stores cost less.
 template <class E>

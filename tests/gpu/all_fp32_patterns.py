@@ -37,7 +37,24 @@ def main():
                     one = torch.ones((1, 1), device="cuda")
                     codes, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
                     cuda.library().quantize(
-                        x, one, None, None, codes, scales, None, None, None, *native._spec(format), False, 0, 0, False, 0, 0, 0, 0
+                        x,
+                        one,
+                        None,
+                        None,
+                        codes,
+                        scales,
+                        None,
+                        None,
+                        None,
+                        *native._spec(format),
+                        False,
+                        0,
+                        0,
+                        False,
+                        0,
+                        0,
+                        0,
+                        0,
                     )
                     pairs = ((codes, numerics.encode(x, format, one)),)
                 else:

@@ -1,7 +1,7 @@
 """One small case of every kernel, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck python tests/gpu/each_kernel_once.py
-    compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
+compute-sanitizer --tool memcheck python tests/gpu/each_kernel_once.py
+compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
