@@ -92,7 +92,7 @@ def columnwise_quantize(
     if x.size == 0:
         first = numerics.quantize(x, format, nominal=nominal) if rows else None
         return first, numerics.quantize(x.mT, format, nominal=nominal)
-    height, width = columnwise.tile_shape(format, rows=rows)
+    height, width = columnwise.tile_shape(format, x.dtype, rows=rows)
     m, n = x.shape[-2:]
     padded = _pad(x, max(_up(m, 128), height), _up(n, width))
     matrices = padded.reshape(-1, *padded.shape[-2:])
