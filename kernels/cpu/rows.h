@@ -100,7 +100,8 @@ BLOCKFP_HD void decode_part(const uint8_t* codes, int64_t n, Factors factors, ty
   for (int64_t i = 0; i < n; ++i) out[i] = values[i];
 }
 
-// Values of n codes, one a byte; factors as the multipliers of encode_row. `ordinary`: no factor is zero, subnormal, Inf or NaN.
+// Values of n codes, one a byte; factors as the multipliers of encode_row. `ordinary`: no factor is zero, subnormal, Inf or
+// NaN.
 template <class E, class T>
 BLOCKFP_HD void decode_row(const uint8_t* codes, int64_t n, const Factors* factors,
                            [[maybe_unused]] bool ordinary, int64_t phase, int shift, typename T::Raw* out) {

@@ -73,8 +73,8 @@ BLOCKFP_HD Int<F> finish_code(Int<F> magnitude, Int<F> bits) {
 
 }  // namespace detail
 
-// Magnitude code of non-negative fp32 bits, not NaN, rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE, here
-// and below; the bits above it are arbitrary.
+// Magnitude code of non-negative fp32 bits, not NaN, rounded to nearest, ties to even, saturating. THE CODE IS THE LOW BYTE,
+// here and below; the bits above it are arbitrary.
 //
 // Adding 2^23 times the spacing makes fp32's own rounding that of the element: the sum's low bits are |y| / spacing, rounded.
 // The code is that number plus (exponent field - smallest field) << mantissa bits. The smallest field's part is an even
