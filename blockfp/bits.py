@@ -127,21 +127,42 @@ def multiply(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Arr
 def divide(a: Array, b: Array) -> Array:
     """fp32 bits of the IEEE quotient of two non-negative numbers given as bits, b not zero; overflow gives Inf.
 
-    Long division of the significands, one bit a step: no library's `/` is used.
+    Long division of the significands in two digits of 12 bits, each estimated in floating point. No library's `/` is used,
+    and no result depends on the last bits of an estimate: the remainder is an integer, and corrects it.
     """
     xp = array_namespace(b)
     significand_a, exponent_a = split(a)
     significand_b, exponent_b = split(b)
     smaller = significand_a < significand_b
-    remainder = xp.where(smaller, significand_a << 1, significand_a)
     exponent = exponent_a - exponent_b - xp.astype(smaller, xp.int32)
+    inverse = _inverse(significand_b)
+    remainder = significand_a << xp.astype(smaller, xp.int32)
     quotient = xp.zeros_like(remainder)
-    for _ in range(25):
-        fits = remainder >= significand_b
-        quotient = (quotient << 1) | xp.astype(fits, xp.int32)
-        remainder = xp.where(fits, remainder - significand_b, remainder) << 1
-    sticky = xp.astype(remainder != 0, xp.int32)
-    return fp32((quotient << 1) | sticky, exponent, 25)
+    for _ in range(2):
+        # The remainder is below 2^25, its distance to the next digit too: wrapping products lose nothing.
+        digit = xp.astype(xp.astype(remainder, xp.float32) * inverse, xp.int32)
+        quotient = (quotient << 12) + digit
+        remainder = (remainder << 12) - digit * significand_b
+    # A digit is off by one at most, the last by two, because a negative remainder's is cut towards zero.
+    for _ in range(2):
+        below = remainder >> 31
+        quotient = quotient + below
+        remainder = remainder + (significand_b & below)
+    over = remainder >= significand_b
+    quotient = quotient + xp.astype(over, xp.int32)
+    inexact = (remainder != 0) & (remainder != significand_b)
+    return fp32((quotient << 1) | xp.astype(inexact, xp.int32), exponent, 24 + 1)
+
+
+def _inverse(significand: Array) -> Array:
+    """2^12 / significand in fp32, for significands of 2^23 to 2^24, to one part in 2^21: an estimate, then Newton's rule."""
+    xp = array_namespace(significand)
+    pattern = significand + (ONE - 0x800000)
+    x = pattern.view(xp.float32)
+    inverse = (0x7EF311C7 - pattern).view(xp.float32)
+    for _ in range(3):
+        inverse = inverse * (2.0 - x * inverse)
+    return inverse * 2.0**-11
 
 
 def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:

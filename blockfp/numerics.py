@@ -353,10 +353,10 @@ def scaled(code: Array, element: ElementFormat, scale: Array, *, power_of_two: b
 
 def _split_sign(code: Array, element: ElementFormat) -> tuple[Array, Array]:
     xp = array_namespace(code)
-    negative = (code >> (element.bits - 1)) == 1
     if element.signed == "complement":
-        return negative, xp.where(negative, 256 - code, code)
-    return negative, code & ((1 << (element.bits - 1)) - 1)
+        value = (code << 24) >> 24
+        return value < 0, xp.where(value < 0, -value, value)
+    return (code >> (element.bits - 1)) == 1, code & ((1 << (element.bits - 1)) - 1)
 
 
 def _magnitude_bits(magnitude: Array, element: ElementFormat) -> Array:
