@@ -17,6 +17,8 @@ from jax import lax
 from blockfp import numerics
 from blockfp.formats import Format
 
+from .settling import settle
+
 NAMES = ("ffi", "pallas", "xla")
 """The implementations, in the order in which they are chosen."""
 
@@ -78,7 +80,7 @@ def quantize(choice: Choice, x: jax.Array, key: jax.Array | None, format: Format
 
         return arrays.quantize_batched(x, format)
 
-    return run(choice, kernel, lambda x, key: numerics.quantize(x, format, key=key), x, key)
+    return run(choice, kernel, lambda x, key: numerics.quantize(x, format, key=key, settle=settle), x, key)
 
 
 def dequantize(
@@ -87,7 +89,7 @@ def dequantize(
     """`numerics.dequantize` by the chosen implementation."""
 
     def definition(codes, scales, tensor_scale):
-        return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
+        return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin, settle=settle)
 
     def kernel(codes, scales, tensor_scale):
         if choice.name == "ffi":
