@@ -143,6 +143,8 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
 
     def note(name, format, directions, mode, count, ms, goal, source="blockfp"):
         speed = count / ms / 1e6
+        if speed > 2 * copy:
+            raise RuntimeError(f"{name} at {speed:.0f} GB/s is beyond the memory (copy {copy:.0f}): its timing is wrong")
         goal = goal if shape == SHAPES[0] else None
         rows.append(
             {"kernel": name, "format": format, "directions": directions, "mode": str(mode), "shape": shape, "source": source,
@@ -190,8 +192,8 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
             note(f"transpose {format}", format.name, "t", "", byte_count(q.codes, flipped), milliseconds(turn), None)
         del q
     if not only:
-        for name, run, count in peers(x):
-            note(name, "", "", "", count, milliseconds(run, 5), None, source="peer")
+        for name, ms, count in peers(x, milliseconds):
+            note(name, "", "", "", count, ms, None, source="peer")
 
 
 def host_times(rows: list):

@@ -32,17 +32,12 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
     return with_dtype(a.dtype, [&](auto dtype) {
       using T = decltype(dtype);
       const bool vectors = a.columns % 8 == 0 && aligned(a.out) && aligned(a.codes, 8);
-      const bool eights = per_tensor || a.window.column_phase % 8 == 0;
-      const auto run = [&](auto kernel) {
-        kernel<<<blocks, kDequantizeThreads, 0, stream>>>(a, shift, static_cast<uint32_t>(spans), grid_rows, grid_columns, row_shift,
-                                                          column_shift, vectors);
-      };
-      if (a.format.rule == ScaleRule::kE8m0Ceil || a.format.rule == ScaleRule::kE8m0Floor) {
-        eights ? run(dequantize<E, T, Stored::kE8m0, true>) : run(dequantize<E, T, Stored::kE8m0, false>);
-      } else if constexpr (E::kHasNan) {
-        eights ? run(dequantize<E, T, Stored::kFp32, true>) : run(dequantize<E, T, Stored::kFp32, false>);
-      } else if constexpr (E::kId == E2M1::kId) {
-        eights ? run(dequantize<E, T, Stored::kE4m3, true>) : run(dequantize<E, T, Stored::kE4m3, false>);
+      if (per_tensor || a.window.column_phase % 8 == 0) {
+        dequantize<E, T, true><<<blocks, kDequantizeThreads, 0, stream>>>(a, shift, spans, grid_rows, grid_columns, row_shift,
+                                                                          column_shift, vectors);
+      } else {
+        dequantize<E, T, false><<<blocks, kDequantizeThreads, 0, stream>>>(a, shift, spans, grid_rows, grid_columns, row_shift,
+                                                                           column_shift, vectors);
       }
       return cudaGetLastError();
     });

@@ -9,7 +9,7 @@
 namespace blockfp {
 namespace cuda {
 
-constexpr int kDequantizeThreads = 256;  // 2^8
+constexpr int kDequantizeThreads = 256;
 constexpr int kDequantizeRows = 4;  // that a thread reads before it writes the first
 
 __device__ __forceinline__ float2 half_values(uint32_t halves) {
@@ -154,61 +154,57 @@ __device__ __forceinline__ void store_values(typename T::Raw* out, float (&y)[8]
   }
 }
 
-enum class Stored { kFp32, kE8m0, kE4m3 };
-
-template <Stored S>
-__device__ __forceinline__ float stored_value(const void* scales, int64_t block, float tensor_scale) {
-  if constexpr (S == Stored::kFp32) {
-    return __ldg(static_cast<const float*>(scales) + block);
-  } else {
-    const uint32_t byte = __ldg(static_cast<const uint8_t*>(scales) + block);
-    if constexpr (S == Stored::kE4m3) return multiply(e4m3_value(byte), tensor_scale);
-    return decode_scale<ScaleRule::kE8m0Ceil, float>(byte, 1.0f);
+__device__ __forceinline__ float stored_value(const DequantizeArguments& a, int64_t block) {
+  switch (a.format.rule) {
+    case ScaleRule::kFp32:
+    case ScaleRule::kPow2:
+      return __ldg(static_cast<const float*>(a.scales) + block);
+    case ScaleRule::kE4m3:
+      return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), __ldg(a.tensor_scale));
+    default:
+      return decode_scale<ScaleRule::kE8m0Ceil, float>(__ldg(static_cast<const uint8_t*>(a.scales) + block), 1.0f);
   }
 }
 
 // As in the general kernel of quantize_rows.cuh: 2^shift threads side by side, each with kDequantizeRows rows. Eights: each group of
 // eight columns lies in one block. `column_shift` and `row_shift` are the logarithms of the block's sides.
-template <class E, class T, Stored S, bool Eights>
+template <class E, class T, bool Eights>
 __global__ void __launch_bounds__(kDequantizeThreads)
-    dequantize(const __grid_constant__ DequantizeArguments a, int shift, uint32_t spans, int64_t grid_rows, int64_t grid_columns,
+    dequantize(const __grid_constant__ DequantizeArguments a, int shift, int64_t spans, int64_t grid_rows, int64_t grid_columns,
                int row_shift, int column_shift, bool vectors) {
   using Raw = typename T::Raw;
-  const uint32_t band = blockIdx.x / spans, span = blockIdx.x - band * spans;
+  const int64_t span = blockIdx.x % spans, band = blockIdx.x / spans;
   const int rows_below = kDequantizeThreads >> shift;
-  const int64_t first_row = static_cast<int64_t>(band) * (rows_below * kDequantizeRows) + (threadIdx.x >> shift);
-  const int64_t column = ((static_cast<int64_t>(span) << shift) + (threadIdx.x & ((1 << shift) - 1))) * 8;
+  const int64_t first_row = band * (rows_below * kDequantizeRows) + (threadIdx.x >> shift);
+  const int64_t column = ((span << shift) + (threadIdx.x & ((1 << shift) - 1))) * 8;
   const int in_row = static_cast<int>(max(min(a.columns - column, int64_t{8}), int64_t{0}));
-  const int64_t pitch = Packing<E::kBits>::row_bytes(a.columns);
-  const int64_t left = a.batches * a.rows - first_row;  // rows from the first on
-  const int counted = static_cast<int>(min(max((left + rows_below - 1) >> (8 - shift), int64_t{0}), int64_t{kDequantizeRows}));
-  const float tensor = S == Stored::kE4m3 ? __ldg(a.tensor_scale) : 1.0f;
-  const uint8_t* from = a.codes + first_row * pitch + column / 8 * E::kBits;
-  const int64_t across = (a.window.column_phase + column) >> column_shift;
-  const int64_t line_blocks = a.format.block_rows == 1 ? grid_columns : 0;
+  const int64_t pitch = Packing<E::kBits>::row_bytes(a.columns), lines = a.batches * a.rows;
   uint2 codes[kDequantizeRows];
   float scale[kDequantizeRows];
-  int64_t block_row[kDequantizeRows];  // index of its first block
+  int64_t block_row[kDequantizeRows];
 #pragma unroll
   for (int u = 0; u < kDequantizeRows; ++u) {
+    const int64_t line = first_row + u * rows_below;
     codes[u] = {};
     scale[u] = 0.0f;
-    block_row[u] = (first_row + u * rows_below) * line_blocks;
-    if (u >= counted || in_row == 0) continue;
-    codes[u] = load_codes<E::kBits>(from + u * (rows_below * pitch), in_row, vectors);
+    block_row[u] = 0;
+    if (line >= lines || in_row == 0) continue;
+    codes[u] = load_codes<E::kBits>(a.codes + line * pitch + column / 8 * E::kBits, in_row, vectors);
     if (a.format.block_rows > 1) {
-      const int64_t line = first_row + u * rows_below;
-      const int64_t batch = a.batches == 1 ? 0 : line / a.rows;
-      block_row[u] = (batch * grid_rows + ((a.window.row_phase + line - batch * a.rows) >> row_shift)) * grid_columns;
+      const int64_t batch = a.batches == 1 ? 0 : line / a.rows, row = line - batch * a.rows;
+      block_row[u] = batch * grid_rows + ((a.window.row_phase + row) >> row_shift);
+    } else if (a.format.block_rows == 1) {
+      block_row[u] = line;
     }
     if constexpr (Eights) {
-      scale[u] = stored_value<S>(a.scales, block_row[u] + (a.format.block_rows == 0 ? 0 : across), tensor);
+      const int64_t across = a.format.block_rows == 0 ? 0 : (a.window.column_phase + column) >> column_shift;
+      scale[u] = stored_value(a, block_row[u] * grid_columns + across);
     }
   }
-  Raw* out = static_cast<Raw*>(a.out) + first_row * a.columns + column;
 #pragma unroll
   for (int u = 0; u < kDequantizeRows; ++u) {
-    const int count = u < counted ? in_row : 0;
+    const int64_t line = first_row + u * rows_below;
+    const int count = line < lines ? in_row : 0;
     if (!vectors && count == 0) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
@@ -216,11 +212,11 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     for (int i = 0; i < 8; ++i) {
       if constexpr (!Eights) {
         const int64_t at = min(column + i, a.columns - 1);
-        if (count > 0) scale[u] = stored_value<S>(a.scales, block_row[u] + ((a.window.column_phase + at) >> column_shift), tensor);
+        if (count > 0) scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
       }
       y[i] = multiply(y[i], scale[u]);
     }
-    store_values<T>(out + u * (rows_below * a.columns), y, count, vectors);
+    store_values<T>(static_cast<Raw*>(a.out) + line * a.columns + column, y, count, vectors);
   }
 }
 

@@ -27,7 +27,7 @@ def chunks(scattered: bool):
 def main():
     for name in ("fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8"):
         format = Format.parse(name)
-        began, seen = time.time(), 0
+        began, seen, written = time.time(), 0, set()
         for scattered in (False, True):
             if format.per_tensor and scattered:
                 continue
@@ -60,10 +60,15 @@ def main():
                 else:
                     pairs = tuple(zip(cuda.quantize(x, format)[:2], numerics.quantize(x, format)[:2], strict=True))
                 for got, expected in pairs:
+                    # The comparison must see a single wrong byte.
+                    wrong = got.clone()
+                    wrong.view(-1)[-1] ^= 1
+                    assert int((wrong != expected).sum()) == 1 + int((got != expected).sum())
+                    written |= set(expected.unique().tolist()) if got is pairs[0][0] else set()
                     different = int((got != expected).sum())
                     assert different == 0, f"{name}: {different} bytes differ near {x.flatten()[0].item()}"
                 seen += x.numel()
-        print(f"{name}: {seen} patterns, 0 differences, {time.time() - began:.0f} s", flush=True)
+        print(f"{name}: {seen} patterns, 0 differences, {len(written)} codes occur, {time.time() - began:.2f} s", flush=True)
 
 
 if __name__ == "__main__":
