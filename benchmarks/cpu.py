@@ -4,13 +4,15 @@
 
 One run measures everything: a copy, the kernels with each instruction set, the definition in NumPy, `blockfp.torch`,
 `blockfp.jax` jitted, and beside them the plain casts of torch and ml_dtypes and torchao's `to_mx`. GB/s count each byte of
-the input read and of the output written once, in memory that each call allocates, as users' calls do; medians. `--write`
-puts the tables into docs/benchmarks.md and the figures into benchmarks/results/.
+the input read and of the output written once; medians. The copy and the kernels write to memory that is there already; all
+others allocate their results, as users' calls do. `--write` puts the tables into docs/benchmarks.md and the figures into
+benchmarks/results/.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -96,6 +98,32 @@ def measure_module(module, x, format: Format) -> Measured:
     )
 
 
+@contextlib.contextmanager
+def kernel(instruction_set: str):
+    """The kernels with this instruction set, each call writing where the last one of its shapes wrote."""
+    outputs: dict[tuple, np.ndarray] = {}
+    allocate = native._numpy.empty
+
+    def reuse(shape, dtype):
+        key = (tuple(shape), dtype, len(shape))
+        if key not in outputs:
+            outputs[key] = allocate(shape, dtype)
+        return outputs[key]
+
+    native.use_instruction_set(instruction_set)
+    native._numpy.empty = reuse
+    try:
+        yield
+    finally:
+        native._numpy.empty = allocate
+        native.use_instruction_set(native.instruction_sets()[0])
+
+
+def measure_kernel(instruction_set: str, x: np.ndarray, format: Format) -> Measured:
+    with kernel(instruction_set):
+        return measure_module(native, x, format)
+
+
 def measure_torch(x: np.ndarray, format: Format) -> Measured:
     import torch
 
@@ -130,7 +158,7 @@ def measure_formats(formats: list[Format], rows: int, columns: int) -> tuple[dic
     backends: dict[str, Callable[[Format], Measured]] = {}
     if native.available():
         for name in native.instruction_sets():
-            backends[f"kernel, {name}"] = lambda format, name=name: with_instruction_set(name, whole, format)
+            backends[f"kernel, {name}"] = lambda format, name=name: measure_kernel(name, whole, format)
     else:
         notes.append(native.status())
     backends["NumPy"] = lambda format: measure_module(numerics, part, format)
@@ -141,20 +169,14 @@ def measure_formats(formats: list[Format], rows: int, columns: int) -> tuple[dic
             notes.append(f"{name} was not measured: {error}.")
             continue
         backends[name] = lambda format, measure=measure, x=x: measure(x, format)
-    rates: dict[str, dict[str, Measured]] = {name: {} for name in backends}
+    # The copy is measured beside each format: on a shared machine speeds change from minute to minute.
+    rates: dict[str, dict[str, Measured]] = {name: {} for name in ("copy", *backends)}
     for format in formats:
+        rates["copy"][str(format)] = Measured(*[copy_rate(int(bytes_of(whole, format)))] * 2)
         for name, measure in backends.items():
             rates[name][str(format)] = measure(format)
-        print(f"{format!s:28}", *(f"{name} {rates[name][str(format)].quantize:.2f}" for name in backends), flush=True)
+        print(f"{format!s:28}", *(f"{name} {rates[name][str(format)].quantize:.2f}" for name in rates), flush=True)
     return rates, notes
-
-
-def with_instruction_set(name: str, x: np.ndarray, format: Format) -> Measured:
-    native.use_instruction_set(name)
-    try:
-        return measure_module(native, x, format)
-    finally:
-        native.use_instruction_set(native.instruction_sets()[0])
 
 
 def measure_peers(rows: int, columns: int) -> tuple[dict[str, float], list[str]]:
@@ -265,16 +287,17 @@ def tables(result: dict[str, Any]) -> str:
     lines = [
         f"{result['date']}; {result['processor']}; {used}.",
         "",
-        f"Input bfloat16 [{rows}, {columns}]. A copy of the same bytes runs at **{copy:.1f} GB/s**.",
-        "In brackets the share of the copy.",
+        f"Input bfloat16 [{rows}, {columns}]. A copy of the same bytes ran at {copy:.1f} GB/s (median).",
+        "In brackets the share of the copy measured beside the figure. The copy and the kernels write to memory that is",
+        "there already; all others allocate their results.",
         *result["notes"],
         "",
         "Quantize, GB/s:",
         "",
     ]
-    lines += _by_format(result, "quantize", copy)
+    lines += _by_format(result, "quantize")
     lines += ["", "Dequantize to bfloat16, GB/s:", ""]
-    lines += _by_format(result, "dequantize", copy)
+    lines += _by_format(result, "dequantize")
     lines += ["", "What others offer, GB/s:", "", "| call | GB/s |", "|---|---|"]
     lines += [f"| {name} | {value:.2f} ({value / copy:.2f}) |" for name, value in result["peers"].items()]
     lines += ["", "| import | seconds |", "|---|---|"]
@@ -284,14 +307,15 @@ def tables(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _by_format(result: dict[str, Any], direction: str, copy: float) -> list[str]:
-    backends = list(result["rates"])
-    lines = [f"| format | {' | '.join(backends)} |", "|---" * (len(backends) + 1) + "|"]
+def _by_format(result: dict[str, Any], direction: str) -> list[str]:
+    rates = result["rates"]
+    lines = [f"| format | {' | '.join(rates)} |", "|---" * (len(rates) + 1) + "|"]
     for name in result["formats"]:
-        cells = []
-        for backend in backends:
-            value = result["rates"][backend][name][direction]
-            cells.append(f"{value:.1f} ({value / copy:.2f})" if "kernel" in backend or backend == "torch" else f"{value:.2f}")
+        copy = rates["copy"][name][direction]
+        cells = [f"{copy:.1f}"]
+        for backend in list(rates)[1:]:
+            value = rates[backend][name][direction]
+            cells.append(f"{value:.1f} ({value / copy:.2f})" if value / copy >= 0.01 else f"{value:.2f}")
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
@@ -321,8 +345,6 @@ def main() -> None:
     formats = [Format.parse(name) for name in arguments.formats]
     shape = (arguments.rows, arguments.columns)
     print(native.status())
-    copy = copy_rate(shape[0] * shape[1] * 3)
-    print(f"copy {copy:.1f} GB/s")
     rates, notes = measure_formats(formats, *shape)
     peers, more_notes = measure_peers(*shape)
     result = {
@@ -330,7 +352,7 @@ def main() -> None:
         "processor": processor(),
         "versions": versions(),
         "shape": shape,
-        "copy": max(copy, copy_rate(shape[0] * shape[1] * 3)),
+        "copy": statistics.median(measured.quantize for measured in rates["copy"].values()),
         "formats": [str(format) for format in formats],
         "rates": {
             backend: {name: measured._asdict() for name, measured in by_format.items()} for backend, by_format in rates.items()
