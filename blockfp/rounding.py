@@ -53,11 +53,12 @@ def key_words(key: Key) -> tuple[Any, Any]:
         if not 0 <= key < 1 << 64:
             raise ValueError(f"key must be a seed in 0..2^64 - 1 or two uint32 words, got {key}")
         return key >> 32, key & 0xFFFFFFFF
-    if hasattr(key, "dtype"):
-        if tuple(key.shape) == (2,) and bits.dtype_name(key) in ("uint32", "int32", "int64"):
-            return key[0], key[1]
-    elif isinstance(key, Sequence) and len(key) == 2 and all(isinstance(w, int) and 0 <= w < 1 << 32 for w in key):
-        return key[0], key[1]
+    words: Any = key
+    if hasattr(words, "dtype"):
+        if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64"):
+            return words[0], words[1]
+    elif isinstance(words, Sequence) and len(words) == 2 and all(isinstance(w, int) and 0 <= w < 1 << 32 for w in words):
+        return words[0], words[1]
     raise ValueError(f"key must be an integer seed or two uint32 words, got {key!r}")
 
 

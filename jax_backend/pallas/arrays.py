@@ -102,7 +102,7 @@ def columnwise_quantize(
         *row, column = (Quantized(code, scale, None) for code in codes)
     else:
         parts = _each(lambda matrix: columnwise.quantize(matrix, format, nominal or x.dtype.name, rows=rows), matrices)
-        *row, column = (Quantized(*parts[i : i + 2], None) for i in range(0, len(parts), 2))
+        *row, column = (Quantized(parts[i], parts[i + 1], None) for i in range(0, len(parts), 2))
 
     def cut(q: Quantized, shape: tuple[int, ...]) -> Quantized:
         scales = q.scales

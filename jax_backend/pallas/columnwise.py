@@ -7,6 +7,8 @@ scales are written by threads, into arrays of whole tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,7 +46,7 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
         codes, scales = outputs[-2:]
         for i in range(0, height, 128):
             parts = []
-            word = 0
+            word: Any = 0
             for k in range(i, i + 128, block):
                 code, stored = encode(mosaic.load_transposed(tile, mosaic.slice_of(k, block)))
                 parts.append(code)

@@ -22,7 +22,8 @@ except ImportError as error:
         'or use implementation="xla"'
     ) from error
 
-_INDEX_IS_AN_ARGUMENT = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+_load: Any = plgpu.load
+_INDEX_IS_AN_ARGUMENT = inspect.signature(_load).parameters["idx"].default is inspect.Parameter.empty
 
 # JAX 0.10 can't read swizzled shared memory transposed.
 CAN_TRANSPOSE = jax.__version_info__ >= (0, 11)
@@ -54,20 +55,19 @@ WGMMA = plgpu.Layout.WGMMA
 
 def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
     """The array at ref[index] in global memory, each register of it a load of its own."""
-    if _INDEX_IS_AN_ARGUMENT:
-        return plgpu.load(ref, index, layout=layout, optimized=False)
-    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    where = (ref, index) if _INDEX_IS_AN_ARGUMENT else (ref.at[index],)
+    return _load(*where, layout=layout, optimized=False)
 
 
 def load_rows(ref: Ref, rows: Any) -> jax.Array:
     """Rows of a matrix in shared memory (all columns)."""
-    return plgpu.load(ref.at[rows], layout=WGMMA)
+    return _load(ref.at[rows], layout=WGMMA)
 
 
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
     """Rows of a matrix in shared memory (all columns), with the axes swapped."""
     # Only 16-bit numbers can be transposed on their way from shared memory.
-    return plgpu.load(ref.at[rows].transpose((1, 0)), layout=WGMMA, optimized=ref.dtype.itemsize == 2)
+    return _load(ref.at[rows].transpose((1, 0)), layout=WGMMA, optimized=ref.dtype.itemsize == 2)
 
 
 def spread(x: jax.Array, shape: Sequence[int], axes: Sequence[int], layout: Layout) -> jax.Array:
