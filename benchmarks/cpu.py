@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from quiet import Stopwatch
 
 from blockfp import native, numerics
 from blockfp.array import DTYPES
@@ -46,22 +47,11 @@ class Measured(NamedTuple):
     dequantize: float = float("nan")
 
 
-def seconds(call: Callable[[], Any], budget: float = 0.5) -> float:
-    """Median time of a call: two to warm up, then at least 3 and at most 30 within the budget."""
-    call()
-    start = time.perf_counter()
-    call()
-    once = time.perf_counter() - start
-    times = []
-    for _ in range(min(30, max(3, int(budget / once)))):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+stopwatch = Stopwatch(patience=900)
 
 
 def rate(call: Callable[[], Any], size: float) -> float:
-    return size / seconds(call) / 1e9
+    return size / stopwatch.seconds(call) / 1e9
 
 
 def bytes_of(x: np.ndarray, format: Format) -> float:
@@ -257,7 +247,7 @@ def call_overheads() -> dict[str, float]:
     def hundred(call):
         return lambda: [call() for _ in range(100)]
 
-    return {label: seconds(hundred(call)) * 1e4 for label, call in calls.items()}
+    return {label: stopwatch.seconds(hundred(call)) * 1e4 for label, call in calls.items()}
 
 
 def processor() -> str:
@@ -360,8 +350,9 @@ def main() -> None:
         "peers": peers,
         "imports": import_times(),
         "overheads": call_overheads(),
-        "notes": notes + more_notes,
     }
+    disturbed = f"{stopwatch.disturbed} of {stopwatch.measured} figures were taken while other processes were busy."
+    result["notes"] = [*notes, *more_notes, disturbed]
     print(tables(result))
     if arguments.write:
         write(result)
