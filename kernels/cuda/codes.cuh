@@ -111,6 +111,12 @@ __device__ __forceinline__ uint2 encode_eight_stochastic(const float (&y)[8], ui
   return {word + nibble_signs(y), 0};
 }
 
+// Random bytes and codes in one place: inlined for every eight of a tile, they would outgrow the instruction cache.
+static __device__ __noinline__ uint32_t encode_eight_at(float4 first, float4 second, const uint32_t* key, uint64_t index) {
+  const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+  return encode_eight_stochastic(y, random_aligned(key, index)).x;
+}
+
 // Codes of any element by elements.h, with random bytes. By value: an array would have to lie in memory for every caller.
 template <class E>
 __device__ __noinline__ uint2 encode_eight_slowly(float4 first, float4 second, uint2 random) {
@@ -148,15 +154,13 @@ __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier,
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), factor);
   uint2 random{};
-  if constexpr (R == Rounding::kStochastic) {
-    random = random_aligned(key, index);
-  } else if constexpr (R == Rounding::kGeneral) {
+  if constexpr (R == Rounding::kGeneral) {
     if (stochastic) random = random_eight(key, index);
   }
   if (slowly) return encode_eight_slowly<E>({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, random);
   uint2 codes;
   if constexpr (R == Rounding::kStochastic) {
-    codes = encode_eight_stochastic(y, random);
+    codes = {encode_eight_at({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, key, index), 0};
   } else {
     codes = encode_eight<E>(y);
   }

@@ -1,6 +1,5 @@
 // Launches of dequantize.cuh.
-#include "dequantize.cuh"
-
+#include "dequantize_flat.cuh"
 #include "launch.h"
 
 namespace blockfp {
@@ -13,11 +12,59 @@ int log2_of(int power) {
   return shift;
 }
 
+template <class E, class T, int Block>
+cudaError_t flat(const DequantizeArguments& a, cudaStream_t stream) {
+  const int64_t row_groups = a.columns / 8, lines = a.batches * a.rows;
+  if (Block != 0 && a.format.square()) {
+    const uint32_t spans = ceil_div(row_groups, kDequantizeThreads);
+    const int64_t blocks = spans * (lines / kFlatGroups);
+    if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+    dequantize_flat<E, T, Block, true><<<blocks, kDequantizeThreads, 0, stream>>>(a, spans, row_groups);
+  } else {
+    const int64_t groups = lines * row_groups, blocks = ceil_div(groups, kDequantizeThreads * kFlatGroups);
+    if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+    dequantize_flat<E, T, Block, false><<<blocks, kDequantizeThreads, 0, stream>>>(a, 1, groups);
+  }
+  return cudaGetLastError();
+}
+
+// Whether the flat kernel takes it: 16-bit values (fp32 is faster in the general one, an H200: 0.85 against 0.65 of the copy), every
+// block whole, every vector aligned, and, in square blocks, a row long enough for a block of threads.
+bool is_flat(const DequantizeArguments& a) {
+  const int block = a.format.per_tensor() ? 8 : a.format.block_columns;
+  if (a.dtype == Fp32::kId || a.columns % block != 0 || !aligned(a.out) || !aligned(a.codes, 8)) return false;
+  if (a.window.row_phase != 0 || a.window.column_phase != 0) return false;
+  return a.format.per_tensor() || !a.format.square() || (a.rows % block == 0 && a.columns >= 8 * kDequantizeThreads);
+}
+
+template <class E, class T>
+cudaError_t flat_by_block(const DequantizeArguments& a, cudaStream_t stream) {
+  switch (a.format.block_columns) {
+    case 0:
+      if constexpr (kHasBlock<E, 0>) return flat<E, T, 0>(a, stream);
+      break;
+    case 16:
+      if constexpr (kHasBlock<E, 16>) return flat<E, T, 16>(a, stream);
+      break;
+    case 32:
+      return flat<E, T, 32>(a, stream);
+    default:
+      if constexpr (kHasBlock<E, 128>) return flat<E, T, 128>(a, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream) {
   const int64_t lines = a.batches * a.rows, groups = ceil_div(a.columns, 8);
   if (lines * groups == 0) return cudaSuccess;
+  if (is_flat(a)) {
+    return with_element(a.format.element, [&](auto element) {
+      using E = decltype(element);
+      return a.dtype == Fp16::kId ? flat_by_block<E, Fp16>(a, stream) : flat_by_block<E, Bf16>(a, stream);
+    });
+  }
   int shift = 1;  // lanes come in pairs
   while (shift < 8 && (int64_t{1} << shift) < groups) ++shift;
   const int64_t spans = ceil_div(groups, int64_t{1} << shift);

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "block_scale.cuh"
+#include "vectors.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -41,7 +42,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
     }
   } else if constexpr (E::kBits == 6) {
     // As bytes these are codes of the 8-bit float with as many mantissa bits, times a power of two.
-    constexpr float kRebias = 1 << (E::kMantissaBits == 2 ? 12 : 6);
+    const __half2 rebias = __float2half2_rn(E::kMantissaBits == 2 ? 4096.0f : 64.0f);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t word = i == 0 ? codes.x : __funnelshift_r(codes.x, codes.y, 24);
@@ -52,12 +53,12 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
       for (int j = 0; j < 2; ++j) {
         uint32_t halves;
         if constexpr (E::kMantissaBits == 2) {
-          asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(eight >> (16 * j))));
+          halves = __byte_perm(eight, 0, j == 0 ? 0x1404 : 0x3424);  // E5M2 is the upper byte of fp16
         } else {
           asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(eight >> (16 * j))));
         }
-        const float2 values = half_values(halves);
-        out[4 * i + 2 * j] = __fmul_rn(values.x, kRebias), out[4 * i + 2 * j + 1] = __fmul_rn(values.y, kRebias);
+        const float2 values = half_values(bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(halves), rebias)));
+        out[4 * i + 2 * j] = values.x, out[4 * i + 2 * j + 1] = values.y;
       }
     }
   } else {
@@ -91,19 +92,27 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* codes, int count, boo
   return out;
 }
 
+// Whether one of eight values, as they are stored, is a NaN.
+template <class T>
+__device__ __forceinline__ bool holds_nan(const uint32_t (&word)[8]) {
+  uint32_t most = larger_magnitude<T, true>(word[0], word[1]);
+#pragma unroll
+  for (int i = 2; i < kWords<T>; ++i) most = larger_magnitude<T, true>(most, word[i]);
+  if constexpr (T::kId == Fp32::kId) {
+    return (most & kMagnitude) > kInfinity;
+  } else if constexpr (T::kId == Bf16::kId) {
+    const __nv_bfloat162 pair = bit_cast<__nv_bfloat162>(most);
+    return !__hbeq2(pair, pair);
+  } else {
+    const __half2 pair = bit_cast<__half2>(most);
+    return !__hbeq2(pair, pair);
+  }
+}
+
 // Eight values, NaN canonical, to out[0 .. count - 1]. Neighbouring lanes hold neighbouring eights, and all of a warp come here
 // together where `vectors`.
 template <class T>
 __device__ __forceinline__ void store_values(typename T::Raw* out, float (&y)[8], int count, bool vectors) {
-  float sum = y[0];
-#pragma unroll
-  for (int i = 1; i < 8; ++i) sum = __fadd_rn(sum, y[i]);
-  // A NaN shows in the sum; so may two infinities, which the comparison tells apart.
-  uint32_t nan = 0;
-  if (sum != sum) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) nan |= (y[i] != y[i] ? 1u : 0u) << i;
-  }
   uint32_t word[8];
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
@@ -116,11 +125,11 @@ __device__ __forceinline__ void store_values(typename T::Raw* out, float (&y)[8]
     }
   }
   constexpr int kPerWord = T::kId == Fp32::kId ? 1 : 2;
-  if (nan != 0) {
+  if (holds_nan<T>(word)) {
     constexpr uint32_t kCanonical = T::kId == Fp32::kId ? kNan : (T::kId == Bf16::kId ? 0x7FC0 : 0x7E00);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (!((nan >> i) & 1)) continue;
+      if (y[i] == y[i]) continue;
       const int shift = 16 * (i % kPerWord);
       word[i / kPerWord] = (word[i / kPerWord] & ~((kPerWord == 1 ? 0xFFFFFFFFu : 0xFFFFu) << shift)) | (kCanonical << shift);
     }
@@ -170,10 +179,10 @@ __device__ __forceinline__ float stored_value(const DequantizeArguments& a, int6
 // eight columns lies in one block. `column_shift` and `row_shift` are the logarithms of the block's sides.
 template <class E, class T, bool Eights>
 __global__ void __launch_bounds__(kDequantizeThreads)
-    dequantize(const __grid_constant__ DequantizeArguments a, int shift, int64_t spans, int64_t grid_rows, int64_t grid_columns,
+    dequantize(const __grid_constant__ DequantizeArguments a, int shift, uint32_t spans, int64_t grid_rows, int64_t grid_columns,
                int row_shift, int column_shift, bool vectors) {
   using Raw = typename T::Raw;
-  const int64_t span = blockIdx.x % spans, band = blockIdx.x / spans;
+  const int64_t band = blockIdx.x / spans, span = blockIdx.x - static_cast<uint32_t>(band) * spans;
   const int rows_below = kDequantizeThreads >> shift;
   const int64_t first_row = band * (rows_below * kDequantizeRows) + (threadIdx.x >> shift);
   const int64_t column = ((span << shift) + (threadIdx.x & ((1 << shift) - 1))) * 8;

@@ -13,7 +13,9 @@ cudaError_t tiles(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
   const int64_t blocks = a.x.batches * across * down;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, vectors_fit(a.x));
+  // Columns alone like tiles below each other (an H200: 0.94 against 0.90 of the copy for MXFP8), both directions a balance.
+  const int64_t strip = a.row.codes == nullptr ? down : 4;
+  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors_fit(a.x));
   return cudaGetLastError();
 }
 
