@@ -135,7 +135,7 @@ class QuantizedArray:
             dtype=name,
             columns=self.columns,
             origin=self.origin,
-            choice=implementations.choose(implementation, "dequantize", self.format),
+            choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
         )
         return values if self._source is None else ops.straight_through(values, self._source)
 

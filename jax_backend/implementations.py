@@ -30,7 +30,9 @@ class Choice(NamedTuple):
     asked: bool
 
 
-def choose(asked: str | None, operation: str, format: Format, *, stochastic: bool = False) -> Choice:
+def choose(
+    asked: str | None, operation: str, format: Format, *, stochastic: bool = False, origin: tuple[int, int] = (0, 0)
+) -> Choice:
     """The implementation that will run.
 
     Args:
@@ -38,6 +40,7 @@ def choose(asked: str | None, operation: str, format: Format, *, stochastic: boo
         operation: "quantize" or "dequantize".
         format: the format.
         stochastic: whether the rounding is.
+        origin: (row, column) of the first element in the unsharded matrix.
 
     Raises:
         ValueError: `asked` is none of `NAMES`, or has no kernel for this.
@@ -49,13 +52,13 @@ def choose(asked: str | None, operation: str, format: Format, *, stochastic: boo
         missing = _missing(asked)
         if missing is not None:
             raise RuntimeError(f"implementation={asked!r} can't run here: {missing}; use implementation='xla'")
-        refused = _refused(asked, operation, format, stochastic)
+        refused = _refused(asked, operation, format, stochastic, origin)
         if refused is not None:
             raise ValueError(f"implementation={asked!r} can't do this: {refused}; use implementation='xla'")
         return Choice(asked, True)
     if not _has_gpu() or _would_be_partitioned():
         return Choice("xla", False)
-    there = (n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic) is None)
+    there = (n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic, origin) is None)
     return Choice(next(there), False)
 
 
@@ -98,17 +101,17 @@ def dequantize(
             return ffi.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin)
         from .pallas import arrays
 
-        if any(o % b for o, b in zip(origin, format.block or (1, 1), strict=True)):
-            return definition(codes, scales, tensor_scale)  # a block that began on another rank
         return arrays.dequantize_batched(codes, scales, tensor_scale, format, dtype, columns)
 
     return run(choice, kernel, definition, codes, scales, tensor_scale)
 
 
-def _refused(name: str, operation: str, format: Format, stochastic: bool) -> str | None:
+def _refused(name: str, operation: str, format: Format, stochastic: bool, origin: tuple[int, int]) -> str | None:
     """Why an implementation that is there doesn't do this, or None."""
     if name != "pallas":
         return None
+    if any(o % b for o, b in zip(origin, format.block or (1, 1), strict=True)):
+        return f"the Pallas kernels begin with whole blocks, and origin {origin} lies inside one of {format}"
     if stochastic:
         return "the Pallas kernels round to nearest"
     from .pallas import arrays

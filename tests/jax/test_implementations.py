@@ -44,6 +44,9 @@ def test_kernels_that_are_not_there_are_named(monkeypatch):
         implementations.choose("pallas", "quantize", MXFP6)
     with pytest.raises(ValueError, match="the Pallas kernels round to nearest"):
         implementations.choose("pallas", "quantize", MXFP8, stochastic=True)
+    with pytest.raises(ValueError, match=r"origin \(0, 8\) lies inside one of mxfp8_e4m3"):
+        implementations.choose("pallas", "dequantize", MXFP8, origin=(0, 8))
+    assert implementations.choose("pallas", "dequantize", MXFP8, origin=(3, 64)).name == "pallas"
     assert implementations.choose("pallas", "quantize", MXFP8) == ("pallas", True)
 
 
