@@ -18,6 +18,29 @@ def check_input(x: Array) -> None:
         raise ValueError(f"x must have two or more axes, got shape {tuple(x.shape)}: reshape it to a matrix first")
 
 
+def check_eps(eps: float) -> None:
+    """Raises ValueError where eps is not finite or is negative."""
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps must be finite and not negative, got {eps}")
+
+
+def check_limits(format: Format, eps: float, nominal: str) -> None:
+    """Raises ValueError where eps or the nominal dtype has no meaning for FP8 scales, or eps is given for other formats."""
+    if format.scale.name not in ("fp32", "pow2"):
+        if eps:
+            raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
+        return
+    check_eps(eps)
+    if nominal not in bits.LARGEST_FINITE:
+        raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
+
+
+def check_output_dtype(dtype: str) -> None:
+    """Raises ValueError where dtype is not the name of one that can be dequantized to."""
+    if dtype not in bits.FLOAT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
+
+
 def check_codes(codes: Array, columns: int, format: Format) -> None:
     """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":

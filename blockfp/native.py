@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import bits, layout, numerics
+from . import bits, checks, layout
 from .bits import Array
 from .formats import Format
 from .numerics import Amax, Origin, Quantized
@@ -207,11 +207,10 @@ def dequantize(
         codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
     """
     library, format = _loaded(), Format.parse(format)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    checks.check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
-    numerics.check_codes(codes, columns, format)
-    numerics.check_scales(scales, tensor_scale, shape, format, origin)
+    checks.check_codes(codes, columns, format)
+    checks.check_scales(scales, tensor_scale, shape, format, origin)
     arrays = _arrays_of(codes)
     out = arrays.empty(shape, dtype)
     library.dequantize(
@@ -241,15 +240,8 @@ def rotate(x: Array) -> Array:
 
 def _fp8_limits(format: Format, eps: float, nominal: str) -> int:
     """Bits of the value that replaces an infinite multiplier, after the checks that the definition makes."""
-    if format.scale.name not in ("fp32", "pow2"):
-        if eps:
-            raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
-        return bits.FP32_MAX
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be finite and not negative, got {eps}")
-    if nominal not in bits.LARGEST_FINITE:
-        raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
-    return bits.LARGEST_FINITE[nominal]
+    checks.check_limits(format, eps, nominal)
+    return bits.LARGEST_FINITE[nominal] if format.scale.dtype == "float32" else bits.FP32_MAX
 
 
 def _spec(format: Format) -> tuple[int, int, int, int]:
@@ -347,6 +339,6 @@ def _input_dtype(x: Array) -> str:
     """Name of the dtype of x, once x is an array that can be quantized."""
     dtype = x.dtype
     if dtype not in _dtype_names or len(x.shape) < 2:
-        numerics.check_input(x)
+        checks.check_input(x)
         _dtype_names[dtype] = bits.dtype_name(x)
     return _dtype_names[dtype]

@@ -18,7 +18,7 @@ from array_api_compat import array_namespace
 
 from . import bits, layout, scaling
 from .bits import Array
-from .checks import check_codes, check_input, check_scales
+from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales
 from .formats import E4M3, ElementFormat, Format
 from .layout import Settle, as_it_is
 from .rounding import Key, random_bytes, round_to_element
@@ -131,14 +131,14 @@ def quantize(
     """
     check_input(x)
     format = Format.parse(format)
-    if eps and format.scale.name not in ("fp32", "pow2"):
-        raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
+    nominal = nominal or bits.dtype_name(x)
+    check_limits(format, eps, nominal)
     xp = array_namespace(x)
     pattern = bits.from_float(x)
     phase = _phase(format, origin)
     if amax is None:
         amax = _amax(pattern, format, phase)
-    scales = _scales(amax, format, eps, nominal or bits.dtype_name(x))
+    scales = _scales(amax, format, eps, nominal)
     codes = _codes(pattern, format, scales.multiplier, key, origin, shape, settle)
     stored = scales.stored
     if amax.nan is not None:
@@ -170,8 +170,6 @@ def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
     if rule.startswith("e8m0"):
         stored = scaling.e8m0_scale(amax.blocks, element, rule)
         return _Scales(stored, None, stored - 127)
-    if nominal not in bits.LARGEST_FINITE:
-        raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
     largest = bits.FP32_MAX if format.per_tensor else bits.LARGEST_FINITE[nominal]
     multiplier = scaling.fp8_multiplier(scaling.lift(amax.blocks, eps), element, format.scale, largest)
     return _Scales(scaling.reciprocal(multiplier), None, multiplier)
@@ -292,8 +290,7 @@ def dequantize(
         settle: as for `quantize`.
     """
     format = Format.parse(format)
-    if dtype not in bits.FLOAT_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
+    check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     phase = _phase(format, origin)
     check_codes(codes, columns, format)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from .checks import check_eps
 from .formats import Format
 
 Operand = Literal["input", "weight", "gradient"]
@@ -107,8 +108,7 @@ class Recipe:
                 cast = self.cast(operand, direction)
                 if not isinstance(cast, Cast):
                     raise TypeError(f"{operand} {direction} must be a Cast, got {cast!r}")
-        if not 0 <= self.eps < float("inf"):
-            raise ValueError(f"eps must be finite and not negative, got {self.eps}")
+        check_eps(self.eps)
         object.__setattr__(self, "fast_accum", frozenset(self.fast_accum))
         unknown = self.fast_accum - set(get_args(Product))
         if unknown:

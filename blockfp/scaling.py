@@ -12,6 +12,7 @@ from array_api_compat import array_namespace
 
 from . import bits
 from .bits import Array
+from .checks import check_eps
 from .formats import E4M3, ELEMENTS, ElementFormat, ScaleFormat
 from .rounding import round_to_element
 
@@ -128,8 +129,7 @@ def clamped_reciprocal(scale: Array) -> Array:
 
 def lift(amax: Array, eps: float) -> Array:
     """amax, at least eps."""
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    check_eps(eps)
     return bits.at_least(amax, bits.constant_bits(eps)) if eps else amax
 
 
