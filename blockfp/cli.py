@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 
-from . import __version__, cuda, native
+from . import __version__, cuda, native, products
 from .atomic import replacing
 from .crosscheck import Backend, Definition, check
 from .formats import FORMATS, Format
@@ -151,7 +151,7 @@ def _versions() -> dict[str, str]:
 
 @app.command()
 def info() -> None:
-    """Says which backends, kernels, instruction sets, devices and versions are here."""
+    """Says which backends, kernels, instruction sets, devices and versions are here, and how products of formats run."""
     lines = _versions()
     for name, load in BACKENDS.items():
         try:
@@ -161,6 +161,9 @@ def info() -> None:
     lines["CUDA kernels"] = cuda.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")
+    say("\nproducts of quantized operands a [m, k] and b [n, k]:")
+    for device, operands, how in products.table():
+        say(f"{device:17} {operands:66} {how}")
 
 
 FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
