@@ -109,6 +109,7 @@ def quantize(
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
+    multiplier: Array | None = None,
     settle: Settle = as_it_is,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
@@ -123,6 +124,8 @@ def quantize(
             random index. A row or column known only at run time must lie on a block boundary.
         shape: (rows, columns) of the unsharded matrix, for the random index; by default it ends where x ends.
         amax: amaxes of these blocks, already reduced over the ranks that share them; computed from x by default.
+        multiplier: float32 with one element, positive and finite: what delayed scaling multiplies x with, in a format with one
+            scale per tensor, whatever the amax. The stored scale is its reciprocal.
         settle: how a compiler is told what to work out only once; see `layout.Settle`.
 
     Raises:
@@ -136,6 +139,10 @@ def quantize(
     xp = array_namespace(x)
     pattern = bits.from_float(x)
     phase = _phase(format, origin)
+    if multiplier is not None:
+        given = _delayed(multiplier, format, amax).reshape((1,) * x.ndim)
+        codes = _codes(pattern, format, given, key, origin, shape, settle)
+        return Quantized(codes, scaling.reciprocal(given).view(xp.float32), None)
     if amax is None:
         amax = _amax(pattern, format, phase)
     scales = _scales(amax, format, eps, nominal)
@@ -148,6 +155,13 @@ def quantize(
     else:
         stored = xp.astype(stored, xp.uint8)
     return Quantized(codes, stored, None if scales.tensor is None else scales.tensor.view(xp.float32))
+
+
+def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
+    """fp32 bits of a multiplier that is given instead of an amax."""
+    if not format.per_tensor or amax is not None:
+        raise ValueError(f"multiplier is for formats with one scale per tensor and stands instead of amax, got {format}")
+    return bits.from_float(multiplier)
 
 
 def _phase(format: Format, origin: Origin) -> Origin:
@@ -224,7 +238,7 @@ def _codes(
     element, own_shape, phase = format.element, pattern.shape, _phase(format, origin)
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
-    random = None if key is None else _element_bytes(pattern, key, origin, shape, settle)
+    random = None if key is None else element_bytes(pattern, key, origin, shape, settle)
     exponents = format.scale.name.startswith("e8m0")
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
@@ -252,8 +266,8 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
     return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
 
 
-def _element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle) -> Array:
-    """The random byte of each element, counted in the unsharded array."""
+def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = as_it_is) -> Array:
+    """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
     total_rows, total_columns = shape or (origin[0] + rows, origin[1] + columns)
