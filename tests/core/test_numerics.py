@@ -199,3 +199,14 @@ def test_refused_arguments():
         numerics.dequantize(q.codes, q.scales, np.float32(1), "mxfp8_e4m3", "float32", columns=32)
     with pytest.raises(ValueError, match="dtype"):
         numerics.dequantize(*q, "mxfp8_e4m3", "float64", columns=32)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "exponents", "special"])
+def test_a_given_multiplier_stands_instead_of_the_amax(kind):
+    x, multiplier = sample(kind, (5, 48)), np.float32(3.7)
+    q = numerics.quantize(x, "fp8_e4m3", multiplier=np.asarray(multiplier))
+    np.testing.assert_array_equal(q.scales, np.full((1, 1), np.float32(1) / multiplier))
+    expected = statement.to_element(statement.mul32(x, multiplier), "e4m3")
+    np.testing.assert_array_equal(q.codes, expected)
+    with pytest.raises(ValueError, match="multiplier is for formats with one scale per tensor"):
+        numerics.quantize(x, "mxfp8_e4m3", multiplier=multiplier)
