@@ -111,7 +111,13 @@ def quantize_shards(
 
 @lru_cache(maxsize=4096)
 def gather_weight(
-    format: Format | str, sharding: Sharding, axes: tuple[str, ...], *, columnwise: bool = False, obstacle: str | None = None
+    format: Format | str,
+    sharding: Sharding,
+    axes: tuple[str, ...],
+    *,
+    origin: tuple[int, int] = (0, 0),
+    columnwise: bool = False,
+    obstacle: str | None = None,
 ) -> Plan:
     """All-gather of a quantized weight over some mesh axes (FSDP's): codes and scales travel, rowwise, always.
 
@@ -119,6 +125,8 @@ def gather_weight(
         format: what the weight is in.
         sharding: how codes and scales lie, as `quantize_shards` left them.
         axes: mesh axes to gather over. The result stays sharded over the others (tensor parallelism's).
+        origin: (row, column) of the sharding's first element in the matrix whose blocks are counted: what FSDP knows of a
+            weight that tensor parallelism has cut already is the shard it cuts further, and where that begins.
         columnwise: derive the transposed weight after the gather; exact for square blocks and one scale per tensor.
         obstacle: why the executor can't carry codes here. The values then travel in fp32 with the scales beside them, and are
             encoded with those. Scales and values come out as they were, and so do the codes wherever a value tells its code:
@@ -136,12 +144,12 @@ def gather_weight(
         )
     steps: tuple[Step, ...]
     if obstacle is None:
-        steps = _gathers(sharding, axes, format, "codes")
+        steps = _gathers(sharding, axes, format, "codes", origin)
     else:
         whole = sharding.gathered(axes)
         steps = (
             Dequantize(format, sharding, "float32", keep_scales=True),
-            *_gathers(sharding, axes, format, "values"),
+            *_gathers(sharding, axes, format, "values", origin),
             Encode(format, whole),
         )
     target = sharding.gathered(axes)
@@ -273,7 +281,11 @@ def _quantize(
 
 
 def _gathers(
-    sharding: Sharding, axes: tuple[str, ...], format: Format | None, payload: Literal["codes", "values"]
+    sharding: Sharding,
+    axes: tuple[str, ...],
+    format: Format | None,
+    payload: Literal["codes", "values"],
+    origin: tuple[int, int] = (0, 0),
 ) -> tuple[Gather, ...]:
     """One gather for each array axis that these mesh axes cut."""
     sharding.gathered(axes)
@@ -281,7 +293,7 @@ def _gathers(
     for dim in range(len(sharding.shape)):
         over = tuple(name for name in sharding.order(dim) if name in axes)
         if over:
-            gathers.append(Gather(sharding, dim, over, format, payload))
+            gathers.append(Gather(sharding, dim, over, format, payload, origin))
             sharding = sharding.gathered(over)
     return tuple(gathers)
 

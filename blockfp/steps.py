@@ -177,6 +177,7 @@ class Gather:
         axes: mesh axes to gather over, outermost cut first. The sources of `Join.runs` are numbered in this order.
         format: of the codes, or of the scales carried beside values; None where values travel alone.
         payload: "codes" or "values". Scales and tensor scale travel too where there is a format.
+        origin: (row, column) of the sharding's first element in the matrix whose blocks are counted.
     """
 
     sharding: Sharding
@@ -184,6 +185,7 @@ class Gather:
     axes: tuple[str, ...]
     format: Format | None
     payload: Literal["codes", "values"]
+    origin: tuple[int, int] = (0, 0)
 
     def group(self, rank: int) -> tuple[int, ...]:
         """The ranks that gather together with `rank`, in the order of the sources."""
@@ -218,10 +220,12 @@ class Gather:
         """
         if self.format is not None and self.format.block is None:
             return Join(1, ((self.first(rank), 0, 1),))
-        spans = [self.sharding.span(self.dim, member) for member in self.group(rank)]
+        from_last = self.dim - len(self.sharding.shape)
+        offset = self.origin[from_last] if from_last >= -2 else 0
+        spans = [(offset + start, size) for start, size in (self.sharding.span(self.dim, r) for r in self.group(rank))]
         block = block_length(self.format, self.sharding, self.dim)
         chunk = -(-max(size for _, size in spans) // block)
-        if not self.sharding.aligned(self.dim, block):
+        if any((offset + start) % block for start, _ in self.sharding.spans(self.dim).values()):
             chunk += 1
         runs, seen = [], 0
         for source, (start, size) in enumerate(spans):

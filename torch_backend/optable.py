@@ -1,6 +1,10 @@
 """The op table: every torch operation that a `QuantizedTensor` answers, and what it does to codes and scales.
 
 None of them looks at values. Whatever is not here raises and names itself; nothing dequantizes on its own.
+
+`fully_shard` hits, in this order: split, new_zeros (the padded shard), slice, copy_, view to one dimension, slice, detach, and
+new_empty where ranks outnumber rows; empty_like when a meta tensor is materialized; as_strided at the first gather. See
+`geometry` for what they pass on to each other.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from blockfp import layout, numerics
 
 from . import ops
+from .geometry import Base, Geometry
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -57,15 +62,22 @@ def _refusal(func: Any, reason: str, remedy: str) -> NotImplementedError:
     return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
 
 
-def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+def _parts(q: QuantizedTensor) -> list[Tensor]:
+    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+
+
+def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geometry | None = None) -> QuantizedTensor:
     tensor_scale = None if q.tensor_scale is None else function(q.tensor_scale)
-    return q.with_parts(function(q.codes), function(q.scales), tensor_scale)
+    return q.with_parts(function(q.codes), function(q.scales), tensor_scale, geometry=geometry)
 
 
 @_implements(ops.dequantize_tensor)
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     origin = list(q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
+
+
+# ---- the same tensor again
 
 
 @_implements(aten.detach.default, aten.alias.default, view=True)
@@ -75,7 +87,8 @@ def _alias(q: QuantizedTensor) -> QuantizedTensor:
 
 @_implements(aten.view.default, view=True)
 def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
-    if tuple(shape) != tuple(q.shape):
+    # FSDP2 keeps `shard.view(-1)` and asks nothing of it; any other answer would make it look for a storage.
+    if tuple(shape) != tuple(q.shape) and not (tuple(shape) == (-1,) and q.geometry.base):
         raise _refusal(
             aten.view.default,
             f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}",
@@ -85,9 +98,9 @@ def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
 
 
 @_implements(aten.as_strided.default, view=True)
-def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int], offset: int | None = None):
-    # What functionalization asks for where a compiled function returns an alias of its argument.
-    if tuple(shape) != tuple(q.shape) or tuple(stride) != q.stride() or offset:
+def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int], storage_offset: int | None = None):
+    # What functionalization asks for where a compiled function returns an alias of its argument, and FSDP2 of a whole weight.
+    if tuple(shape) != tuple(q.shape) or tuple(stride) != q.stride() or storage_offset:
         raise _refusal(
             aten.as_strided.default,
             f"strides {tuple(stride)} say nothing about codes and blocks",
@@ -96,9 +109,14 @@ def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int],
     return _alias(q)
 
 
+# ---- copies
+
+
 @_implements(aten.clone.default)
 def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = None) -> QuantizedTensor:
-    return _map(q, lambda part: aten.clone.default(part, memory_format=torch.contiguous_format))
+    initial = None if q.initial is None else q.initial.clone()
+    geometry = q.geometry.copy(initial=initial)
+    return _map(q, lambda part: aten.clone.default(part, memory_format=torch.contiguous_format), geometry)
 
 
 @_implements(aten._to_copy.default)
@@ -107,7 +125,24 @@ def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: A
         raise _refusal(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype})")
     if where.get("layout") not in (None, torch.strided):
         raise _refusal(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
-    return _map(q, lambda part: aten._to_copy.default(part, **where))
+    where["memory_format"] = torch.contiguous_format
+    return _map(q, lambda part: aten._to_copy.default(part, **where), q.geometry.copy(initial=q.initial))
+
+
+@_implements(aten._pin_memory.default)
+def _pin_memory(q: QuantizedTensor, device: torch.device | None = None) -> QuantizedTensor:
+    return _map(q, lambda part: aten._pin_memory.default(part, device), q.geometry.copy(initial=q.initial))
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(q: QuantizedTensor, device: torch.device | None = None) -> bool:
+    return all(aten.is_pinned.default(part, device) for part in _parts(q))
+
+
+@_implements(aten.record_stream.default)
+def _record_stream(q: QuantizedTensor, stream: torch.Stream) -> None:
+    for part in _parts(q):
+        aten.record_stream.default(part, stream)
 
 
 @_implements(aten.copy_.default)
@@ -116,24 +151,32 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
     op = aten.copy_.default
     if not isinstance(source, QuantizedTensor):
-        raise _refusal(op, f"the source holds {source.dtype} values", "copy quantize(source, format) into it")
+        raise _refusal(
+            op,
+            f"the source holds {source.dtype} values, and the scales of a shard may depend on what other ranks hold",
+            "use blockfp.torch.load_high_precision_(parameter, values), or copy quantize(values, format) into it",
+        )
     if not isinstance(destination, QuantizedTensor):
         raise _refusal(op, f"the destination holds {destination.dtype} values", "copy source.dequantize() into it")
     for name in ("format", "shape", "dtype"):
         ours, theirs = getattr(destination, name), getattr(source, name)
         if ours != theirs:
             raise ValueError(f"copy_ needs equal quantized tensors: {name} is {ours}, that of the source is {theirs}")
-    if destination.scales.shape != source.scales.shape or _phase(destination) != _phase(source):
+    scales = destination.scales
+    if destination.geometry.origin is None:
+        destination.geometry.bind(source.geometry, source.origin)
+        scales = scales[tuple(slice(size) for size in source.scales.shape)]
+    elif scales.shape != source.scales.shape or _phase(destination) != _phase(source):
         raise ValueError(
             f"copy_ needs the same blocks: the origin is {destination.origin}, that of the source is {source.origin}"
         )
-    for ours, theirs in zip(_parts(destination), _parts(source), strict=True):
-        aten.copy_.default(ours, theirs, non_blocking)
+    else:
+        destination.geometry.initial = None if source.initial is None else source.initial.clone()
+    aten.copy_.default(destination.codes, source.codes, non_blocking)
+    aten.copy_.default(scales, source.scales, non_blocking)
+    if destination.tensor_scale is not None and source.tensor_scale is not None:
+        aten.copy_.default(destination.tensor_scale, source.tensor_scale, non_blocking)
     return destination
-
-
-def _parts(q: QuantizedTensor) -> list[Tensor]:
-    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
 
 
 def _phase(q: QuantizedTensor) -> tuple[int, int]:
@@ -141,22 +184,58 @@ def _phase(q: QuantizedTensor) -> tuple[int, int]:
     return q.origin[0] % rows, q.origin[1] % columns
 
 
+# ---- new memory: for codes where it is to hold this tensor or a part of it, else for values
+
+
 @_implements(aten.empty_like.default)
 def _empty_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
     if dtype is not None:
         return torch.empty(q.shape, dtype=dtype, **_on_device_of(q, where))
-    return _map(q, lambda part: aten.empty_like.default(part, memory_format=torch.contiguous_format, **where))
+    like = {**where, "memory_format": torch.contiguous_format}
+    return _map(q, lambda part: aten.empty_like.default(part, **like), q.geometry.copy(initial=None))
+
+
+@_implements(aten.new_zeros.default)
+def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    if dtype is not None:
+        return torch.zeros(tuple(shape), dtype=dtype, **_on_device_of(q, where))
+    if len(shape) != q.ndim or tuple(shape[1:]) != tuple(q.shape[1:]):
+        raise _refusal(
+            aten.new_zeros.default,
+            f"a buffer of shape {tuple(shape)} is no run of the first axis of {tuple(q.shape)}",
+            "shard on dim 0 only (a shard_placement_fn of fully_shard must return Shard(0)), or name a dtype for values",
+        )
+    # A buffer longer than this tensor holds it, a part of the same base; any other holds a part of this tensor.
+    longer = shape[0] > q.shape[0]
+    base = q.geometry.base if longer else Base(tuple(q.shape), q.origin)
+    scales = list(q.scales.shape)
+    if q.format.block is not None:
+        # Wherever it will lie, its rows touch no more blocks than this.
+        scales[0] = -(-shape[0] // q.format.block[0]) + 1 if q.ndim == 2 else shape[0]
+    where = _on_device_of(q, where)
+    return q.with_parts(
+        q.codes.new_zeros((shape[0], *q.codes.shape[1:]), **where),
+        q.scales.new_zeros(scales, **where),
+        None if q.tensor_scale is None else q.tensor_scale.new_zeros((), **where),
+        geometry=Geometry(None, base, None if q.initial is None else q.initial[:0].clone()),
+    )
+
+
+@_implements(aten.new_empty.default)
+def _new_empty(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype or q.dtype, **_on_device_of(q, where))
 
 
 @_implements(aten.zeros_like.default)
 def _zeros_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
-    if dtype is None:
-        raise _refusal(aten.zeros_like.default, "it may mean zero codes or zero values", "name a dtype for values")
-    return torch.zeros(q.shape, dtype=dtype, **_on_device_of(q, where))
+    return torch.zeros(q.shape, dtype=dtype or q.dtype, **_on_device_of(q, where))
 
 
 def _on_device_of(q: QuantizedTensor, where: dict[str, Any]) -> dict[str, Any]:
     return {**where, "device": where.get("device") or q.device}
+
+
+# ---- the transposed matrix
 
 
 @_implements(aten.t.default)
@@ -184,47 +263,26 @@ def _swap_matrix(q: QuantizedTensor) -> QuantizedTensor:
     # Unpacked codes come back as a view; codes are contiguous everywhere.
     codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in (codes, scales))
     tensor_scale = None if q.tensor_scale is None else q.tensor_scale.clone()
-    return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], origin=(q.origin[1], q.origin[0]))
+    return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], geometry=Geometry((q.origin[1], q.origin[0])))
+
+
+# ---- parts
 
 
 @_implements(aten.slice.Tensor, view=True)
 def _slice(q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
-    op, axis = aten.slice.Tensor, dim % q.ndim
-    size = q.shape[axis]
-    first, last, _ = slice(start, end).indices(size)
-    last = max(first, last)
+    axis = dim % q.ndim
+    first, last, _ = slice(start, end).indices(q.shape[axis])
     if step != 1:
-        raise _refusal(op, f"a slice with step {step} cuts blocks apart", "slice with step 1")
-    if (first, last) == (0, size):
-        return _alias(q)
-    if axis == q.ndim - 1:
-        raise _refusal(op, "a slice of columns cuts blocks and packed bytes apart", "slice rows, or dequantize() first")
-    return _narrow(q, axis, first, last)
-
-
-def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
-    """Elements first .. last along an axis that isn't the last."""
-    codes = aten.slice.Tensor(q.codes, axis, first, last)
-    origin, scale_first, scale_last = q.origin, first, last
-    if axis == q.ndim - 2:
-        origin = (q.origin[0] + first, q.origin[1])
-        if q.format.block is not None:
-            rows = q.format.block[0]
-            scale_first = origin[0] // rows - q.origin[0] // rows
-            scale_last = scale_first + layout.block_grid(last - first, rows, origin[0])
-    if q.format.block is None:
-        scales = aten.alias.default(q.scales)
-    else:
-        scales = aten.slice.Tensor(q.scales, axis, scale_first, scale_last)
-    tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
-    return q.with_parts(codes, scales, tensor_scale, origin=origin)
+        raise _refusal(aten.slice.Tensor, f"a slice with step {step} cuts blocks apart", "slice with step 1")
+    return _narrow(q, axis, first, max(first, last))
 
 
 @_implements(aten.split.Tensor, view=True)
 def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     length = q.shape[dim]
     starts = range(0, length, size) if length else (0,)
-    return [_slice(q, dim, start, start + size) for start in starts]
+    return _divide(q, dim, [(start, min(start + size, length)) for start in starts])
 
 
 @_implements(aten.split_with_sizes.default, view=True)
@@ -232,4 +290,69 @@ def _split_with_sizes(q: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
     if sum(sizes) != q.shape[dim]:
         raise ValueError(f"split sizes {list(sizes)} must add up to {q.shape[dim]}, the length of axis {dim}")
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [_slice(q, dim, end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return _divide(q, dim, [(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+
+
+def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[QuantizedTensor]:
+    axis = dim % q.ndim
+    parts = [_narrow(q, axis, first, last) for first, last in spans]
+    if axis == 0:
+        for part in parts:
+            # A part of its own, even where it is all of q, whose geometry it would share.
+            part.geometry = part.geometry.copy(initial=part.initial)
+            part.geometry.base = Base(tuple(q.shape), q.origin)
+    return parts
+
+
+def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
+    """Elements first .. last along an axis: any rows, whole blocks of columns."""
+    bytes_first, bytes_last = (first, last) if axis < q.ndim - 1 else _bytes(q, first, last)
+    columns = q.shape[-1] if axis < q.ndim - 1 else last - first
+    codes = aten.slice.Tensor(q.codes, axis, bytes_first, bytes_last)
+    tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
+    scales, geometry = aten.alias.default(q.scales), q.geometry
+    if q.geometry.origin is not None:
+        from_last = axis - q.ndim
+        if q.format.block is not None:
+            block = q.format.block[from_last] if from_last >= -2 else 1
+            start = q.origin[from_last] if from_last >= -2 else 0
+            scales_first = (start + first) // block - start // block
+            scales_last = scales_first + layout.block_grid(last - first, block, start + first)
+            scales = aten.slice.Tensor(q.scales, axis, scales_first, scales_last)
+        if (first, last) != (0, q.shape[axis]):
+            geometry = q.geometry.part(axis, first, last, q.ndim)
+    elif first or axis:
+        raise _refusal(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
+    return q.with_parts(codes, scales, tensor_scale, columns=columns, geometry=geometry)
+
+
+def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
+    """Where columns first .. last lie in a row of codes, if they are whole blocks."""
+    block = q.format.block[1] if q.format.block else 1
+    cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
+    bits = q.format.element.bits
+    together = {8: 1, 6: 4, 4: 2}[bits]
+    if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
+        raise _refusal(
+            aten.slice.Tensor,
+            f"columns {first} .. {last} of {q.shape[-1]} cut blocks of {block} or packed bytes apart",
+            f"slice columns at multiples of {block}, or dequantize() first",
+        )
+    return layout.packed_columns(first, bits), layout.packed_columns(last, bits)
+
+
+@_implements(aten.select.int, view=True)
+def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    axis = dim % q.ndim
+    if axis >= q.ndim - 2:
+        raise _refusal(aten.select.int, "one row or column is no matrix", "slice one with q[i : i + 1]")
+    codes = aten.select.int(q.codes, axis, index)
+    scales = aten.select.int(q.scales, axis, index if q.format.block else 0)
+    tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
+    initial = None if q.initial is None else q.initial.select(axis, index)
+    return q.with_parts(codes, scales, tensor_scale, geometry=Geometry(q.origin, None, initial, q.geometry.gathered))
+
+
+@_implements(aten.unbind.int, view=True)
+def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(q, dim, index) for index in range(q.shape[dim])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from blockfp import numerics
 from blockfp.bits import FLOAT_DTYPES
 from blockfp.formats import Format
 
-from . import ops, optable
+from . import fsdp, ops, optable
+from .geometry import Base, Geometry, Origin
 
-Origin = tuple[int, int]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class QuantizedTensor(Tensor):
@@ -29,22 +31,22 @@ class QuantizedTensor(Tensor):
         scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`. In a compiled function it can be read on arguments and parameters, not on a tensor made there.
-        origin: (row, column) of the first element in the unsharded matrix; (0, 0) where nothing is sharded.
 
     `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact and not requantized, for
-    square blocks and one scale per tensor; other blocks raise ValueError. Slices of whole rows share memory with the whole.
+    square blocks and one scale per tensor; other blocks raise ValueError. Slices of rows, and of whole blocks along the last
+    axis, share memory with the whole. `fully_shard` shards it, and gathers codes and scales.
     """
 
     codes: Tensor
     scales: Tensor
     tensor_scale: Tensor | None
     format: Format
-    origin: Origin
+    geometry: Geometry
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, origin=(0, 0)):
+    def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, geometry=None):
         shape = (*codes.shape[:-1], columns)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
@@ -56,14 +58,14 @@ class QuantizedTensor(Tensor):
         format: Format,
         columns: int,
         dtype: torch.dtype,
-        origin: Origin = (0, 0),
+        geometry: Geometry | None = None,
     ):
         # No checks: tracing passes placeholders here. `from_parts` has them.
         self.codes = codes
         self.scales = scales
         self.tensor_scale = tensor_scale
         self.format = format
-        self.origin = origin
+        self.geometry = Geometry() if geometry is None else geometry
 
     @classmethod
     def from_parts(
@@ -107,13 +109,47 @@ class QuantizedTensor(Tensor):
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         numerics.check_codes(codes, columns, format)
         numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
-        return cls(codes, scales, tensor_scale, format, columns, dtype, (origin[0], origin[1]))
+        return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
 
-    def with_parts(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, **changes: Any) -> QuantizedTensor:
-        """A tensor of other parts, like this one but for `changes` (columns, origin); unchecked."""
-        columns = changes.get("columns", self.shape[-1])
-        origin = changes.get("origin", self.origin)
-        return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, self.dtype, origin)
+    def with_parts(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        tensor_scale: Tensor | None,
+        *,
+        columns: int | None = None,
+        geometry: Geometry | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of other parts, like this one and with its geometry where nothing else is said; unchecked."""
+        columns = self.shape[-1] if columns is None else columns
+        geometry = self.geometry if geometry is None else geometry
+        return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, self.dtype, geometry)
+
+    @property
+    def origin(self) -> Origin:
+        """(row, column) of the first element in the unsharded matrix; (0, 0) where nothing is sharded."""
+        geometry = self.geometry
+        if geometry.origin is not None:
+            return geometry.origin
+        return geometry.base.end if geometry.base else (0, 0)
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The original values of exactly these rows, a plain CPU tensor, or None where they aren't kept.
+
+        An optimizer takes them as its master weights and sets None. They follow slices, copies and sharding, are never
+        written to, and are not saved. What overwrites the codes drops them, unless it brings others along.
+        """
+        return self.geometry.initial
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        if values is not None and (values.shape != self.shape or values.device.type != "cpu" or values.dtype not in DTYPES):
+            raise ValueError(
+                f"initial must be a float tensor of shape {tuple(self.shape)} on the CPU, got {values.dtype} "
+                f"{tuple(values.shape)} on {values.device}"
+            )
+        self.geometry.initial = None if values is None else values.detach()
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, rounded once to `dtype`; the gradient passes through unchanged.
@@ -148,8 +184,18 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
         format, dtype, origin = context
-        tensor_scale = inner.get("tensor_scale")
-        return QuantizedTensor(inner["codes"], inner["scales"], tensor_scale, format, outer_size[-1], dtype, origin)
+        parts = (inner["codes"], inner["scales"], inner.get("tensor_scale"))
+        return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
+        """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        return fsdp.send(self, mesh)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        return fsdp.receive(self, gathered, sent, dtype, out)
 
     def _stable_hash_for_caching(self) -> str:
         # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
@@ -159,7 +205,8 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
         parts = (self.codes, self.scales, self.tensor_scale, str(self.format), self.shape[-1], self.dtype, self.origin)
-        return _rebuild, (*parts, self.requires_grad, is_parameter)
+        base = self.geometry.base
+        return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
 
 
 DTYPES = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
@@ -177,8 +224,9 @@ class _Dequantize(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter):
+def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
     q = QuantizedTensor.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin)
+    q.geometry.base = base and Base(*base)
     return torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
 
 

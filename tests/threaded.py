@@ -1,0 +1,68 @@
+"""Ranks as threads of this process: torch's own threaded process group, private API and known only here.
+
+Real FSDP2, DTensors and functional collectives run in it, four ranks in hundredths of a second.
+"""
+
+import sys
+import threading
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as threaded_pg
+
+
+class OneRankFailed(AssertionError):
+    """A rank raised; the message has its traceback."""
+
+
+def run(world, function, *args, timeout=60):
+    """What `function(rank, *args)` returns on each of `world` ranks, by rank.
+
+    Raises:
+        OneRankFailed: a rank raised, or none of them got on for `timeout` seconds.
+    """
+    results, errors = _run(world, function, args, timeout)
+    for rank, error in enumerate(errors):
+        if error is not None and not isinstance(error, SystemExit):
+            text = "".join(traceback.format_exception(error))
+            raise OneRankFailed(f"rank {rank} of {world}:\n{text}") from error
+    return results
+
+
+def errors(world, function, *args, timeout=60):
+    """What each rank raises, by rank; None where it raises nothing, SystemExit where it was left waiting for another."""
+    return _run(world, function, args, timeout)[1]
+
+
+def _run(world, function, args, timeout):
+    results, errors = [None] * world, [None] * world
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded_pg._install_threaded_pg()
+    threaded_pg.ProcessLocalGroup.reset()
+    store = dist.HashStore()
+
+    def rank_main(rank):
+        dist.init_process_group(backend="threaded", rank=rank, world_size=world, store=store)
+        try:
+            results[rank] = function(rank, *args)
+        except BaseException as error:
+            errors[rank] = error
+            # Whoever waits for this rank gets SystemExit.
+            threaded_pg.ProcessLocalGroup.exception_handle(error)
+        finally:
+            dist.destroy_process_group()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
+    try:
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            thread.join(timeout)
+            if thread.is_alive():
+                stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
+                raise OneRankFailed(f"rank {rank} of {world} hangs:\n{stack}")
+    finally:
+        threaded_pg._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    return results, errors

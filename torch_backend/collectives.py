@@ -1,0 +1,29 @@
+"""Collectives by group name: functional, so that compiled code holds them as they are and eager code the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:
+    """The elementwise maximum over the ranks of each group, one group after another; every rank of them calls it alike.
+
+    Args:
+        tensor: int32 (amaxes as fp32 bits, whose integer order is that of the magnitudes); left as it is.
+        groups: names of process groups (`sharding.group_name`); none returns the tensor itself.
+    """
+    for name in groups:
+        tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "max", name))
+    return tensor
+
+
+def max_reduce_together(tensors: Sequence[Tensor], groups: Sequence[str]) -> list[Tensor]:
+    """`max_reduce` of several tensors in one collective a group."""
+    if not tensors or not groups:
+        return list(tensors)
+    flat = max_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), groups)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

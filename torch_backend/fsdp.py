@@ -1,0 +1,210 @@
+"""What FSDP2 gathers of a quantized weight, and how the whole weight is put together from it.
+
+    shard (DTensor of QuantizedTensor)        codes [rows of this rank, ..], scales of the blocks that these rows touch
+      | send                                  both padded to the length that the plan gives every rank; no copy, where the
+      v                                       padded shard lies behind the short one
+    FSDP2's all-gather                        uint8 and float32 together, beside the other parameters of the group
+      | receive
+      v
+    whole weight (QuantizedTensor)            codes: the head of what came. Scales too, or one index_select where shards share
+                                              blocks, into memory that FSDP2 frees and refills together with the rest
+
+The hooks know nothing of sharding: `plans.gather_weight` says how long the chunks are, and what to take of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockfp import plans
+from blockfp.formats import Format
+from blockfp.placement import Mesh, Shard, Sharding
+from blockfp.steps import Gather
+
+from .geometry import Base, Geometry
+from .sharding import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .tensor import QuantizedTensor
+
+
+class Sent(NamedTuple):
+    """What the hook before the gather tells the one after it.
+
+    Attributes:
+        format: the weight's.
+        gather: the plan's step.
+        rank: this rank's position in the shard mesh.
+        base: what the shard mesh divides.
+        scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
+    """
+
+    format: Format
+    gather: Gather
+    rank: int
+    base: Base
+    scales: Tensor
+    tensor_scale: Tensor | None
+
+
+def send(shard: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Sent]:
+    """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
+
+    Args:
+        shard: this rank's rows.
+        mesh: the one-dimensional mesh over which FSDP shards.
+
+    Raises:
+        ValueError: the shard is not what `fully_shard` makes, or is to be resharded to a smaller mesh after the forward.
+    """
+    refuse_smaller_mesh()
+    base, gather, rank = placed(shard.format, shard.shape, shard.geometry, mesh)
+    parts = [
+        _lengthened(shard.codes, gather.stored(rank).chunk),
+        _lengthened(shard.scales, gather.scales(rank).chunk),
+    ]
+    if shard.tensor_scale is not None:
+        parts.append(shard.tensor_scale.view(1))
+    return tuple(parts), Sent(shard.format, gather, rank, base, shard.scales, shard.tensor_scale)
+
+
+def receive(
+    shard: QuantizedTensor, gathered: tuple[Tensor, ...], sent: Sent, dtype: torch.dtype, out: Tensor | None
+) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+    """The whole weight of what every rank sent.
+
+    Args:
+        shard: this rank's rows.
+        gathered: the chunks of all ranks one after another, for each tensor that `send` gave.
+        sent: what `send` said.
+        dtype: the nominal dtype of the result.
+        out: the weight made the first time, whose memory FSDP2 has refilled; None the first time.
+
+    Returns:
+        The first time the weight, and the tensors that FSDP2 is to free and allocate with it; then None.
+    """
+    whole = None if out is None else _quantized(local_of(out))
+    codes, scales, tensor_scale, derived = _join(gathered, sent, whole)
+    if whole is not None:
+        return None
+    geometry = Geometry(sent.base.origin, gathered=True)
+    columns = sent.base.shape[-1]
+    return type(shard)(codes, scales, tensor_scale, sent.format, columns, dtype, geometry), derived
+
+
+def _quantized(tensor: Tensor) -> QuantizedTensor:
+    from .tensor import QuantizedTensor
+
+    assert isinstance(tensor, QuantizedTensor)
+    return tensor
+
+
+def _join(
+    gathered: tuple[Tensor, ...], sent: Sent, whole: QuantizedTensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """Codes, scales and tensor scale of the whole, and those among them that lie in memory of their own.
+
+    What is but a head of the gathered memory was refilled with it; the rest is written anew, into `whole` if it is there.
+    """
+    elements, scale_join = sent.gather.elements(sent.rank), sent.gather.scales(sent.rank)
+    assert elements.head, "shards by torch's chunk rule lie one after another"
+    codes = gathered[0][: elements.size]
+    derived = []
+
+    def write(values: Tensor, into: Tensor | None) -> Tensor:
+        if into is None:
+            derived.append(values)
+            return values
+        # Autograd may have saved it; to it this is the memory FSDP2 refills, which counts no version either.
+        with torch.autograd._unsafe_preserve_version_counter(into):
+            return into.copy_(values)
+
+    into = (None, None) if whole is None else (whole.scales, whole.tensor_scale)
+    if len(gathered) == 1:
+        scales = write(sent.scales.clone(), into[0])
+        tensor_scale = None if sent.tensor_scale is None else write(sent.tensor_scale.clone(), into[1])
+        return codes, scales, tensor_scale, tuple(derived)
+    if scale_join.head:
+        scales = gathered[1][: scale_join.size]
+    else:
+        index = _index(sent.gather, sent.rank, gathered[1].device)
+        scales = write(gathered[1].index_select(0, index), into[0])
+    tensor_scale = gathered[2][sent.gather.first(sent.rank)] if len(gathered) > 2 else None
+    return codes, scales, tensor_scale, tuple(derived)
+
+
+@lru_cache(maxsize=4096)
+def _index(gather: Gather, rank: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(gather.scales(rank).index).to(device)
+
+
+def placed(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> tuple[Base, Gather, int]:
+    """What the shard mesh divides, the step that gathers it, and this rank's position in the mesh.
+
+    Raises:
+        ValueError: a shard of this shape and geometry isn't what `fully_shard` puts on this rank.
+    """
+    world, rank = mesh.size(), mesh.get_local_rank()
+    base = geometry.base
+    if base is None:
+        raise ValueError(
+            f"a quantized tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides "
+            "the whole weight, instead of building a DTensor of shards"
+        )
+    gather = _gather(format, base, world)
+    start, size = gather.sharding.span(0, rank)
+    row = base.origin[0] + (start if len(shape) == 2 else 0)
+    if shape[0] != size or (size and geometry.origin != (row, base.origin[1])):
+        raise ValueError(
+            f"rank {rank} of {world} must hold {size} rows from row {row} of a weight of shape {base.shape}, got {shape[0]} at "
+            f"{geometry.origin}: shards must be those of fully_shard, on dim 0"
+        )
+    return base, gather, rank
+
+
+@lru_cache(maxsize=4096)
+def _gather(format: Format, base: Base, world: int) -> Gather:
+    sharding = Sharding(base.shape, Mesh((world,), ("fsdp",)), (Shard(0),))
+    (step,) = plans.gather_weight(format, sharding, ("fsdp",), origin=base.origin).steps
+    assert isinstance(step, Gather)
+    return step
+
+
+def _lengthened(part: Tensor, length: int) -> Tensor:
+    """The tensor with anything behind it up to this length: what lies there in its memory, or zeros."""
+    end = part.storage_offset() + length * part.stride(0)
+    if part.is_contiguous() and end * part.itemsize <= part.untyped_storage().nbytes():
+        return part.as_strided((length, *part.shape[1:]), part.stride())
+    longer = part.new_zeros((length, *part.shape[1:]))
+    longer[: part.shape[0]] = part
+    return longer
+
+
+def refuse_smaller_mesh() -> None:
+    """Raises ValueError where the parameter being gathered is to be resharded to a smaller mesh after the forward.
+
+    FSDP2 keeps one plain tensor of such a parameter, and its hooks aren't told. So its own bookkeeping is looked up, where it
+    can be found; elsewhere FSDP2 itself fails after the forward, and says "Expected 1 all_gather_output".
+    """
+    frame = sys._getframe(1)
+    for _ in range(4):
+        holder: Any = frame.f_locals.get("self")
+        smaller, mesh = getattr(holder, "post_forward_mesh_info", None), getattr(holder, "mesh_info", None)
+        if smaller is not None and mesh is not None:
+            ranks = getattr(smaller, "shard_mesh_size", None)
+            if ranks != getattr(mesh, "shard_mesh_size", None):
+                raise ValueError(
+                    f"reshard_after_forward={ranks}: FSDP2 can't reshard a quantized weight to a smaller mesh; use "
+                    "reshard_after_forward=True or False"
+                )
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

@@ -1,0 +1,78 @@
+"""Where a local tensor lies in the weight that it is a part of, and the original values of its rows.
+
+`fully_shard` divides a weight like this: it splits it, asks the *whole* for a zero buffer as long as the longest part, copies
+its part into the head of that buffer, and keeps the head:
+
+    parts  = weight.split(chunk)              each part knows its origin, and what it is a part of (the base)
+    buffer = weight.new_zeros((chunk, ..))    the same call on every rank: the buffer can't know where it will lie
+    buffer[: len(part)].copy_(part)           now it can
+    shard  = buffer[: len(part)]
+
+So a `Geometry` is mutable in one way: the one of a new buffer, which its heads share, is without an origin until the first
+copy into it binds it. Once bound it never moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Origin = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Base:
+    """What `fully_shard` divided along its first axis: a whole weight, or the shard that tensor parallelism left of it.
+
+    Attributes:
+        shape: its shape.
+        origin: (row, column) of its first element in the unsharded matrix.
+    """
+
+    shape: tuple[int, ...]
+    origin: Origin
+
+    @property
+    def end(self) -> Origin:
+        """Where an empty part of it lies: behind its last row."""
+        rows = self.shape[0] if len(self.shape) == 2 else 0
+        return (self.origin[0] + rows, self.origin[1])
+
+
+@dataclass
+class Geometry:
+    """Where a local tensor lies, and what belongs to exactly its rows.
+
+    Attributes:
+        origin: (row, column) of its first element in the unsharded matrix; None for a buffer into which nothing was copied.
+        base: what it is a part of, if something divided it along the first axis.
+        initial: the original values of its rows, a plain CPU tensor, if they are kept. Never written to.
+        gathered: whether it is FSDP's gathered copy of a sharded weight, which the next reshard throws away.
+    """
+
+    origin: Origin | None = (0, 0)
+    base: Base | None = None
+    initial: Tensor | None = None
+    gathered: bool = False
+
+    def part(self, axis: int, first: int, last: int, ndim: int) -> Geometry:
+        """That of elements first .. last along an axis; a head along the first axis stays the same part of the base."""
+        if self.origin is None:
+            raise ValueError("only the head of a new buffer can be taken before something is copied into it")
+        row, column = self.origin
+        if axis >= ndim - 2:
+            row, column = (row + first, column) if axis == ndim - 2 else (row, column + first)
+        base = self.base if axis == first == 0 else None
+        initial = None if self.initial is None else self.initial.narrow(axis, first, last - first)
+        return Geometry((row, column), base, initial, self.gathered)
+
+    def bind(self, source: Geometry, origin: Origin) -> None:
+        """Gives a new buffer its place: that of what is copied into it."""
+        self.origin, self.base = origin, source.base
+        # A copy, so that the original of the whole weight can be freed.
+        self.initial = None if source.initial is None else source.initial.clone()
+
+    def copy(self, *, initial: Tensor | None) -> Geometry:
+        """That of another tensor at the same place, whose original values are these."""
+        return Geometry(self.origin, self.base, initial, self.gathered)

@@ -1,0 +1,105 @@
+"""From a DTensor to the core's values: how it lies on its mesh, and which part of it this rank holds.
+
+Nothing here is kept: the mesh and its groups are looked up at the point of use.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from blockfp.placement import Mesh, Region, Replicate, Sharding, from_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ONE_RANK = Mesh((1,), ("one",))
+
+
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """The device mesh of a DTensor, or None for a plain tensor."""
+    if not dist.is_available():
+        return None
+    from torch.distributed.tensor import DTensor
+
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def sharding_of(tensor: Tensor) -> Sharding:
+    """How a tensor lies: a DTensor on its mesh, a plain tensor whole on a mesh of one rank.
+
+    Raises:
+        ValueError: a placement that has no counterpart in the core, or several separate runs on a rank.
+    """
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return Sharding(tuple(tensor.shape), ONE_RANK, (Replicate(),))
+    return _sharding(tuple(tensor.shape), core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@lru_cache(maxsize=4096)
+def _sharding(shape: tuple[int, ...], mesh: Mesh, placements: tuple) -> Sharding:
+    return Sharding(shape, mesh, placements)
+
+
+def core_mesh(mesh: DeviceMesh) -> Mesh:
+    """The core's value of a device mesh: its shape and names."""
+    return Mesh(tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
+
+    It is looked up each time: FSDP2 replaces a short shard when it first gathers it.
+    """
+    return tensor if mesh_of(tensor) is None else tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def rank_in(tensor: Tensor) -> int:
+    """This rank's number in the mesh of `sharding_of(tensor)`; 0 for a plain tensor.
+
+    Raises:
+        ValueError: this rank is not in the mesh.
+    """
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return 0
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh} of the tensor")
+    return core_mesh(mesh).rank(coordinate)
+
+
+def region_of(tensor: Tensor) -> Region:
+    """What this rank holds of a tensor, as a box of the unsharded one.
+
+    Raises:
+        ValueError: the local tensor is not of the shape that the placements mean.
+    """
+    region = sharding_of(tensor).region(rank_in(tensor))
+    local = local_of(tensor)
+    if tuple(local.shape) != region.shape:
+        raise ValueError(
+            f"a tensor that lies {sharding_of(tensor)} has shape {region.shape} on this rank, but its local tensor has "
+            f"{tuple(local.shape)}"
+        )
+    return region
+
+
+def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
+    """The name of the process group along a mesh axis, as collectives in compiled code take it.
+
+    Args:
+        tensor_or_mesh: a DTensor, or its mesh.
+        axis: the axis's name in `core_mesh`.
+
+    Raises:
+        ValueError: a plain tensor, which has no mesh, or an axis the mesh hasn't.
+    """
+    mesh = mesh_of(tensor_or_mesh) if isinstance(tensor_or_mesh, Tensor) else tensor_or_mesh
+    if mesh is None:
+        raise ValueError("a plain tensor lies on one rank and has no process group")
+    return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
