@@ -48,6 +48,8 @@ class Coefficients(NamedTuple):
         unbias2: 1 / sqrt(1 - beta2^step).
         eps: eps.
         rate: -lr / (1 - beta1^step).
+        unscale: the gradient is multiplied with it first: one over the loss's scale.
+        skip: not 0 where nothing at all may change, because a gradient is not finite.
     """
 
     decay: Any
@@ -58,6 +60,8 @@ class Coefficients(NamedTuple):
     unbias2: Any
     eps: float
     rate: Any
+    unscale: Any = 1.0
+    skip: Any = 0.0
 
 
 def coefficients(
@@ -109,23 +113,30 @@ def stands_still(c: Coefficients) -> Any:
 
 
 def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coefficients) -> tuple[Array, Array, Array]:
-    """One step: the new (weight, first moment, second moment).
+    """One step: the new (weight, first moment, second moment); the old ones where the step is skipped.
 
     Args:
         weight, first, second, gradient: float32, of one shape.
         c: constants of the step; arrays among them must broadcast with the weight.
     """
     xp = array_namespace(weight)
+    before = (weight, first, second)
+    gradient = gradient * c.unscale
     if c.l2 != 0:
         gradient = gradient + weight * c.l2
     first = first + (gradient - first) * c.weight1
     second = second * c.beta2 + (gradient * c.weight2) * gradient
     denominator = xp.sqrt(second) * c.unbias2 + c.eps
     moved = weight * c.decay + (first * c.rate) / denominator
-    still = stands_still(c)
-    if isinstance(still, bool):
-        return (weight if still else moved), first, second
-    return xp.where(still, weight, moved), first, second
+    after = (_unless(stands_still(c), weight, moved), first, second)
+    weight, first, second = (_unless(c.skip != 0, old, new) for old, new in zip(before, after, strict=True))
+    return weight, first, second
+
+
+def _unless(condition: Any, old: Array, new: Array) -> Array:
+    if isinstance(condition, bool):
+        return old if condition else new
+    return array_namespace(old).where(condition, old, new)
 
 
 def rounding_key(key: Key, step: int | Array, parameter: int, what: int) -> tuple[int, int] | Array:

@@ -11,8 +11,9 @@ speed and nothing else.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,9 @@ from .bits import Array
 from .formats import Format
 from .numerics import Amax, Origin, Quantized
 from .rounding import Key, key_words
+
+if TYPE_CHECKING:
+    from .step_table import Step
 
 LIBRARY = "libblockfp_cpu.so"
 
@@ -62,6 +66,7 @@ class _Library:
         self.quantize = module.quantize
         self.dequantize = module.dequantize
         self.rotate = module.rotate
+        self.adamw = module.adamw
         self.instruction_sets = module.instruction_sets
         self.instruction_set = module.instruction_set
         self.use_instruction_set = module.use_instruction_set
@@ -238,6 +243,35 @@ def rotate(x: Array) -> Array:
     return out
 
 
+def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
+    """AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
+
+    Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
+
+    Args:
+        steps: the parameters; NumPy arrays or CPU torch tensors.
+        key: two words, the optimizer's key.
+
+    Raises:
+        TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+    """
+    from .step_table import pack
+
+    if steps:
+        _loaded().adamw(pack(steps, key, _address))
+
+
+def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
+    """Where a contiguous array of so many elements lies."""
+    arrays, names = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype
+    if bits.dtype_name(x) not in names:
+        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {bits.dtype_name(x)}")
+    size = x.size if isinstance(x, np.ndarray) else x.numel()
+    if size != count or not arrays.is_contiguous(x):
+        raise ValueError(f"a step's array must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
+    return arrays.address(x)
+
+
 def _fp8_limits(format: Format, eps: float, nominal: str) -> int:
     """Bits of the value that replaces an infinite multiplier, after the checks that the definition makes."""
     checks.check_limits(format, eps, nominal)
@@ -278,6 +312,12 @@ class _NumPy:
     def contiguous(self, x: np.ndarray) -> np.ndarray:
         return self.lend(np.ascontiguousarray(x))
 
+    def is_contiguous(self, x: np.ndarray) -> bool:
+        return x.flags.c_contiguous and x.flags.aligned
+
+    def address(self, x: np.ndarray) -> int:
+        return x.ctypes.data
+
     def lend(self, x: np.ndarray) -> np.ndarray:
         """x as DLPack can carry it: without bfloat16, and aligned."""
         if x.dtype == _BFLOAT16:
@@ -308,6 +348,12 @@ class _Torch:
 
     def contiguous(self, x: Any) -> Any:
         return self.lend(x.contiguous())
+
+    def is_contiguous(self, x: Any) -> bool:
+        return x.is_contiguous()
+
+    def address(self, x: Any) -> int:
+        return x.data_ptr()
 
     def lend(self, x: Any) -> Any:
         return x.detach() if x.requires_grad else x

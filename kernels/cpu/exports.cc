@@ -154,6 +154,19 @@ void rotate(TensorView x, TensorView out, int64_t dtype) {
   run_rotate({input, rows, x.size(-1), data_of<void>(out)}, batches);
 }
 
+// Rows are StepEntry; their pointers are the caller's word (native.adamw checks the arrays).
+void adamw(TensorView table) {
+  check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
+            table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
+        "the table's rows must be those of this library: rebuild it");
+  const StepEntry* entries = data_of<const StepEntry>(table);
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    const StepEntry& e = entries[i];
+    if (e.output == static_cast<int>(StepOutput::kCodes)) spec_of(e.element, e.block_rows, e.block_columns, e.rule);
+    run_step(e);
+  }
+}
+
 Array<String> available() {
   Array<String> names;
   for (const std::string& name : instruction_sets()) names.push_back(name);
@@ -170,6 +183,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotate, rotate);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_sets, available);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use_instruction_set, use);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(instruction_set, in_use);

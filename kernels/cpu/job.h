@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "blockfp/adamw.h"
 #include "blockfp/dtypes.h"
 #include "blockfp/packing.h"
 #include "blockfp/scales.h"
@@ -122,6 +123,14 @@ struct RotateJob {
   void* out;
 };
 
+// An AdamW step of one parameter; `quantize` says how its codes are made from the masters, where it has any to make.
+struct StepJob {
+  StepEntry entry;
+  Tiling tiling;
+  QuantizeJob quantize;
+  uint32_t first_key[2], second_key[2];
+};
+
 // Tasks run in any order, on any thread; `scratch` has Scratch::bytes of the tiling, 64-byte aligned. `next` is the task that
 // this thread runs after this one (there may be none: it is then not below the number of tasks).
 struct Kernels {
@@ -131,6 +140,7 @@ struct Kernels {
   void (*quantize)(const QuantizeJob&, int64_t task, int64_t next, void* scratch);
   void (*dequantize)(const DequantizeJob&, int64_t task, void* scratch);
   void (*rotate)(const RotateJob&, int64_t row);
+  void (*step)(const StepJob&, int64_t task, int64_t next, void* scratch);
 };
 
 // The pieces of a task's scratch memory.

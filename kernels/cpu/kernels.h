@@ -1,6 +1,7 @@
 // The table of one instruction set: every element, dtype and rounding, instantiated. Included by avx512.cc, avx2.cc, scalar.cc.
 #pragma once
 
+#include "adamw_tasks.h"
 #include "blockfp/hadamard.h"
 #include "dequantize_tasks.h"
 #include "quantize_tasks.h"
@@ -92,8 +93,26 @@ void rotate(const RotateJob& job, int64_t row) {
   });
 }
 
+// One tile of a step, its codes included.
+void step(const StepJob& job, int64_t task, int64_t next, void* scratch) {
+  const Tile tile(job.tiling, task);
+  with_dtype(job.entry.gradient_dtype, [&](auto dtype) {
+    using T = decltype(dtype);
+    switch (static_cast<Moments>(job.entry.moments)) {
+      case Moments::kFp32:
+        return step_tile<T, Moments::kFp32>(job, tile);
+      case Moments::kBf16:
+        return step_tile<T, Moments::kBf16>(job, tile);
+      case Moments::kFp8:
+        return step_tile<T, Moments::kFp8>(job, tile);
+    }
+  });
+  const bool codes = job.entry.output == static_cast<int>(StepOutput::kCodes);
+  if (codes && !job.entry.coefficients.still()) quantize(job.quantize, task, next, scratch);
+}
+
 extern const Kernels kernels;
-const Kernels kernels = {BLOCKFP_ISA_NAME, tensor_amax, block_amax, quantize, dequantize, rotate};
+const Kernels kernels = {BLOCKFP_ISA_NAME, tensor_amax, block_amax, quantize, dequantize, rotate, step};
 
 }  // namespace BLOCKFP_ISA
 }  // namespace blockfp

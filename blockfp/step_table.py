@@ -1,0 +1,128 @@
+"""What the AdamW kernels are told of each parameter, and the table that they read it from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import bits, layout, native
+from .adamw import Coefficients
+from .bits import Array
+from .formats import Format
+
+_MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
+_NONE, _COPY, _CODES = 0, 1, 2
+_DTYPES = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
+
+# kernels/include/blockfp/adamw.h, StepEntry.
+_POINTERS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
+_ROW = np.dtype(
+    [(name, "i8") for name in (*_POINTERS, "coefficients_at", "step_at")]
+    + [(name, "i8") for name in ("batches", "rows", "columns", "first_batch", "first_row", "first_column")]
+    + [(name, "i8") for name in ("total_rows", "total_columns")]
+    + [(name, "i4") for name in ("gradient_dtype", "moments", "output", "out_dtype")]
+    + [(name, "i4") for name in ("element", "block_rows", "block_columns", "rule", "largest_bits", "step")]
+    + [(name, "u4") for name in ("parameter", "key0", "key1", "reserved")]
+    + [("coefficients", "f4", (len(Coefficients._fields),))]
+)
+
+
+class Step(NamedTuple):
+    """An AdamW step of one parameter, or of a rank's shard of it. Arrays are contiguous and on one device.
+
+    Attributes:
+        gradient: float32, float16 or bfloat16, of the weight's shape.
+        weight: float32 [..., rows, columns], the master; changed in place.
+        first, second: moments of the weight's shape, in place: float32, bfloat16, or uint8 codes of FP8.
+        first_scales, second_scales: float32 [..., rows, ceil(columns / 128)] of FP8 moments, else None.
+        coefficients: the step's constants: numbers, or on a device float32 of their order, read when the kernel runs.
+        step: the step's number, from 1: an int, or a float32 of shape () on the device.
+        parameter: the parameter's position in the optimizer.
+        out: the weight itself, where it is not the master: float16 or bfloat16 values, or the codes of `format`; else None.
+        out_scales: scales of the codes.
+        format: of the codes; its blocks begin where the weight does. One scale per tensor and two levels are not among them.
+        nominal: name of the dtype that a quantized weight stands for.
+        start: (batch, row, column) of the first element in the unsharded array, its leading axes counted as one.
+        shape: (rows, columns) of the unsharded matrix.
+    """
+
+    gradient: Array
+    weight: Array
+    first: Array
+    second: Array
+    first_scales: Array | None
+    second_scales: Array | None
+    coefficients: Coefficients | Array
+    step: int | Array
+    parameter: int
+    out: Array | None
+    out_scales: Array | None
+    format: Format | None
+    nominal: str
+    start: tuple[int, int, int]
+    shape: tuple[int, int]
+
+
+def one_pass(format: Format) -> bool:
+    """Whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile of theirs."""
+    return not format.per_tensor and not format.scale.two_level
+
+
+def pack(steps: Sequence[Step], key: tuple[int, int], pointer: Any) -> np.ndarray:
+    """The table of some steps, int64 [steps, words].
+
+    Args:
+        steps: the steps.
+        key: the optimizer's key, which rounds moments in fewer bits.
+        pointer: (array, dtype name or names, elements) -> address, after it has checked the array.
+    """
+    rows = np.zeros(len(steps), _ROW)
+    for i, s in enumerate(steps):
+        rows[i] = _row(s, key, pointer)
+    return rows.view(np.int64).reshape(len(steps), _ROW.itemsize // 8)
+
+
+def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
+    shape = tuple(s.weight.shape)
+    count = int(np.prod(shape))
+    *leading, height, width = shape
+    moments = _MOMENT_DTYPES.index(bits.dtype_name(s.first))
+    moment_scales = count // width * -(-width // 128) if width else 0
+    element = block_rows = block_columns = rule = 0
+    output, out_count, scale_count, out_dtype, scale_dtype = _NONE, 0, 0, 0, "float32"
+    if s.format is not None:
+        if not one_pass(s.format):
+            raise ValueError(f"{s.format} has an amax of the whole tensor: step without codes, then quantize")
+        output, (element, block_rows, block_columns, rule) = _CODES, native._spec(s.format)
+        out_count, out_type = int(np.prod(layout.codes_shape(shape, s.format))), "uint8"
+        scale_count, scale_dtype = int(np.prod(layout.scales_shape(shape, s.format))), s.format.scale.dtype
+    elif s.out is not None:
+        output, out_count, out_type = _COPY, count, bits.dtype_name(s.out)
+        out_dtype = _DTYPES[out_type]
+    else:
+        out_type = ""
+    known = isinstance(s.coefficients, Coefficients)
+    fp8 = moments == 2
+    return (
+        pointer(s.gradient, bits.FLOAT_DTYPES, count),
+        pointer(s.weight, "float32", count),
+        pointer(s.first, _MOMENT_DTYPES[moments], count),
+        pointer(s.second, _MOMENT_DTYPES[moments], count),
+        pointer(s.first_scales, "float32", moment_scales) if fp8 else 0,
+        pointer(s.second_scales, "float32", moment_scales) if fp8 else 0,
+        pointer(s.out, out_type, out_count) if output != _NONE else 0,
+        pointer(s.out_scales, scale_dtype, scale_count) if output == _CODES else 0,
+        0 if known else pointer(s.coefficients, "float32", len(Coefficients._fields)),
+        0 if isinstance(s.step, int) else pointer(s.step, "float32", 1),
+        *(int(np.prod(leading)), height, width),
+        *s.start,
+        *s.shape,
+        *(_DTYPES[bits.dtype_name(s.gradient)], moments, output, out_dtype),
+        *(element, block_rows, block_columns, rule),
+        bits.LARGEST_FINITE[s.nominal],
+        s.step if isinstance(s.step, int) else 0,
+        *(s.parameter, *key, 0),
+        tuple(s.coefficients) if known else (0.0,) * len(Coefficients._fields),
+    )

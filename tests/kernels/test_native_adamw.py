@@ -1,0 +1,166 @@
+"""The CPU kernels' AdamW step against the definition: masters, moments and codes, bit for bit."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from same_bits import assert_same_bits
+from samples import DTYPES, bits_of
+
+from blockfp import adamw, layout, native, numerics
+from blockfp.formats import FORMATS, Format
+from blockfp.step_table import Step, one_pass
+
+KEY = (3, 0xDEADBEEF)
+FUSED = [format for format in FORMATS if one_pass(format)]
+
+
+class Parameter:
+    """A parameter's arrays, and what the definition makes of them."""
+
+    def __init__(self, shape, moments="float32", dtype="float32", format=None, copy=None, seed=0, start=(0, 0, 0), whole=None):
+        rng = np.random.default_rng(seed)
+        self.moments, self.format, self.copy, self.start, self.whole = moments, format, copy, start, whole or shape[-2:]
+        self.shape, self.number = shape, 5
+        self.weight = rng.standard_normal(shape).astype(np.float32)
+        self.gradient = (rng.standard_normal(shape) * np.exp2(rng.integers(-20, 4, shape))).astype(DTYPES[dtype])
+        first = rng.standard_normal(shape).astype(np.float32)
+        second = (rng.standard_normal(shape) ** 2).astype(np.float32)
+        self.first, self.second = (self.store(x, which, 1) for which, x in enumerate((first, second)))
+        self.out = self.out_scales = None
+        if format is not None:
+            self.out = np.full(layout.codes_shape(shape, format), 0xA5, np.uint8)
+            self.out_scales = np.zeros(layout.scales_shape(shape, format), format.scale.dtype)
+        elif copy is not None:
+            self.out = np.zeros(shape, DTYPES[copy])
+
+    def store(self, moment, which, step):
+        """A moment as it is kept: (values or codes, scales)."""
+        key = adamw.rounding_key(KEY, step, self.number, adamw.SECOND if which else adamw.FIRST)
+        *leading, rows, columns = moment.shape
+        stacked = moment.reshape((int(np.prod(leading)), rows, columns))
+        place = {"origin": (self.start[0] * self.whole[0] + self.start[1], self.start[2]), "shape": self.whole}
+        assert self.start == (0, 0, 0) or len(stacked) == 1
+        if self.moments == "float32":
+            return moment.copy(), None
+        if self.moments == "bfloat16":
+            return adamw.round_to_bfloat16(stacked, key, **place).reshape(moment.shape), None
+        codes, scales = adamw.store_fp8(stacked, second=bool(which), key=key, **place)
+        return np.ascontiguousarray(codes).reshape(moment.shape), scales.reshape((*leading, *scales.shape[1:]))
+
+    def value(self, kept, which):
+        if self.moments == "fp8":
+            return adamw.load_fp8(*kept, second=bool(which), origin=(0, self.start[2]))
+        return kept[0].astype(np.float32)
+
+    def expected(self, c, step):
+        moments = [self.value(kept, which) for which, kept in enumerate((self.first, self.second))]
+        weight, *moments = adamw.update(self.weight, *moments, self.gradient.astype(np.float32), c)
+        kept = [self.store(x, which, step) for which, x in enumerate(moments)]
+        if self.format is not None:
+            return weight, *kept, tuple(numerics.quantize(weight, self.format, nominal="bfloat16"))[:2]
+        return weight, *kept, (None if self.copy is None else weight.astype(DTYPES[self.copy]), None)
+
+    def step(self, c, step):
+        return Step(
+            self.gradient, self.weight, self.first[0], self.second[0], self.first[1], self.second[1], c, step, self.number,
+            self.out, self.out_scales, self.format, "bfloat16", self.start, self.whole,
+        )  # fmt: skip
+
+    def state(self):
+        return self.weight, self.first, self.second, (self.out, self.out_scales)
+
+
+def run(parameters, steps=2, **settings):
+    settings = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01} | settings
+    lr = settings.pop("lr", 1e-2)
+    for t in range(1, steps + 1):
+        c = adamw.coefficients(t, lr, **settings)
+        expected = [p.expected(c, t) for p in parameters]
+        native.adamw([p.step(c, t) for p in parameters], KEY)
+        for p, e in zip(parameters, expected, strict=True):
+            assert_same_bits(p.state(), e)
+
+
+@pytest.mark.parametrize("name", native.instruction_sets() if native.available() else ())
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_masters_and_moments(name, moments, dtype):
+    native.use_instruction_set(name)
+    run([Parameter((37, 300), moments, dtype), Parameter((1, 7), moments, dtype, copy="bfloat16", seed=1)])
+
+
+@pytest.mark.parametrize("name", native.instruction_sets() if native.available() else ())
+@pytest.mark.parametrize("format", FUSED, ids=str)
+def test_codes(name, format):
+    native.use_instruction_set(name)
+    run([Parameter((70, 300), format=format, dtype="bfloat16")], steps=1)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_many_shapes_at_once(decoupled):
+    mx = Format.parse("mxfp8_e4m3_32x32")
+    shapes = [(1, 1), (3, 5, 33), (0, 16), (16, 0), (129, 257), (2, 2, 64, 128)]
+    parameters = [Parameter(shape, "bfloat16", format=mx, seed=i) for i, shape in enumerate(shapes)]
+    parameters += [Parameter((200, 1030), copy="float16", seed=9), Parameter((1, 999), seed=10)]
+    run(parameters, decoupled=decoupled, weight_decay=0.1)
+
+
+def test_threads_change_nothing():
+    for threads in (1, 3):
+        native.set_threads(threads)
+        run([Parameter((600, 1100), "fp8", format=Format.parse("fp8_e4m3_128x128"))], steps=1)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "fp8"])
+def test_a_shard_rounds_as_the_whole(moments):
+    run([Parameter((5, 256), moments, start=(0, 11, 128), whole=(40, 500))])
+    run([Parameter((5, 77), moments, start=(3, 11, 256), whole=(40, 333))])
+
+
+def test_special_values_and_subnormals():
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 1e-20], np.float32)
+    for moments in ("float32", "bfloat16", "fp8"):
+        p = Parameter((9, 9), moments, format=Format.parse("mxfp4_e2m1_32x32"))
+        p.gradient = np.broadcast_to(special, (9, 9)).copy()
+        p.weight = p.gradient.T.copy()
+        c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 0.01)
+        with np.errstate(all="ignore"):
+            expected = p.expected(c, 1)
+        native.adamw([p.step(c, 1)], KEY)
+        for got, wanted in zip(p.state()[:3], expected[:3], strict=True):
+            got, wanted = (x[0] if isinstance(x, tuple) else x for x in (got, wanted))
+            if got.dtype != np.uint8:  # one NaN is as good as another
+                got, wanted = (np.where(np.isnan(x), np.ones((), x.dtype), x) for x in (got, wanted))
+            np.testing.assert_array_equal(bits_of(got), bits_of(wanted))
+        assert_same_bits(p.state()[3], expected[3])
+
+
+def test_no_learning_rate_and_no_finite_gradient():
+    p = Parameter((64, 64), format=Format.parse("mxfp8_e4m3_32x32"))
+    before = [np.copy(x) for x in (p.weight, p.out, p.out_scales)]
+    native.adamw([p.step(adamw.coefficients(1, 0.0, (0.9, 0.999), 1e-8, 0.1), 1)], KEY)
+    assert_same_bits((p.weight, p.out, p.out_scales), tuple(before))
+    before, c = [np.copy(x) for x in (p.weight, p.out, p.first[0])], adamw.coefficients(1, 1.0, (0.9, 0.999), 1e-8, 0.1)
+    native.adamw([p.step(c._replace(skip=1.0), 1)], KEY)
+    assert_same_bits((p.weight, p.out, p.first[0]), tuple(before))
+
+
+def test_the_gradient_is_unscaled_first():
+    scaled, plain = Parameter((8, 40)), Parameter((8, 40))
+    scaled.gradient = scaled.gradient * 1024
+    c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 0.1)
+    native.adamw([scaled.step(c._replace(unscale=1 / 1024), 1), plain.step(c, 1)], KEY)
+    assert_same_bits(scaled.state(), plain.state())
+
+
+def test_arrays_that_do_not_fit():
+    c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 0.1)
+    p = Parameter((8, 40))
+    for change, error, message in (
+        ({"gradient": p.gradient[:4]}, ValueError, "hold 320 elements"),
+        ({"gradient": np.asfortranarray(p.gradient)}, ValueError, "contiguous"),
+        ({"weight": p.weight.astype(ml_dtypes.bfloat16)}, TypeError, "float32"),
+        ({"out": np.zeros((8, 40), np.uint8), "format": Format.parse("nvfp4_16x16")}, ValueError, "whole tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            native.adamw([p.step(c, 1)._replace(**change)], KEY)
