@@ -2,7 +2,7 @@
 
     shard (DTensor of QuantizedTensor)        codes [rows of this rank, ..], scales of the blocks that these rows touch
       | send                                  both padded to the length that the plan gives every rank; no copy, where the
-      v                                       padded shard lies behind the short one
+      v                                       padding lies behind the short shard already
     FSDP2's all-gather                        uint8 and float32 together, beside the other parameters of the group
       | receive
       v
@@ -35,53 +35,53 @@ if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 
+class Place(NamedTuple):
+    """Where a shard lies in the gather.
+
+    Attributes:
+        gather: the plan's step.
+        rank: this rank's position in the shard mesh.
+        base: what the shard mesh divides.
+    """
+
+    gather: Gather
+    rank: int
+    base: Base
+
+
 class Sent(NamedTuple):
     """What the hook before the gather tells the one after it.
 
     Attributes:
-        format: the weight's.
-        gather: the plan's step.
-        rank: this rank's position in the shard mesh.
-        base: what the shard mesh divides.
+        place: where the shard lies.
         scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
     """
 
-    format: Format
-    gather: Gather
-    rank: int
-    base: Base
+    place: Place
     scales: Tensor
     tensor_scale: Tensor | None
 
 
-def send(shard: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Sent]:
+def send(place: Place, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> tuple[tuple[Tensor, ...], Sent]:
     """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
 
     Args:
-        shard: this rank's rows.
-        mesh: the one-dimensional mesh over which FSDP shards.
-
-    Raises:
-        ValueError: the shard is not what `fully_shard` makes, or is to be resharded to a smaller mesh after the forward.
+        place: where the shard lies.
+        codes, scales, tensor_scale: of this rank's rows.
     """
-    refuse_smaller_mesh()
-    base, gather, rank = placed(shard.format, shard.shape, shard.geometry, mesh)
-    parts = [
-        _lengthened(shard.codes, gather.stored(rank).chunk),
-        _lengthened(shard.scales, gather.scales(rank).chunk),
-    ]
-    if shard.tensor_scale is not None:
-        parts.append(shard.tensor_scale.view(1))
-    return tuple(parts), Sent(shard.format, gather, rank, base, shard.scales, shard.tensor_scale)
+    gather, rank, _ = place
+    parts = [_lengthened(codes, gather.stored(rank).chunk), _lengthened(scales, gather.scales(rank).chunk)]
+    if tensor_scale is not None:
+        parts.append(tensor_scale.view(1))
+    return tuple(parts), Sent(place, scales, tensor_scale)
 
 
 def receive(
-    shard: QuantizedTensor, gathered: tuple[Tensor, ...], sent: Sent, dtype: torch.dtype, out: Tensor | None
+    gathered: tuple[Tensor, ...], sent: Sent, dtype: torch.dtype, out: Tensor | None
 ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
     """The whole weight of what every rank sent.
 
     Args:
-        shard: this rank's rows.
         gathered: the chunks of all ranks one after another, for each tensor that `send` gave.
         sent: what `send` said.
         dtype: the nominal dtype of the result.
@@ -90,20 +90,17 @@ def receive(
     Returns:
         The first time the weight, and the tensors that FSDP2 is to free and allocate with it; then None.
     """
-    whole = None if out is None else _quantized(local_of(out))
+    from .tensor import QuantizedTensor
+
+    whole = None if out is None else local_of(out)
+    assert whole is None or isinstance(whole, QuantizedTensor)
     codes, scales, tensor_scale, derived = _join(gathered, sent, whole)
     if whole is not None:
         return None
-    geometry = Geometry(sent.base.origin, gathered=True)
-    columns = sent.base.shape[-1]
-    return type(shard)(codes, scales, tensor_scale, sent.format, columns, dtype, geometry), derived
-
-
-def _quantized(tensor: Tensor) -> QuantizedTensor:
-    from .tensor import QuantizedTensor
-
-    assert isinstance(tensor, QuantizedTensor)
-    return tensor
+    gather, _, base = sent.place
+    assert gather.format is not None
+    geometry = Geometry(base.origin, gathered=True)
+    return QuantizedTensor(codes, scales, tensor_scale, gather.format, base.shape[-1], dtype, geometry), derived
 
 
 def _join(
@@ -113,7 +110,8 @@ def _join(
 
     What is but a head of the gathered memory was refilled with it; the rest is written anew, into `whole` if it is there.
     """
-    elements, scale_join = sent.gather.elements(sent.rank), sent.gather.scales(sent.rank)
+    gather, rank, _ = sent.place
+    elements, scale_join = gather.elements(rank), gather.scales(rank)
     assert elements.head, "shards by torch's chunk rule lie one after another"
     codes = gathered[0][: elements.size]
     derived = []
@@ -134,9 +132,9 @@ def _join(
     if scale_join.head:
         scales = gathered[1][: scale_join.size]
     else:
-        index = _index(sent.gather, sent.rank, gathered[1].device)
+        index = _index(gather, rank, gathered[1].device)
         scales = write(gathered[1].index_select(0, index), into[0])
-    tensor_scale = gathered[2][sent.gather.first(sent.rank)] if len(gathered) > 2 else None
+    tensor_scale = gathered[2][gather.first(rank)] if len(gathered) > 2 else None
     return codes, scales, tensor_scale, tuple(derived)
 
 
@@ -145,28 +143,29 @@ def _index(gather: Gather, rank: int, device: torch.device) -> Tensor:
     return torch.from_numpy(gather.scales(rank).index).to(device)
 
 
-def placed(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> tuple[Base, Gather, int]:
-    """What the shard mesh divides, the step that gathers it, and this rank's position in the mesh.
+def place(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> Place:
+    """Where a shard lies in the gather over the one-dimensional mesh over which FSDP shards.
 
     Raises:
-        ValueError: a shard of this shape and geometry isn't what `fully_shard` puts on this rank.
+        ValueError: it isn't what `fully_shard` puts on this rank, or is to be resharded to a smaller mesh after the forward.
     """
+    _refuse_smaller_mesh()
     world, rank = mesh.size(), mesh.get_local_rank()
     base = geometry.base
     if base is None:
         raise ValueError(
-            f"a quantized tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides "
-            "the whole weight, instead of building a DTensor of shards"
+            f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "
+            "weight, instead of building a DTensor of shards"
         )
     gather = _gather(format, base, world)
     start, size = gather.sharding.span(0, rank)
     row = base.origin[0] + (start if len(shape) == 2 else 0)
-    if shape[0] != size or (size and geometry.origin != (row, base.origin[1])):
+    if shape[0] != size or (size and geometry.origin not in (None, (row, base.origin[1]))):
         raise ValueError(
-            f"rank {rank} of {world} must hold {size} rows from row {row} of a weight of shape {base.shape}, got {shape[0]} at "
-            f"{geometry.origin}: shards must be those of fully_shard, on dim 0"
+            f"rank {rank} of {world} must hold {size} rows from row {row} of a weight of shape {base.shape}, got {shape[0]} "
+            f"rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
         )
-    return base, gather, rank
+    return Place(gather, rank, base)
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +186,7 @@ def _lengthened(part: Tensor, length: int) -> Tensor:
     return longer
 
 
-def refuse_smaller_mesh() -> None:
+def _refuse_smaller_mesh() -> None:
     """Raises ValueError where the parameter being gathered is to be resharded to a smaller mesh after the forward.
 
     FSDP2 keeps one plain tensor of such a parameter, and its hooks aren't told. So its own bookkeeping is looked up, where it

@@ -14,7 +14,8 @@ copy into it binds it. Once bound it never moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -56,6 +57,13 @@ class Geometry:
     initial: Tensor | None = None
     gathered: bool = False
 
+    @property
+    def start(self) -> Origin:
+        """The origin; that of an empty part, into which nothing is ever copied, is the end of the base."""
+        if self.origin is not None:
+            return self.origin
+        return self.base.end if self.base else (0, 0)
+
     def part(self, axis: int, first: int, last: int, ndim: int) -> Geometry:
         """That of elements first .. last along an axis; a head along the first axis stays the same part of the base."""
         if self.origin is None:
@@ -73,6 +81,12 @@ class Geometry:
         # A copy, so that the original of the whole weight can be freed.
         self.initial = None if source.initial is None else source.initial.clone()
 
+    def buffer(self, shape: Sequence[int], length: int, origin: Origin) -> Geometry:
+        """That of a new buffer of `length` along the first axis, for a tensor of this shape and origin or a part of it."""
+        # A buffer longer than the tensor holds it, a part of the same base; any other holds a part of the tensor.
+        base = self.base if length > shape[0] else Base(tuple(shape), origin)
+        return Geometry(None, base, None if self.initial is None else self.initial[:0].clone())
+
     def copy(self, *, initial: Tensor | None) -> Geometry:
         """That of another tensor at the same place, whose original values are these."""
-        return Geometry(self.origin, self.base, initial, self.gathered)
+        return replace(self, initial=initial)

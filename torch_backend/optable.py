@@ -10,6 +10,7 @@ new_empty where ranks outnumber rows; empty_like when a meta tensor is materiali
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -205,9 +206,6 @@ def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype |
             f"a buffer of shape {tuple(shape)} is no run of the first axis of {tuple(q.shape)}",
             "shard on dim 0 only (a shard_placement_fn of fully_shard must return Shard(0)), or name a dtype for values",
         )
-    # A buffer longer than this tensor holds it, a part of the same base; any other holds a part of this tensor.
-    longer = shape[0] > q.shape[0]
-    base = q.geometry.base if longer else Base(tuple(q.shape), q.origin)
     scales = list(q.scales.shape)
     if q.format.block is not None:
         # Wherever it will lie, its rows touch no more blocks than this.
@@ -217,7 +215,7 @@ def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype |
         q.codes.new_zeros((shape[0], *q.codes.shape[1:]), **where),
         q.scales.new_zeros(scales, **where),
         None if q.tensor_scale is None else q.tensor_scale.new_zeros((), **where),
-        geometry=Geometry(None, base, None if q.initial is None else q.initial[:0].clone()),
+        geometry=q.geometry.buffer(q.shape, shape[0], q.origin),
     )
 
 
@@ -298,9 +296,8 @@ def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[
     parts = [_narrow(q, axis, first, last) for first, last in spans]
     if axis == 0:
         for part in parts:
-            # A part of its own, even where it is all of q, whose geometry it would share.
-            part.geometry = part.geometry.copy(initial=part.initial)
-            part.geometry.base = Base(tuple(q.shape), q.origin)
+            # Of its own, even where it is all of q, whose geometry it would share.
+            part.geometry = replace(part.geometry, base=Base(tuple(q.shape), q.origin))
     return parts
 
 

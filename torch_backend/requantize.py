@@ -110,10 +110,10 @@ def _parameter(param: Tensor, values: Tensor, key: Key | None) -> _Parameter:
             "params: this is FSDP's gathered copy of a sharded weight, which the next reshard throws away: call reshard() on "
             "its FSDPModule, then take the parameter"
         )
-    mesh = sharding.mesh_of(values)
-    if mesh is not None and (mesh != sharding.mesh_of(param) or values.placements != param.placements):  # pyright: ignore[reportAttributeAccessIssue]
+    if sharding.mesh_of(values) is not None and not sharding.placed_alike(values, param):
         raise ValueError(
-            f"values must be placed like their parameter, got {values.placements} on {mesh}: redistribute them first"  # pyright: ignore[reportAttributeAccessIssue]
+            f"values must be placed like their parameter, {sharding.sharding_of(param)}, got {sharding.sharding_of(values)}: "
+            "redistribute them first"
         )
     values, region = sharding.local_of(values), sharding.region_of(param)
     if sharding.mesh_of(param) is None:

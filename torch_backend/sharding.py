@@ -28,6 +28,11 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
+def placed_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two DTensors have one mesh and the same placements."""
+    return mesh_of(tensor) == mesh_of(other) and tensor.placements == other.placements  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def sharding_of(tensor: Tensor) -> Sharding:
     """How a tensor lies: a DTensor on its mesh, a plain tensor whole on a mesh of one rank.
 

@@ -128,10 +128,7 @@ class QuantizedTensor(Tensor):
     @property
     def origin(self) -> Origin:
         """(row, column) of the first element in the unsharded matrix; (0, 0) where nothing is sharded."""
-        geometry = self.geometry
-        if geometry.origin is not None:
-            return geometry.origin
-        return geometry.base.end if geometry.base else (0, 0)
+        return self.geometry.start
 
     @property
     def initial(self) -> Tensor | None:
@@ -189,13 +186,14 @@ class QuantizedTensor(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
-        return fsdp.send(self, mesh)
+        place = fsdp.place(self.format, self.shape, self.geometry, mesh)
+        return fsdp.send(place, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
-        return fsdp.receive(self, gathered, sent, dtype, out)
+        return fsdp.receive(gathered, sent, dtype, out)
 
     def _stable_hash_for_caching(self) -> str:
         # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
