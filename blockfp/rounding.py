@@ -122,6 +122,22 @@ def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
     return int(words[0][0]) & 0xFFFFFFFF, int(words[1][0]) & 0xFFFFFFFF
 
 
+ROWWISE, COLUMNWISE = 0, 1
+"""What of a gradient is rounded, as `gradient_key` is told."""
+
+
+def gradient_key(key: Key, direction: int, coordinate: int | Array | None = None) -> tuple[int, int] | Array:
+    """The key of one cast of a layer's gradient, the same rule in every framework.
+
+    Args:
+        key: of the layer and step; equal on all ranks.
+        direction: `ROWWISE` or `COLUMNWISE`.
+        coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of their
+            own. Folded in first. None where no axis divides the batch; nothing is folded in then.
+    """
+    return fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
+
+
 def random_bytes(
     key: Key,
     rows: Array,
