@@ -9,7 +9,9 @@ direction from the same read. They enqueue work on the current stream, wait for 
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import bits, layout, native
 from .bits import Array
@@ -18,6 +20,9 @@ from .cuda_build import device_count, find_or_build
 from .formats import Format
 from .numerics import Amax, Origin, Quantized
 from .rounding import key_words
+
+if TYPE_CHECKING:
+    from .step_table import Step
 
 _DTYPES = ("float32", "float16", "bfloat16")
 
@@ -52,6 +57,7 @@ class _Library:
         self.dequantize = module.dequantize
         self.transpose = module.transpose
         self.interleave = module.interleave
+        self.adamw = module.adamw
 
 
 def _load() -> Any:
@@ -312,3 +318,26 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
     out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
     library().interleave(scales.contiguous(), out, lines, repeat)
     return out
+
+
+def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
+    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`, whose arguments and errors these are.
+
+    Constants and step numbers may be tensors on the device. Pointers are part of what a CUDA graph captures.
+    """
+    from .step_table import pack
+
+    if steps:
+        device = steps[0].weight.device
+        library().adamw(pack(steps, key, partial(_address, device)), device.index)
+
+
+def _address(device: Any, x: Array, dtype: str | tuple[str, ...], count: int) -> int:
+    """Where a contiguous tensor of so many elements lies on the device."""
+    if x.device != device:
+        raise ValueError(f"a step's tensors must all be on {device}, got one on {x.device}")
+    if bits.dtype_name(x) not in ((dtype,) if isinstance(dtype, str) else dtype):
+        raise TypeError(f"a step's tensor must be of {dtype if isinstance(dtype, str) else ' or '.join(dtype)}, got {x.dtype}")
+    if x.numel() != count or not x.is_contiguous():
+        raise ValueError(f"a step's tensor must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
+    return x.data_ptr()

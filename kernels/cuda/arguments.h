@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "blockfp/adamw.h"
 #include "blockfp/dtypes.h"
 #include "blockfp/scales.h"
 
@@ -106,6 +107,8 @@ cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batche
 // One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
 cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, int64_t rows, int64_t m, int64_t n,
                               int repeat, cudaStream_t stream);
+// AdamW steps of parameters; `entries` is read before this returns.
+cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
 // One definition for each element: each is compiled on its own, from the same file.
 template <class E>

@@ -19,6 +19,8 @@
 //       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
+//   adamw(table, device)
+//       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
@@ -53,12 +55,16 @@ T* data_of(const MaybeTensor& tensor) {
 
 bool has(const MaybeTensor& tensor) { return tensor.has_value() && tensor.value().numel() > 0; }
 
+int cuda_device(const TensorView& x) {
+  check(x.device().device_type == kDLCUDA, "arrays must be on a CUDA device");
+  return x.device().device_id;
+}
+
 // The device of x and its current stream, for the length of a call.
 class OnDevice {
  public:
-  explicit OnDevice(const TensorView& x) {
-    check(x.device().device_type == kDLCUDA, "arrays must be on a CUDA device");
-    device_ = x.device().device_id;
+  explicit OnDevice(const TensorView& x) : OnDevice(cuda_device(x)) {}
+  explicit OnDevice(int device) : device_(device) {
     if (cudaGetDevice(&before_) != cudaSuccess) before_ = device_;
     if (before_ != device_) check(cudaSetDevice(device_) == cudaSuccess, "the device of x can't be used");
     stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_));
@@ -309,6 +315,22 @@ void interleave(TensorView scales, TensorView out, int64_t rows, int64_t repeat)
                                 static_cast<int>(repeat), device.stream));
 }
 
+void adamw(TensorView table, int64_t device) {
+  check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
+            table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
+        "the table's rows must be those of this library: rebuild it");
+  const OnDevice on(static_cast<int>(device));
+  const StepEntry* entries = data_of<const StepEntry>(table);
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    const StepEntry& e = entries[i];
+    if (e.output != static_cast<int>(StepOutput::kCodes)) continue;
+    const Format f = format_of(e.element, e.block_rows, e.block_columns, e.rule);
+    check(!f.per_tensor() && f.rule != ScaleRule::kE4m3, "codes with an amax of the whole tensor take a second pass");
+  }
+  on.done(launch_adamw(entries, table.size(0), on.stream));
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
