@@ -320,6 +320,8 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
             geometry = q.geometry.part(axis, first, last, q.ndim)
     elif first or axis:
         raise _refusal(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
+    elif last == 0 and q.format.block is not None:
+        scales = aten.slice.Tensor(q.scales, 0, 0, 0)
     return q.with_parts(codes, scales, tensor_scale, columns=columns, geometry=geometry)
 
 

@@ -1,0 +1,320 @@
+"""FSDP2 gathers codes and scales: what every rank multiplies by is the quantization of the whole weight, bit for bit."""
+
+import pytest
+import threaded
+import torch
+from small_model import Side, inputs_for, parts_of, quantized, shapes_for, weights_for
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS
+from blockfp.torch_backend.requantize import amaxes, requantize_
+from blockfp.torch_backend.sharding import local_of, region_of
+
+MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
+FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
+
+
+def device_mesh(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard(model, mesh, **options):
+    """Every layer in a group of its own, and the rest in the root's."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def assert_gathered(layer, expected):
+    """What the layer multiplied by is the expected weight."""
+    assert layer.seen_as == (expected.format, tuple(expected.shape), expected.dtype, (0, 0))
+    for got, want in zip(layer.seen, parts_of(expected), strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+def update(model, step, shapes):
+    """New weights, of which each rank quantizes its own rows."""
+    params = [layer.weight for layer in model.layers]
+    values = [new[region_of(p).slices] for p, new in zip(params, weights_for(shapes, step), strict=True)]
+    requantize_(params, values)
+
+
+def train(rank, shape, reshard, shapes, first, last):
+    mesh = device_mesh(shape)
+    model = Side([q.clone() for q in first])
+    shard(model, mesh, reshard_after_forward=reshard)
+    x = inputs_for(rank, max(columns for _, columns in shapes))
+    model(x).backward()
+    gradients = [layer.weight.grad.full_tensor().clone() for layer in model.layers]
+    for layer, weight in zip(model.layers, first, strict=True):
+        assert_gathered(layer, weight)
+    for step in (1, 2, 3):
+        update(model, step, shapes)
+    model(x).backward()
+    for layer, weight in zip(model.layers, last, strict=True):
+        assert_gathered(layer, weight)
+    return gradients
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_whole_weights_at_the_start_and_after_updates(format, reshard):
+    for shape in MESHES.values():
+        ranks = torch.Size(shape).numel()
+        shapes = shapes_for(format, shape[-1])
+        first, last = (quantized(weights_for(shapes, step), format) for step in (0, 3))
+        gradients = threaded.run(ranks, train, shape, reshard, shapes, first, last)
+        reference = [torch.zeros(size) for size in shapes]
+        for rank in range(ranks):
+            whole = Side([q.clone() for q in first])
+            whole(inputs_for(rank, max(columns for _, columns in shapes))).backward()
+            for total, layer in zip(reference, whole.layers, strict=True):
+                total += layer.weight.grad / ranks
+        for rank in range(ranks):
+            for got, want in zip(gradients[rank], reference, strict=True):
+                # The same terms in another order: three rows and four ranks of sums.
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+
+
+def meta_train(rank, format, shapes, expected, offload):
+    mesh = device_mesh((4,))
+    with torch.device("meta"):
+        model = Side(quantized([torch.empty(shape) for shape in shapes], format))
+    assert all(layer.weight.codes.is_meta for layer in model.layers)
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    shard(model, mesh, **options)
+    model.to_empty(device="cpu")
+    update(model, 0, shapes)
+    model(inputs_for(rank, 300)).backward()
+    for layer, weight in zip(model.layers, expected, strict=True):
+        assert_gathered(layer, weight)
+        assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_from_the_meta_device(name, offload):
+    (format,) = (f for f in FORMATS if f.name == name)
+    shapes = shapes_for(format, 4)
+    threaded.run(4, meta_train, format, shapes, quantized(weights_for(shapes), format), offload)
+
+
+def experts(rank, format, weight, expected):
+    model = Side([expected.clone()])
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = model.layers[0].weight
+
+        def forward(self):
+            self.seen = self.weight.detach().clone()
+            return self.seen.codes.sum()
+
+    module = Experts()
+    fully_shard(module, mesh=device_mesh((4,)))
+    for step in range(2):
+        module()
+        for got, want in zip(parts_of(module.seen), parts_of(expected), strict=True):
+            assert torch.equal(got, want)
+        module.reshard()
+        if step == 0:
+            new = weight * 3 + 1
+            requantize_([module.weight], [new[region_of(module.weight).slices]])
+            expected = bfp.quantize(new, format)
+    assert module.seen.shape == (6, 40, 48)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_one_weight_for_each_expert(format):
+    weight = torch.stack(weights_for([(40, 48)] * 6))
+    threaded.run(4, experts, format, weight, bfp.quantize(weight, format))
+
+
+def mixed_precision(rank, format, weight, expected):
+    model = Side([expected.clone()])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, device_mesh((4,)), mp_policy=policy)
+    model(inputs_for(rank, 64)).backward()
+    layer = model.layers[0]
+    assert layer.seen_as[2] is torch.bfloat16
+    for got, want in zip(layer.seen, parts_of(expected), strict=True):
+        assert torch.equal(got, want)
+    assert layer.weight.dtype is torch.float32
+    assert layer.weight.grad.dtype is torch.float32
+    return layer.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mixed_precision_names_the_gathered_dtype(name):
+    weight = weights_for([(50, 64)])[0]
+    gradients = threaded.run(4, mixed_precision, name, weight, bfp.quantize(weight, name))
+    total = torch.zeros(50, 64)
+    for rank in range(4):
+        q = bfp.quantize(weight.bfloat16(), name).clone()
+        q = bfp.QuantizedTensor.from_parts(*parts_of(bfp.quantize(weight, name)), format=name, columns=64, dtype=torch.bfloat16)
+        model = Side([q])
+        model(inputs_for(rank, 64, dtype=torch.bfloat16)).backward()
+        total += model.layers[0].weight.grad.float() / 4
+    torch.testing.assert_close(gradients[0], total, rtol=1e-5, atol=1e-5 * total.abs().max().item())
+
+
+def accumulated(rank, weights, expected, resharded):
+    model = Side([q.clone() for q in expected])
+    shard(model, device_mesh((4,)))
+    for micro in range(3):
+        last = micro == 2
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(resharded)
+        model(inputs_for(10 * rank + micro, 64)).backward()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for layer, weight in zip(model.layers, expected, strict=True):
+        assert_gathered(layer, weight)
+    return norm.full_tensor(), [layer.weight.grad.full_tensor() for layer in model.layers]
+
+
+@pytest.mark.parametrize("resharded", [True, False], ids=["reshard", "keep"])
+def test_accumulation_and_clipping(resharded):
+    weights = weights_for([(50, 64), (33, 40)])
+    expected = quantized(weights, "mxfp8_e4m3_32x32")
+    norms_and_gradients = threaded.run(4, accumulated, weights, expected, resharded)
+    whole = Side([q.clone() for q in expected])
+    for rank in range(4):
+        for micro in range(3):
+            (whole(inputs_for(10 * rank + micro, 64)) / 4).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+    for got_norm, gradients in norms_and_gradients:
+        torch.testing.assert_close(got_norm, norm, rtol=1e-5, atol=0)
+        for got, layer in zip(gradients, whole.layers, strict=True):
+            torch.testing.assert_close(got, layer.weight.grad, rtol=1e-5, atol=1e-5 * got.abs().max().item())
+
+
+def memory(rank, expected):
+    model = Side([expected.clone()])
+    shard(model, device_mesh((4,)))
+    local = local_of(model.layers[0].weight)
+    parts, _ = local.fsdp_pre_all_gather(device_mesh((4,)))
+    sizes = [part.numel() * part.itemsize for part in parts]
+    return sizes, parts[0].data_ptr() == local.codes.data_ptr(), parts[1].data_ptr() == local.scales.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "per_element"), [("mxfp8_e4m3", 1 + 1 / 32), ("mxfp8_e4m3_32x32", 1 + 1 / 1024), ("nvfp4_16x16", 0.5 + 1 / 256)]
+)
+def test_what_travels(name, per_element):
+    expected = bfp.quantize(weights_for([(510, 512)])[0], name)
+    for sizes, codes_in_place, scales_in_place in threaded.run(4, memory, expected):
+        assert sum(sizes) - 4 * (expected.tensor_scale is not None) == 128 * 512 * per_element
+        assert codes_in_place
+        assert scales_in_place
+
+
+def freed(rank, expected):
+    model = Side([expected.clone()])
+    shard(model, device_mesh((4,)))
+    model(inputs_for(rank, 64)).backward()
+    layer = model.layers[0]
+    gathered = []
+    layer.register_forward_pre_hook(lambda module, *_: gathered.append(module.weight))
+    model(inputs_for(rank, 64)).backward()
+    sizes = [part.untyped_storage().size() for part in parts_of(gathered[0])]
+    return sizes, local_of(layer.weight).codes
+
+
+def test_the_gathered_weight_is_freed():
+    expected = bfp.quantize(weights_for([(50, 64)])[0], "mxfp8_e4m3_32x32")
+    for sizes, codes in threaded.run(4, freed, expected):
+        assert sizes == [0, 0]
+        assert codes.untyped_storage().size() > 0
+
+
+def two_dimensional(rank, format, whole, expected, axis):
+    """FSDP over tensor parallelism: shards of shards, (StridedShard, Shard) along the rows or (Shard, Shard) across."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    tp = mesh["tp"]
+    size = -(-whole.shape[axis] // 2)
+    part = expected.narrow(axis, tp.get_local_rank() * size, min(size, whole.shape[axis] - tp.get_local_rank() * size))
+    part = DTensor.from_local(part.clone(), tp, [Shard(axis)], run_check=False, shape=whole.shape, stride=whole.stride())
+    module = nn.Module()
+    module.weight = nn.Parameter(part)
+    fully_shard(module, mesh=mesh["fsdp"])
+    for step in range(2):
+        if step:
+            new = whole * 3 + 1
+            requantize_([module.weight], [new[region_of(module.weight).slices]])
+            expected = bfp.quantize(new, format)
+        module.unshard()
+        got = local_of(module.weight)
+        first, columns = got.origin
+        want = expected.narrow(0, first, got.shape[0]).narrow(1, columns, got.shape[1])
+        for a, b in zip(parts_of(got), parts_of(want), strict=True):
+            assert torch.equal(a, b)
+        module.reshard()
+    return tuple(map(str, module.weight.placements))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_over_tensor_parallelism(format):
+    rows, columns = format.block or (16, 32)
+    for shape, axis in (((4 * rows, columns), 0), ((3 * rows + 6, columns), 0), ((2 * rows + 6, 2 * columns), 1)):
+        whole = weights_for([shape])[0]
+        placements = threaded.run(4, two_dimensional, format, whole, bfp.quantize(whole, format), axis)[0]
+        assert placements == (("_S(0, 2)", "S(0)") if axis == 0 else ("S(0)", "S(1)"))
+
+
+def partial_amaxes(rank, weight, format):
+    model = Side([bfp.quantize(weight, format)])
+    shard(model, device_mesh((4,)))
+    param = model.layers[0].weight
+    (amax,) = amaxes([param], [weight[region_of(param).slices]])
+    return amax
+
+
+def test_amaxes_are_those_of_the_whole():
+    weight = weights_for([(50, 64)])[0]
+    for amax in threaded.run(4, partial_amaxes, weight, "nvfp4_16x16"):
+        assert amax.tensor.view(torch.float32) == weight.abs().max()
+    for amax in threaded.run(4, partial_amaxes, weight, "fp8_e4m3"):
+        assert amax.blocks.view(torch.float32) == weight.abs().max()
+
+
+def initial_values(rank, weights, expected):
+    model = Side([q.clone() for q in expected])
+    for layer, weight in zip(model.layers, weights, strict=True):
+        layer.weight.initial = weight
+    shard(model, device_mesh((4,)))
+    model(inputs_for(rank, 64)).backward()
+    for layer, weight in zip(model.layers, weights, strict=True):
+        local = local_of(layer.weight)
+        mine = weight[region_of(layer.weight).slices]
+        assert torch.equal(local.initial, mine)
+        assert local.initial.untyped_storage().nbytes() == 4 * mine.numel()
+    update(model, 1, [tuple(weight.shape) for weight in weights])
+    assert all(local_of(layer.weight).initial is None for layer in model.layers)
+
+
+def test_original_values_are_sharded_with_the_weight():
+    weights = weights_for([(50, 64), (3, 40), (1, 24)])
+    threaded.run(4, initial_values, weights, quantized(weights, "nvfp4_16x16"))
+
+
+def replicated(rank, expected):
+    param = DTensor.from_local(expected.clone(), device_mesh((4,)), [Replicate()], run_check=False)
+    requantize_([param], [weights_for([(50, 64)], 1)[0]])
+    return local_of(param)
+
+
+def test_replicated_weights_are_quantized_by_each_rank():
+    want = bfp.quantize(weights_for([(50, 64)], 1)[0], "nvfp4_16x16")
+    for got in threaded.run(4, replicated, bfp.quantize(weights_for([(50, 64)])[0], "nvfp4_16x16")):
+        for a, b in zip(parts_of(got), parts_of(want), strict=True):
+            assert torch.equal(a, b)
