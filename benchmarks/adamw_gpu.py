@@ -1,0 +1,150 @@
+"""Times the AdamW kernel on one GPU, as a share of a copy measured in the same run, with torch's fused AdamW beside it.
+
+    python benchmarks/adamw_gpu.py --out benchmarks/results
+
+Bytes count once: gradient, master and both moments read; master, both moments, codes and scales written. Formats whose amax
+is the whole tensor's (FP8 per tensor, NVFP4) take a second pass over the masters, whose two reads (amax, codes) count too.
+The parameters together are far larger than the caches. torch's AdamW updates fp32 parameters and writes no codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import time
+
+import torch
+from gpu import byte_count, environment, milliseconds
+
+from blockfp import adamw, cuda
+from blockfp.formats import Format
+from blockfp.step_table import Step
+from blockfp.torch import AdamW, quantize
+
+GOAL = 0.85
+# The weights of a transformer's layer, several layers of them: about 400 million elements.
+SHAPES = [shape for _ in range(6) for shape in ((4096, 4096), (12288, 4096), (4096, 4096))]
+KERNEL_CASES = [
+    (name, moments, dtype)
+    for moments in ("float32", "bfloat16", "fp8")
+    for name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp4_e2m1_32x32", None)
+    for dtype in (("bfloat16", "float32") if moments == "float32" else ("bfloat16",))
+    if moments == "float32" or name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128")
+]
+
+
+def steps_of(name: str | None, moments: str, dtype: str) -> list[Step]:
+    """Everything a kernel call is told, made beforehand."""
+    steps, kept = [], {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}[moments]
+    c = adamw.coefficients(10, 1e-3, (0.9, 0.999), 1e-8, 0.01)
+    for number, shape in enumerate(SHAPES):
+        weight = torch.randn(shape, device="cuda")
+        first, second = (torch.full(shape, 0.01, device="cuda").to(kept) for _ in range(2))
+        scales = [torch.ones(shape[0], shape[1] // 128, device="cuda") for _ in range(2)] if moments == "fp8" else [None, None]
+        out = out_scales = format = None
+        if name is not None:
+            q = quantize(weight, name)
+            out, out_scales, format = q.codes, q.scales, q.format
+        gradient = torch.randn(shape, device="cuda").to(getattr(torch, dtype))
+        steps.append(
+            Step(gradient, weight, first, second, *scales, c, 10, number, out, out_scales, format, "bfloat16", (0, 0, 0), shape)
+        )
+    return steps
+
+
+def bytes_of(steps: list[Step]) -> int:
+    total = 0
+    for s in steps:
+        state = (s.weight, s.first, s.second, s.first_scales, s.second_scales)
+        total += byte_count(s.gradient) + sum(2 * byte_count(x) for x in state if x is not None)
+        total += sum(byte_count(x) for x in (s.out, s.out_scales) if x is not None)
+    return total
+
+
+def note(rows: list, name: str, count: int, ms: float, copy: float, goal: float | None = None) -> None:
+    speed = count / ms / 1e6
+    rows.append(
+        {"case": name, "ms": round(ms, 4), "gb_per_s": round(speed, 1), "of_copy": round(speed / copy, 4), "goal": goal}
+    )
+    mark = "" if goal is None else f"  goal {goal:.2f} {'ok' if speed / copy >= goal else 'SHORT'}"
+    print(f"  {name:62s} {ms:8.3f} ms {speed:6.0f} GB/s {speed / copy:6.3f}{mark}", flush=True)
+
+
+def copy_speed() -> float:
+    x = torch.randn(1 << 29, device="cuda")
+    out = torch.empty_like(x)
+    return 2 * byte_count(x) / milliseconds(lambda: out.copy_(x), 30) / 1e6
+
+
+def kernels(rows: list, copy: float) -> None:
+    for name, moments, dtype in KERNEL_CASES:
+        steps = steps_of(name, moments, dtype)
+        ms = milliseconds(lambda steps=steps: cuda.adamw(steps, (0, 0)), 30)
+        goal = GOAL if moments == "float32" and name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128") else None
+        note(rows, f"kernel: {name or 'no codes'}, {moments} moments, {dtype} gradient", bytes_of(steps), ms, copy, goal)
+        del steps
+        torch.cuda.empty_cache()
+
+
+def optimizers(rows: list, copy: float) -> None:
+    """Whole optimizer steps, torch's beside ours: host work included where it is not hidden."""
+    for name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128", "fp8_e4m3", "nvfp4_16x16"):
+        format = Format.parse(name)
+        params = [torch.nn.Parameter(quantize(torch.randn(s, device="cuda").bfloat16(), format)) for s in SHAPES]
+        for p in params:
+            p.grad = torch.randn(p.shape, device="cuda", dtype=torch.bfloat16)
+        optimizer = AdamW(params)
+        optimizer.step()
+        elements = sum(p.numel() for p in params)
+        two_pass = format.per_tensor or format.scale.two_level
+        count = int(elements * (2 + 24 + format.bytes_per_element + (8 if two_pass else 0)))
+        note(rows, f"AdamW.step: {name}, bfloat16 gradient", count, milliseconds(optimizer.step, 30), copy)
+        rows.append({"case": f"AdamW.step: {name}, host", "ms": round(host_milliseconds(optimizer.step), 4)})
+        print(f"    host {rows[-1]['ms']} ms for {len(params)} parameters")
+        del params, optimizer
+        torch.cuda.empty_cache()
+    params = [torch.nn.Parameter(torch.randn(s, device="cuda")) for s in SHAPES]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = torch.optim.AdamW(params, fused=True)
+    optimizer.step()
+    note(
+        rows, "torch.optim.AdamW(fused=True): fp32", sum(p.numel() for p in params) * 28, milliseconds(optimizer.step, 30), copy
+    )
+    rows.append({"case": "torch.optim.AdamW(fused=True), host", "ms": round(host_milliseconds(optimizer.step), 4)})
+    print(f"    host {rows[-1]['ms']} ms")
+
+
+def host_milliseconds(run) -> float:
+    """Shortest time until a call returns, with the device idle before it."""
+    best = float("inf")
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return best * 1e3
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/results"), help="folder for the JSON file")
+    arguments = parser.parse_args()
+    env, rows = environment(), []
+    copy = copy_speed()
+    elements = sum(height * width for height, width in SHAPES)
+    print(f"{env['gpu']}: copy {copy:.0f} GB/s; {len(SHAPES)} parameters, {elements / 1e6:.0f} million elements")
+    kernels(rows, copy)
+    optimizers(rows, copy)
+    short = [row["case"] for row in rows if row.get("goal") and row["of_copy"] < row["goal"]]
+    print(f"short of the goal: {', '.join(short) or 'none'}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"adamw-gpu-{env['date'][:10]}.json"
+    path.write_text(json.dumps({**env, "copy_gb_per_s": round(copy, 1), "shapes": SHAPES, "rows": rows}, indent=1) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
