@@ -22,7 +22,7 @@ def run(world, function, *args, timeout=60):
     Raises:
         OneRankFailed: a rank raised, or none of them got on for `timeout` seconds.
     """
-    results, errors = _run(world, function, args, timeout)
+    results, errors = _run(world, function, args, timeout, together=True)
     for rank, error in enumerate(errors):
         if error is not None and not isinstance(error, SystemExit):
             text = "".join(traceback.format_exception(error))
@@ -30,12 +30,12 @@ def run(world, function, *args, timeout=60):
     return results
 
 
-def errors(world, function, *args, timeout=60):
-    """What each rank raises, by rank; None where it raises nothing, SystemExit where it was left waiting for another."""
-    return _run(world, function, args, timeout)[1]
+def errors(world, function, *args, timeout=5):
+    """What each rank raises, by rank: None where it raises nothing, SystemExit where it waits for another in vain."""
+    return _run(world, function, args, timeout, together=False)[1]
 
 
-def _run(world, function, args, timeout):
+def _run(world, function, args, timeout, together):
     results, errors = [None] * world, [None] * world
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     threaded_pg._install_threaded_pg()
@@ -48,8 +48,9 @@ def _run(world, function, args, timeout):
             results[rank] = function(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            # Whoever waits for this rank gets SystemExit.
-            threaded_pg.ProcessLocalGroup.exception_handle(error)
+            if together:
+                # Whoever waits for this rank gets SystemExit.
+                threaded_pg.ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
 
@@ -59,6 +60,9 @@ def _run(world, function, args, timeout):
             thread.start()
         for rank, thread in enumerate(threads):
             thread.join(timeout)
+            if thread.is_alive() and not together:
+                threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError())
+                thread.join(timeout)
             if thread.is_alive():
                 stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
                 raise OneRankFailed(f"rank {rank} of {world} hangs:\n{stack}")

@@ -3,6 +3,8 @@
 import pytest
 import threaded
 import torch
+from blockfp.torch_backend.requantize import amaxes, requantize_
+from blockfp.torch_backend.sharding import local_of, region_of
 from small_model import Side, inputs_for, parts_of, quantized, shapes_for, weights_for
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS
-from blockfp.torch_backend.requantize import amaxes, requantize_
-from blockfp.torch_backend.sharding import local_of, region_of
 
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")

@@ -1,0 +1,128 @@
+"""Weights in high precision that FSDP2 gathers quantized: the same bits as the whole weight quantized, every optimizer step."""
+
+import copy
+import io
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.cast_weight import CastWeight
+from blockfp.torch_backend.sharding import local_of, region_of
+from small_model import Side, inputs_for, parts_of, shapes_for, weights_for
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
+
+
+def device_mesh(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard(model, mesh, **options):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def whole_of(param):
+    """A sharded weight put together."""
+    plain = DTensor.from_local(
+        local_of(param).values, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return plain.full_tensor()
+
+
+def train(rank, shape, reshard, format, shapes):
+    model = Side([CastWeight.from_values(weight, format) for weight in weights_for(shapes)])
+    shard(model, device_mesh(shape), reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = inputs_for(rank, max(columns for _, columns in shapes))
+    for _ in range(2):
+        for layer in model.layers:
+            layer.expected = bfp.quantize(whole_of(layer.weight), format)
+        model(x).backward()
+        for layer in model.layers:
+            assert layer.seen_as == (layer.expected.format, tuple(layer.expected.shape), torch.float32, (0, 0))
+            for got, want in zip(layer.seen, parts_of(layer.expected), strict=True):
+                assert torch.equal(got, want)
+        for layer in model.layers:
+            assert layer.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        for module in (*model.layers, model):
+            module.reshard()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_gathered_weights_are_the_quantized_whole(format):
+    threaded.run(4, train, (4,), True, format, shapes_for(format, 4))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4_16x16"])
+def test_with_replicas(name, shape):
+    format = Format.parse(name)
+    threaded.run(torch.Size(shape).numel(), train, shape, False, format, shapes_for(format, shape[-1]))
+
+
+def from_meta(rank, format, weight, offload):
+    with torch.device("meta"):
+        model = Side([CastWeight.from_values(torch.empty(50, 64), format)])
+    options = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard(model, device_mesh((4,)), mp_policy=policy, **options)
+    model.to_empty(device="cpu")
+    param = model.layers[0].weight
+    with torch.no_grad():
+        local_of(param).copy_(weight[region_of(param).slices])
+    model(inputs_for(rank, 64)).backward()
+    assert model.layers[0].seen_as[2] is torch.bfloat16
+    for got, want in zip(model.layers[0].seen, parts_of(bfp.quantize(weight, format)), strict=True):
+        assert torch.equal(got, want)
+    assert param.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4_16x16"])
+def test_from_the_meta_device(name, offload):
+    threaded.run(4, from_meta, name, weights_for([(50, 64)])[0], offload)
+
+
+def shards_by_hand(rank):
+    mesh = device_mesh((4,))
+    local = CastWeight.from_values(torch.ones(8, 64), "fp8_e4m3")
+    assert DTensor.from_local(local, mesh, [Shard(0)], run_check=False).shape == (32, 64)
+    local.fsdp_pre_all_gather(mesh)
+
+
+def test_a_shard_that_fully_shard_did_not_make():
+    for raised in threaded.errors(4, shards_by_hand):
+        assert isinstance(raised, ValueError)
+        assert "must hold 2 rows" in str(raised)
+
+
+def test_alone_it_is_its_values():
+    values = weights_for([(50, 64)])[0]
+    weight = torch.nn.Parameter(CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
+    assert isinstance(weight, CastWeight)
+    assert torch.equal(weight @ values.mT, values @ values.mT)
+    assert type(weight.detach() * 2) is torch.Tensor
+    for got, want in zip(parts_of(weight.quantized()), parts_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
+        assert torch.equal(got, want)
+    (weight * 3).sum().backward()
+    assert torch.equal(weight.grad, torch.full((50, 64), 3.0))
+    with torch.no_grad():
+        weight.add_(1)
+        assert type(weight.bfloat16()) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    for other in (copy.deepcopy(weight), weight.clone(), weight.to("cpu", copy=True), torch.load(file, weights_only=True)):
+        assert isinstance(other, CastWeight)
+        assert torch.equal(other.values, weight.values)
+        assert other.values.data_ptr() != weight.values.data_ptr()
+    with pytest.raises(TypeError, match="float64"):
+        CastWeight.from_values(values.double(), "fp8_e4m3")

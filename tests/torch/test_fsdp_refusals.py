@@ -1,0 +1,144 @@
+"""What can't be done with sharded quantized weights: the same clear error on every rank, and none of them left waiting."""
+
+import re
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.loading import load_high_precision_
+from blockfp.torch_backend.requantize import requantize_
+from blockfp.torch_backend.sharding import local_of
+from small_model import Side, inputs_for, quantized, weights_for
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import blockfp.torch as bfp
+
+WEIGHT = weights_for([(50, 64)])[0]
+
+
+def model_on(mesh, format="fp8_e4m3", **options):
+    model = Side(quantized([WEIGHT], format))
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def smaller_mesh(rank, mesh):
+    model = model_on(mesh, reshard_after_forward=2)
+    model(inputs_for(rank, 64))
+
+
+def columns(rank, mesh):
+    model_on(mesh, shard_placement_fn=lambda param: Shard(1))
+
+
+def bare_copy(rank, mesh):
+    param = model_on(mesh).layers[0].weight
+    with torch.no_grad():
+        param.copy_(distribute_tensor(WEIGHT, mesh, [Shard(0)]))
+
+
+def bare_copy_straddling(rank, mesh):
+    param = model_on(mesh, "mxfp8_e4m3_32x32").layers[0].weight
+    with torch.no_grad():
+        param.copy_(distribute_tensor(WEIGHT, mesh, [Shard(0)]))
+
+
+def bare_load(rank, mesh):
+    model = model_on(mesh)
+    model.load_state_dict({"layers.0.weight": distribute_tensor(WEIGHT, mesh, [Shard(0)])})
+
+
+def another_format(rank, mesh):
+    param, other = model_on(mesh).layers[0].weight, model_on(mesh, "fp8_e5m2").layers[0].weight
+    with torch.no_grad():
+        param.copy_(other)
+
+
+def wrong_dtype(rank, mesh):
+    param = model_on(mesh).layers[0].weight
+    requantize_([param], [torch.zeros(local_of(param).shape, dtype=torch.float64)])
+
+
+def wrong_shape(rank, mesh):
+    requantize_([model_on(mesh).layers[0].weight], [WEIGHT])
+
+
+def not_quantized(rank, mesh):
+    requantize_([distribute_tensor(WEIGHT, mesh, [Shard(0)])], [WEIGHT])
+
+
+def otherwise_placed(rank, mesh):
+    requantize_([model_on(mesh).layers[0].weight], [distribute_tensor(WEIGHT, mesh, [Replicate()])])
+
+
+def gathered(rank, mesh):
+    model = model_on(mesh)
+    model.unshard()
+    load_high_precision_(model.layers[0].weight, WEIGHT)
+
+
+def load_integers(rank, mesh):
+    load_high_precision_(model_on(mesh).layers[0].weight, torch.zeros(50, 64, dtype=torch.int32))
+
+
+def load_a_shard(rank, mesh):
+    param = model_on(mesh).layers[0].weight
+    load_high_precision_(param, torch.zeros(local_of(param).shape))
+
+
+def load_on_meta(rank, mesh):
+    with torch.device("meta"):
+        model = Side(quantized([torch.empty(50, 64)], "fp8_e4m3"))
+    fully_shard(model, mesh=mesh)
+    load_high_precision_(model.layers[0].weight, WEIGHT)
+
+
+def shards_by_hand(rank, mesh):
+    q = bfp.quantize(WEIGHT[:13], "fp8_e4m3")
+    q.fsdp_pre_all_gather(mesh)
+
+
+def wrong_origin(rank, mesh):
+    q = bfp.quantize(WEIGHT[:13], "mxfp8_e4m3").narrow(0, 1, 12)
+    param = DTensor.from_local(q, mesh, [Shard(0)], run_check=False, shape=(48, 64), stride=(64, 1))
+    requantize_([param], [torch.zeros(12, 64)])
+
+
+def values_wanted(rank, mesh):
+    param = model_on(mesh).layers[0].weight
+    with torch.no_grad():
+        param.mul_(2)
+
+
+CASES = [
+    (smaller_mesh, ValueError, r"reshard_after_forward=2: .*use reshard_after_forward=True or False"),
+    (columns, NotImplementedError, r"aten.new_zeros.*shard_placement_fn of fully_shard must return Shard\(0\)"),
+    (bare_copy, NotImplementedError, r"aten.copy_.*use blockfp.torch.load_high_precision_\(parameter, values\)"),
+    (bare_copy_straddling, NotImplementedError, r"load_high_precision_"),
+    (bare_load, RuntimeError, r"load_high_precision_"),
+    (another_format, ValueError, r"format is fp8_e4m3, that of the source is fp8_e5m2"),
+    (wrong_dtype, TypeError, r"float64: cast it first"),
+    (wrong_shape, ValueError, r"values must be of shape .* as this rank's part of the parameter, got \(50, 64\)"),
+    (not_quantized, TypeError, r"params must hold quantized tensors, got Tensor of torch.float32"),
+    (otherwise_placed, ValueError, r"values must be placed like their parameter, .*Shard\(0\).*got .*Replicate\(\)"),
+    (gathered, ValueError, r"FSDP's gathered copy .* call reshard\(\)"),
+    (load_integers, TypeError, r"tensor must hold values in one of .*got torch.int32"),
+    (load_a_shard, ValueError, r"tensor must be of the whole parameter's shape \(50, 64\)"),
+    (load_on_meta, ValueError, r"call to_empty\(device=...\)"),
+    (shards_by_hand, ValueError, r"doesn't know what it is a shard of: use fully_shard"),
+    (wrong_origin, ValueError, r"begins at \(\d+, 0\) on this rank, but its local tensor says \(1, 0\)"),
+    (values_wanted, NotImplementedError, r"aten.mul_.* call dequantize\(\)"),
+]
+
+
+@pytest.mark.parametrize(("case", "error", "message"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_rank_says_what_is_wrong(case, error, message):
+    def rank_main(rank):
+        case(rank, init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+
+    raised = threaded.errors(4, rank_main)
+    for one in raised:
+        assert isinstance(one, error), one
+        assert re.search(message, str(one), re.DOTALL), one

@@ -1,0 +1,173 @@
+"""High precision into quantized weights: whole or sharded, all ranks get the scales of the whole weight."""
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.loading import accept_high_precision, load_high_precision_
+from blockfp.torch_backend.sharding import local_of, region_of
+from small_model import Side, SmallLinear, inputs_for, parts_of, quantized, shapes_for, weights_for
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
+
+
+def assert_same(q, other):
+    assert (q.format, q.shape, q.dtype) == (other.format, other.shape, other.dtype)
+    for a, b in zip(parts_of(q), parts_of(other), strict=True):
+        assert torch.equal(a, b)
+
+
+def shard(model, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def on_meta(shapes, format):
+    with torch.device("meta"):
+        model = Side(quantized([torch.empty(shape) for shape in shapes], format))
+    for layer in model.layers:
+        accept_high_precision(layer)
+    return model
+
+
+def as_state(weights):
+    return {f"layers.{i}.weight": weight for i, weight in enumerate(weights)}
+
+
+def load(rank, shape, way, shapes, weights, expected):
+    format = expected[0].format
+    model = on_meta(shapes, format)
+    shard(model, shape)
+    model.to_empty(device="cpu")
+    if way == "function":
+        for name, weight in as_state(weights).items():
+            load_high_precision_(model.get_parameter(name), weight)
+    elif way == "whole":
+        assert not any(model.load_state_dict(as_state(weights)))
+    elif way == "placed alike":
+        placed = []
+        for layer, weight in zip(model.layers, weights, strict=True):
+            param = layer.weight
+            mine = weight[region_of(param).slices]
+            options = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
+            placed.append(DTensor.from_local(mine, param.device_mesh, param.placements, **options))
+        model.load_state_dict(as_state(placed))
+    scales = []
+    for layer, weight in zip(model.layers, weights, strict=True):
+        local = local_of(layer.weight)
+        assert torch.equal(local.initial, weight[region_of(layer.weight).slices])
+        scales.append(local.scales)
+    model(inputs_for(rank, 200)).backward()
+    for layer, want in zip(model.layers, expected, strict=True):
+        for a, b in zip(layer.seen, parts_of(want), strict=True):
+            assert torch.equal(a, b)
+    return scales
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_before_the_first_forward(format):
+    check_load(format, "function", (4,))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["4", "2x2"])
+@pytest.mark.parametrize("way", ["whole", "placed alike"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16"])
+def test_through_a_state_dict(name, way, shape):
+    check_load(Format.parse(name), way, shape)
+
+
+def check_load(format, way, shape):
+    shapes = shapes_for(format, shape[-1])
+    weights = weights_for(shapes)
+    scales = threaded.run(4, load, shape, way, shapes, weights, quantized(weights, format))
+    if format.per_tensor:
+        for of_one_weight in zip(*scales, strict=True):
+            assert all(torch.equal(other, of_one_weight[0]) for other in of_one_weight)
+
+
+def load_later(rank, weights, expected):
+    """The root still holds its gathered weight when new values are loaded."""
+    model = SmallLinear(bfp.quantize(torch.zeros(50, 64), "fp8_e4m3"))
+    accept_high_precision(model)
+    model.keep_init = False
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model(inputs_for(rank, 64))
+    assert isinstance(model.weight, bfp.QuantizedTensor)
+    model.load_state_dict({"weight": weights[0]})
+    assert local_of(model.weight).initial is None
+    model(inputs_for(rank, 64)).sum().backward()
+    for a, b in zip(model.seen, parts_of(expected[0]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_while_the_root_is_gathered():
+    weights = weights_for([(50, 64)])
+    threaded.run(4, load_later, weights, quantized(weights, "fp8_e4m3"))
+
+
+def through_dcp(rank, weights, expected):
+    model = on_meta([(50, 64)], "nvfp4_16x16")
+    shard(model, (4,))
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, as_state(weights), options=StateDictOptions(full_state_dict=True))
+    model(inputs_for(rank, 64)).backward()
+    for a, b in zip(model.layers[0].seen, parts_of(expected[0]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_full_state_dict_through_distributed_checkpoint():
+    weights = weights_for([(50, 64)])
+    threaded.run(4, through_dcp, weights, quantized(weights, "nvfp4_16x16"))
+
+
+def test_without_sharding():
+    weight = weights_for([(50, 64)])[0]
+    module = nn.Linear(64, 50)
+    module.weight = nn.Parameter(bfp.quantize(torch.zeros(50, 64), "nvfp4_16x16"))
+    accept_high_precision(module)
+    codes = module.weight.codes
+    bias = torch.randn(50)
+    assert not any(module.load_state_dict({"weight": weight, "bias": bias}))
+    assert module.weight.codes is codes
+    assert_same(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    assert torch.equal(module.bias, bias)
+    assert torch.equal(module.weight.initial, weight)
+    quantized_state = {key: value.clone() for key, value in module.state_dict().items()}
+    module.load_state_dict({"weight": torch.ones(50, 64), "bias": bias})
+    module.load_state_dict(quantized_state)
+    assert_same(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    with pytest.raises(RuntimeError, match=r"size mismatch.*\[50, 64\]"):
+        module.load_state_dict({"weight": weight[:49], "bias": bias})
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
+        module.load_state_dict({"bias": bias})
+
+
+def strided(rank, weight):
+    """torch would give the ranks of a strided DTensor other rows than FSDP2 does."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    tp = mesh["tp"].get_local_rank()
+    part = bfp.quantize(weight, "fp8_e4m3").narrow(0, 25 * tp, 25).clone()
+    module = nn.Module()
+    module.weight = nn.Parameter(
+        DTensor.from_local(part, mesh["tp"], [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride())
+    )
+    fully_shard(module, mesh=mesh["fsdp"])
+    param, region = module.weight, region_of(module.weight)
+    placed = DTensor.from_local(
+        weight[region.slices], param.device_mesh, param.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    with pytest.raises(ValueError, match=r"may hold other rows.*full_tensor"):
+        load_high_precision_(param, placed)
+    load_high_precision_(param, 2 * weight)
+    assert_same(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
+
+
+def test_over_tensor_parallelism():
+    threaded.run(4, strided, weights_for([(50, 64)])[0])
