@@ -1,7 +1,11 @@
-"""A model of quantized weights that needs nothing but `dequantize`, for tests of how weights are sharded and gathered."""
+"""A model of quantized weights that needs nothing but `dequantize`, and its training under FSDP2 with every gather checked."""
 
 import torch
+from blockfp.torch_backend.requantize import requantize_
+from blockfp.torch_backend.sharding import region_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
 
@@ -78,3 +82,56 @@ def shapes_for(format, ranks):
 def quantized(weights, format):
     """Each weight quantized whole."""
     return [bfp.quantize(weight, format) for weight in weights]
+
+
+def device_mesh(shape):
+    """A mesh of shards, behind an axis of replicas if it has two axes."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def shard(model, mesh, **options):
+    """Every layer in a group of its own, and the rest in the root's."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def assert_gathered(layer, expected):
+    """What the layer multiplied by is the expected weight."""
+    assert layer.seen_as == (expected.format, tuple(expected.shape), expected.dtype, (0, 0))
+    for got, want in zip(layer.seen, parts_of(expected), strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+def update(model, step, shapes):
+    """New weights, of which each rank quantizes its own rows."""
+    params = [layer.weight for layer in model.layers]
+    values = [new[region_of(p).slices] for p, new in zip(params, weights_for(shapes, step), strict=True)]
+    requantize_(params, values)
+
+
+def train(rank, shape, reshard, shapes, first, last):
+    """One step, three updates, one step: the gradients of the first.
+
+    Args:
+        rank: of this data-parallel rank, whose batch is its own.
+        shape: of the mesh.
+        reshard: whether weights are freed between forward and backward.
+        shapes: of the weights.
+        first, last: the whole weights quantized, before and after the updates.
+    """
+    mesh = device_mesh(shape)
+    model = Side([q.clone() for q in first])
+    shard(model, mesh, reshard_after_forward=reshard)
+    x = inputs_for(rank, max(columns for _, columns in shapes))
+    model(x).backward()
+    gradients = [layer.weight.grad.full_tensor().clone() for layer in model.layers]
+    for layer, weight in zip(model.layers, first, strict=True):
+        assert_gathered(layer, weight)
+    for step in (1, 2, 3):
+        update(model, step, shapes)
+    model(x).backward()
+    for layer, weight in zip(model.layers, last, strict=True):
+        assert_gathered(layer, weight)
+    return gradients

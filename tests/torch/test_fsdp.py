@@ -5,7 +5,19 @@ import threaded
 import torch
 from blockfp.torch_backend.requantize import amaxes, requantize_
 from blockfp.torch_backend.sharding import local_of, region_of
-from small_model import Side, inputs_for, parts_of, quantized, shapes_for, weights_for
+from small_model import (
+    Side,
+    assert_gathered,
+    device_mesh,
+    inputs_for,
+    parts_of,
+    quantized,
+    shapes_for,
+    shard,
+    train,
+    update,
+    weights_for,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -16,49 +28,6 @@ from blockfp.formats import FORMATS
 
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
-
-
-def device_mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def shard(model, mesh, **options):
-    """Every layer in a group of its own, and the rest in the root's."""
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def assert_gathered(layer, expected):
-    """What the layer multiplied by is the expected weight."""
-    assert layer.seen_as == (expected.format, tuple(expected.shape), expected.dtype, (0, 0))
-    for got, want in zip(layer.seen, parts_of(expected), strict=True):
-        assert got.dtype == want.dtype
-        assert torch.equal(got, want)
-
-
-def update(model, step, shapes):
-    """New weights, of which each rank quantizes its own rows."""
-    params = [layer.weight for layer in model.layers]
-    values = [new[region_of(p).slices] for p, new in zip(params, weights_for(shapes, step), strict=True)]
-    requantize_(params, values)
-
-
-def train(rank, shape, reshard, shapes, first, last):
-    mesh = device_mesh(shape)
-    model = Side([q.clone() for q in first])
-    shard(model, mesh, reshard_after_forward=reshard)
-    x = inputs_for(rank, max(columns for _, columns in shapes))
-    model(x).backward()
-    gradients = [layer.weight.grad.full_tensor().clone() for layer in model.layers]
-    for layer, weight in zip(model.layers, first, strict=True):
-        assert_gathered(layer, weight)
-    for step in (1, 2, 3):
-        update(model, step, shapes)
-    model(x).backward()
-    for layer, weight in zip(model.layers, last, strict=True):
-        assert_gathered(layer, weight)
-    return gradients
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])

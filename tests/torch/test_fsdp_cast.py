@@ -8,23 +8,12 @@ import threaded
 import torch
 from blockfp.torch_backend.cast_weight import CastWeight
 from blockfp.torch_backend.sharding import local_of, region_of
-from small_model import Side, inputs_for, parts_of, shapes_for, weights_for
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from small_model import Side, device_mesh, inputs_for, parts_of, shapes_for, shard, weights_for
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
-
-
-def device_mesh(shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def shard(model, mesh, **options):
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
 
 
 def whole_of(param):

@@ -5,7 +5,7 @@ import threaded
 import torch
 from blockfp.torch_backend.loading import accept_high_precision, load_high_precision_
 from blockfp.torch_backend.sharding import local_of, region_of
-from small_model import Side, SmallLinear, inputs_for, parts_of, quantized, shapes_for, weights_for
+from small_model import Side, SmallLinear, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,13 +20,6 @@ def assert_same(q, other):
     assert (q.format, q.shape, q.dtype) == (other.format, other.shape, other.dtype)
     for a, b in zip(parts_of(q), parts_of(other), strict=True):
         assert torch.equal(a, b)
-
-
-def shard(model, shape):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def on_meta(shapes, format):
@@ -44,7 +37,7 @@ def as_state(weights):
 def load(rank, shape, way, shapes, weights, expected):
     format = expected[0].format
     model = on_meta(shapes, format)
-    shard(model, shape)
+    shard(model, device_mesh(shape))
     model.to_empty(device="cpu")
     if way == "function":
         for name, weight in as_state(weights).items():
@@ -97,7 +90,7 @@ def load_later(rank, weights, expected):
     model = SmallLinear(bfp.quantize(torch.zeros(50, 64), "fp8_e4m3"))
     accept_high_precision(model)
     model.keep_init = False
-    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=device_mesh((4,)))
     model(inputs_for(rank, 64))
     assert isinstance(model.weight, bfp.QuantizedTensor)
     model.load_state_dict({"weight": weights[0]})
@@ -114,7 +107,7 @@ def test_while_the_root_is_gathered():
 
 def through_dcp(rank, weights, expected):
     model = on_meta([(50, 64)], "nvfp4_16x16")
-    shard(model, (4,))
+    shard(model, device_mesh((4,)))
     model.to_empty(device="cpu")
     set_model_state_dict(model, as_state(weights), options=StateDictOptions(full_state_dict=True))
     model(inputs_for(rank, 64)).backward()
