@@ -1,0 +1,91 @@
+"""The custom ops that quantize a part of a matrix that is cut over ranks. Between the two stands a collective.
+
+    blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
+    blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]
+
+`columnwise` and `rotate` come first: `origin` and `shape` speak of the matrix as it is encoded.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from blockfp import layout
+from blockfp.formats import Format
+from blockfp.numerics import Amax
+from blockfp.rotation import rotate as rotated
+
+from .requantize import kernels_for
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "quantize_part(Tensor x, Tensor[]? amaxes, Tensor? key, str format, bool columnwise, bool rotate, int[] origin, "
+    "int[] shape, float eps) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+part_amaxes = torch.ops.blockfp.part_amaxes.default
+quantize_part = torch.ops.blockfp.quantize_part.default
+
+
+def _encoded(x: Tensor, columnwise: bool, rotate: bool) -> Tensor:
+    values = x.mT if columnwise else x
+    return rotated(values) if rotate else values
+
+
+@torch.library.impl(_library, "part_amaxes", "CompositeExplicitAutograd")
+def _part_amaxes(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
+    values = _encoded(x, columnwise, rotate)
+    found = kernels_for(values).amax(values, Format.parse(format), origin=tuple(origin))
+    return [x.new_empty(0, dtype=torch.int32) if field is None else field for field in found]
+
+
+@torch.library.impl(_library, "quantize_part", "CompositeExplicitAutograd")
+def _quantize_part(
+    x: Tensor,
+    amaxes: list[Tensor] | None,
+    key: Tensor | None,
+    format: str,
+    columnwise: bool,
+    rotate: bool,
+    origin: list[int],
+    shape: list[int],
+    eps: float,
+) -> list[Tensor]:
+    values = _encoded(x, columnwise, rotate)
+    parsed, amax = Format.parse(format), None
+    if amaxes is not None:
+        blocks, nan, tensor = amaxes
+        amax = Amax(blocks, None if parsed.element.has_nan else nan, tensor if parsed.scale.two_level else None)
+    options = {"key": key, "eps": eps, "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
+    parts = kernels_for(values).quantize(values, parsed, **options)
+    return [part.contiguous() for part in parts if part is not None]
+
+
+@torch.library.register_fake("blockfp::part_amaxes", lib=_library)
+def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
+    parsed = Format.parse(format)
+    grid = layout.scales_shape((x.mT if columnwise else x).shape, parsed, (origin[0], origin[1]))
+    nan = (0,) if parsed.element.has_nan else grid
+    tensor = () if parsed.scale.two_level else (0,)
+    return [x.new_empty(size, dtype=torch.int32) for size in (grid, nan, tensor)]
+
+
+@torch.library.register_fake("blockfp::quantize_part", lib=_library)
+def _quantize_part_fake(
+    x: Tensor, amaxes, key, format: str, columnwise: bool, rotate: bool, origin, shape, eps
+) -> list[Tensor]:
+    parsed, size = Format.parse(format), (x.mT if columnwise else x).shape
+    scale_dtype = cast(torch.dtype, getattr(torch, parsed.scale.dtype))
+    parts = [
+        x.new_empty(layout.codes_shape(size, parsed), dtype=torch.uint8),
+        x.new_empty(layout.scales_shape(size, parsed, (origin[0], origin[1])), dtype=scale_dtype),
+    ]
+    return [*parts, x.new_empty((), dtype=torch.float32)] if parsed.scale.two_level else parts
