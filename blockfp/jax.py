@@ -1,6 +1,22 @@
 """The JAX face of blockfp: `import blockfp.jax as bfp`. Never imports PyTorch."""
 
 from .jax_backend.array import QuantizedArray, fake_quantize, quantize
+from .jax_backend.delayed import DelayedState, delayed_state, update_scales
 from .jax_backend.interchange import from_torch
+from .jax_backend.linear import linear
+from .jax_backend.params import dequantize_params, grad, quantize_params, value_and_grad
 
-__all__ = ["QuantizedArray", "fake_quantize", "from_torch", "quantize"]
+__all__ = [
+    "DelayedState",
+    "QuantizedArray",
+    "delayed_state",
+    "dequantize_params",
+    "fake_quantize",
+    "from_torch",
+    "grad",
+    "linear",
+    "quantize",
+    "quantize_params",
+    "update_scales",
+    "value_and_grad",
+]

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import GetAttrKey
 
 from blockfp import numerics
 from blockfp.array import DTYPES
 from blockfp.formats import Format
+from blockfp.placement import Sharding
 from blockfp.rounding import Key
 
-from . import implementations, ops
-
-_STATIC = {"static": True}
+from . import implementations, ops, plain_grad
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray:
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
@@ -27,9 +26,10 @@ class QuantizedArray:
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
     because JAX rebuilds trees with placeholders in them: `from_parts` does.
 
-    Gradients are straight-through within one trace: `quantize(x, ...).dequantize()` has the derivative of x. Codes are
-    integers and carry no gradient, so a QuantizedArray that went through the boundary of a transformed function (as an
-    argument or a result of jit, vmap, scan, cond, ...) is a constant: `dequantize` on the same side, or `fake_quantize`.
+    Codes are integers and carry no gradient. `value_and_grad` and `grad` of this package differentiate with respect to
+    quantized arrays: they put zeros beside the codes (`tangent`), which take the gradient across every boundary. Without
+    them gradients are straight-through within one trace, where `quantize(x, ...).dequantize()` has the derivative of x; an
+    array that was quantized outside is a constant then.
 
     Attributes:
         codes: uint8 [..., rows, bytes], packed along the last axis.
@@ -39,15 +39,20 @@ class QuantizedArray:
         columns: length of the last axis, which packing hides; the only length that is static.
         dtype: dtype of the original, and of `dequantize()`.
         origin: (row, column) of the first element in the unsharded matrix.
+        sharding: how the unsharded array lies on a mesh, or None. With one, the parts are what a rank stores inside shard_map
+            (see `sharded`), all ranks' one after another outside, and `origin` is not used.
+        tangent: zeros of the array's shape and dtype whose cotangent is its gradient; None but under `value_and_grad`.
     """
 
     codes: jax.Array
     scales: jax.Array
     tensor_scale: jax.Array | None
-    format: Format = field(metadata=_STATIC)
-    columns: int = field(metadata=_STATIC)
-    dtype: np.dtype = field(metadata=_STATIC)
-    origin: tuple[int, int] = field(default=(0, 0), metadata=_STATIC)
+    format: Format
+    columns: int
+    dtype: np.dtype
+    origin: tuple[int, int] = (0, 0)
+    sharding: Sharding | None = None
+    tangent: jax.Array | None = None
 
     # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
     # have to be stored, which is what quantizing is there to avoid.
@@ -106,8 +111,14 @@ class QuantizedArray:
         """
         codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
         rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
-        flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin)
-        return flipped if self._source is None else flipped._with_source(self._source.mT)
+        sharding = None if self.sharding is None else self.sharding.transposed()
+        flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
+        return flipped if self.carrier is None else flipped._with_source(self.carrier.mT)
+
+    @property
+    def carrier(self) -> jax.Array | None:
+        """The array whose cotangent is this one's gradient: the tangent, or what was quantized in this trace; or None."""
+        return self._source if self.tangent is None else self.tangent
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
         """The values, rounded once to `dtype` (default: the original's).
@@ -127,17 +138,26 @@ class QuantizedArray:
                 f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
             )
         name = np.dtype(self.dtype if dtype is None else dtype).name
-        values = ops.dequantize(
-            self.codes,
-            self.scales,
-            self.tensor_scale,
-            format=self.format,
-            dtype=name,
-            columns=self.columns,
-            origin=self.origin,
-            choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
-        )
-        return values if self._source is None else ops.straight_through(values, self._source)
+        if self.sharding is not None:
+            from . import sharded
+
+            values = sharded.dequantize(self, name, implementation)
+        else:
+            values = ops.dequantize(
+                self.codes,
+                self.scales,
+                self.tensor_scale,
+                format=self.format,
+                dtype=name,
+                columns=self.columns,
+                origin=self.origin,
+                choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
+            )
+        return values if self.carrier is None else ops.straight_through(values, self.carrier)
+
+    def replace(self, **changes) -> QuantizedArray:
+        """A copy with some attributes changed; nothing is checked."""
+        return replace(self, **changes)
 
     def _with_source(self, source: jax.Array) -> QuantizedArray:
         object.__setattr__(self, "_source", source)
@@ -147,7 +167,39 @@ class QuantizedArray:
         # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
         if not hasattr(self.codes, "shape"):
             return f"QuantizedArray({self.format}, codes={self.codes!r}, scales={self.scales!r})"
-        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype})"
+        where = "" if self.sharding is None else f", sharding={self.sharding}"
+        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype}{where})"
+
+
+def is_quantized(leaf: object) -> bool:
+    """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
+    return isinstance(leaf, QuantizedArray)
+
+
+_LEAVES = ("codes", "scales", "tensor_scale", "tangent")
+
+
+def _flatten(q: QuantizedArray):
+    plain_grad.refuse()
+    return (q.codes, q.scales, q.tensor_scale, q.tangent), (q.format, q.columns, q.dtype, q.origin, q.sharding)
+
+
+def _flatten_with_keys(q: QuantizedArray):
+    return tuple((GetAttrKey(name), getattr(q, name)) for name in _LEAVES), (
+        q.format,
+        q.columns,
+        q.dtype,
+        q.origin,
+        q.sharding,
+    )
+
+
+def _unflatten(static, leaves) -> QuantizedArray:
+    codes, scales, tensor_scale, tangent = leaves
+    return QuantizedArray(codes, scales, tensor_scale, *static, tangent)
+
+
+jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
 
 
 def quantize(

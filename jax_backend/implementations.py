@@ -12,10 +12,12 @@ from functools import cache
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from blockfp import numerics
 from blockfp.formats import Format
+from blockfp.rotation import rotate
 
 from .settling import settle
 
@@ -31,15 +33,24 @@ class Choice(NamedTuple):
 
 
 def choose(
-    asked: str | None, operation: str, format: Format, *, stochastic: bool = False, origin: tuple[int, int] = (0, 0)
+    asked: str | None,
+    operation: str,
+    format: Format,
+    *,
+    stochastic: bool = False,
+    rotate: bool = False,
+    eps: float = 0.0,
+    origin: tuple[int, int] = (0, 0),
 ) -> Choice:
     """The implementation that will run.
 
     Args:
         asked: one of `NAMES`, or None for the first that is there.
-        operation: "quantize" or "dequantize".
+        operation: "quantize", "columnwise", "both" or "dequantize".
         format: the format.
         stochastic: whether the rounding is.
+        rotate: whether the operation begins with the random Hadamard transform.
+        eps: what amaxes are lifted to.
         origin: (row, column) of the first element in the unsharded matrix.
 
     Raises:
@@ -52,13 +63,15 @@ def choose(
         missing = _missing(asked)
         if missing is not None:
             raise RuntimeError(f"implementation={asked!r} can't run here: {missing}; use implementation='xla'")
-        refused = _refused(asked, operation, format, stochastic, origin)
+        refused = _refused(asked, operation, format, stochastic, rotate, eps, origin)
         if refused is not None:
             raise ValueError(f"implementation={asked!r} can't do this: {refused}; use implementation='xla'")
         return Choice(asked, True)
     if not _has_gpu() or _would_be_partitioned():
         return Choice("xla", False)
-    there = (n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic, origin) is None)
+    there = (
+        n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic, rotate, eps, origin) is None
+    )
     return Choice(next(there), False)
 
 
@@ -71,19 +84,89 @@ def run(choice: Choice, kernel: Callable, definition: Callable, *operands):
     return lax.platform_dependent(*operands, cuda=kernel, default=definition)
 
 
-def quantize(choice: Choice, x: jax.Array, key: jax.Array | None, format: Format) -> numerics.Quantized:
-    """`numerics.quantize` by the chosen implementation."""
+def quantize(
+    choice: Choice,
+    x: jax.Array,
+    key: jax.Array | None,
+    amax: jax.Array | None,
+    format: Format,
+    eps: float,
+    nominal: str | None,
+) -> numerics.Quantized:
+    """`numerics.quantize` by the chosen implementation; `amax` as for `ops.quantize`."""
 
-    def kernel(x, key):
+    def kernel(x, key, amax):
         if choice.name == "ffi":
             from . import ffi
 
-            return ffi.quantize(x, format, key=key)
+            return ffi.quantize(x, format, key=key, nominal=nominal, amax=amax)
         from .pallas import arrays
 
-        return arrays.quantize_batched(x, format)
+        if amax is None and nominal is None:
+            return arrays.quantize_batched(x, format)
+        return arrays.quantize(x, format, nominal, amax=amax)
 
-    return run(choice, kernel, lambda x, key: numerics.quantize(x, format, key=key, settle=settle), x, key)
+    def definition(x, key, amax):
+        return _define(x, key, amax, format, eps, nominal)
+
+    return run(choice, kernel, definition, x, key, amax)
+
+
+def quantize_columnwise(
+    choice: Choice, x: jax.Array, key: jax.Array | None, amax: jax.Array | None, format: Format, rotated: bool
+) -> numerics.Quantized:
+    """`quantize` of x.mT by the chosen implementation, rotated first where `rotated` says so."""
+
+    def kernel(x, key, amax):
+        if choice.name == "ffi":
+            from . import ffi
+
+            return ffi.quantize(x.mT, format, key=key, amax=amax)
+        from .pallas import arrays
+
+        return arrays.columnwise_quantize(x, format, rows=False, amax=amax)[1]
+
+    def definition(x, key, amax):
+        flipped = x.mT
+        return _define(rotate(flipped) if rotated else flipped, key, amax, format, 0.0, None)
+
+    return run(choice, kernel, definition, x, key, amax)
+
+
+def quantize_both(
+    choice: Choice, x: jax.Array, amax: jax.Array | None, format: Format
+) -> tuple[numerics.Quantized, numerics.Quantized]:
+    """`quantize` of x and of x.mT to nearest, by the chosen implementation."""
+
+    def kernel(x, amax):
+        if choice.name == "ffi":
+            from . import ffi
+
+            return ffi.quantize_both(x, format, amax=amax)
+        from .pallas import arrays
+
+        return arrays.columnwise_quantize(x, format, rows=True, amax=amax)
+
+    def definition(x, amax):
+        row = _define(x, None, amax, format, 0.0, None)
+        if not format.square:
+            return row, _define(x.mT, None, amax, format, 0.0, None)
+        codes, scales = numerics.transpose(row.codes, row.scales, format, columns=x.shape[-1])
+        return row, numerics.Quantized(codes, scales, row.tensor_scale)
+
+    return run(choice, kernel, definition, x, amax)
+
+
+def _define(x, key, amax, format: Format, eps: float, nominal: str | None) -> numerics.Quantized:
+    """The definition; `amax` as for `ops.quantize`."""
+    given: dict = {}
+    if amax is not None and amax.dtype == jnp.float32:
+        given["multiplier"] = amax
+    elif amax is not None and format.per_tensor:
+        given["amax"] = numerics.Amax(amax.reshape((1,) * x.ndim), None, None)
+    elif amax is not None:
+        given["amax"] = numerics.amax(x, format)._replace(tensor=amax.reshape(()))
+    return numerics.quantize(x, format, key=key, eps=eps, nominal=nominal, settle=settle, **given)
 
 
 def dequantize(
@@ -106,8 +189,16 @@ def dequantize(
     return run(choice, kernel, definition, codes, scales, tensor_scale)
 
 
-def _refused(name: str, operation: str, format: Format, stochastic: bool, origin: tuple[int, int]) -> str | None:
+def _refused(
+    name: str, operation: str, format: Format, stochastic: bool, rotate: bool, eps: float, origin: tuple[int, int]
+) -> str | None:
     """Why an implementation that is there doesn't do this, or None."""
+    if name == "xla":
+        return None
+    if eps:
+        return f"the kernels lift no amax, and eps is {eps}"
+    if rotate:
+        return "the kernels that JAX calls don't rotate"
     if name != "pallas":
         return None
     if any(o % b for o, b in zip(origin, format.block or (1, 1), strict=True)):

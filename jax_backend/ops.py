@@ -20,10 +20,48 @@ from . import implementations
 from .implementations import Choice
 
 
+@partial(jax.jit, static_argnames=("format", "choice", "eps", "nominal"))
+def quantize(
+    x: jax.Array,
+    key: jax.Array | None,
+    amax: jax.Array | None = None,
+    *,
+    format: Format,
+    choice: Choice,
+    eps: float = 0.0,
+    nominal: str | None = None,
+) -> numerics.Quantized:
+    """`numerics.quantize`; x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent.
+
+    Args:
+        x, key, format, eps, nominal: as there.
+        amax: of the whole tensor, for formats that have a scale for it: int32 bits, or float32 for the multiplier that stands
+            instead of it (delayed scaling); computed by default.
+        choice: who carries it out.
+    """
+    return implementations.quantize(choice, jax.lax.stop_gradient(x), key, amax, format, eps, nominal)
+
+
+@partial(jax.jit, static_argnames=("format", "choice", "rotate"))
+def quantize_columnwise(
+    x: jax.Array, key: jax.Array | None, amax: jax.Array | None = None, *, format: Format, choice: Choice, rotate: bool
+) -> numerics.Quantized:
+    """`quantize` of x.mT, rotated along its last axis first where `rotate` says so."""
+    return implementations.quantize_columnwise(choice, jax.lax.stop_gradient(x), key, amax, format, rotate)
+
+
 @partial(jax.jit, static_argnames=("format", "choice"))
-def quantize(x: jax.Array, key: jax.Array | None, *, format: Format, choice: Choice) -> numerics.Quantized:
-    """`numerics.quantize`; x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent."""
-    return implementations.quantize(choice, jax.lax.stop_gradient(x), key, format)
+def quantize_both(
+    x: jax.Array, amax: jax.Array | None = None, *, format: Format, choice: Choice
+) -> tuple[numerics.Quantized, numerics.Quantized]:
+    """`quantize` and `quantize_columnwise` to nearest, of one read of x where the implementation has a kernel for that."""
+    return implementations.quantize_both(choice, jax.lax.stop_gradient(x), amax, format)
+
+
+@partial(jax.jit, static_argnames=("format",))
+def amax(x: jax.Array, *, format: Format) -> numerics.Amax:
+    """`numerics.amax`."""
+    return numerics.amax(jax.lax.stop_gradient(x), format)
 
 
 @partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin", "choice"))

@@ -1,0 +1,119 @@
+"""Delayed scaling as explicit state: what a linear layer takes and gives back, and the step between optimizer steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blockfp import recipes, scaling
+from blockfp.recipes import Recipe
+
+from . import sharded
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DelayedState:
+    """Amax history and scale of a layer's input and gradient; float32. Stacks of layers (scan, vmap) have leading axes.
+
+    `linear` gives back a state whose input history has the new amax. The gradient's amax is known in the backward only: it
+    comes out as the cotangent of the state (entry 0 of `gradient_amax_history`), so differentiate with respect to it:
+
+        (loss, state), (grads, seen) = bfp.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, state, batch)
+        state = bfp.update_scales(state, seen, recipe)
+
+    A layer that runs several times in one step passes the state on from each call to the next; the largest amax then counts.
+
+    Attributes:
+        input_amax_history: [..., history], newest first.
+        input_scale: [...], what the input is multiplied with.
+        gradient_amax_history: [..., history].
+        gradient_scale: [...].
+    """
+
+    input_amax_history: jax.Array
+    input_scale: jax.Array
+    gradient_amax_history: jax.Array
+    gradient_scale: jax.Array
+
+
+def delayed_state(recipe: Recipe | str) -> DelayedState:
+    """The state of a layer before its first step: no history, scales of 1.
+
+    Raises:
+        ValueError: the recipe doesn't scale by history, or no recipe has this name.
+    """
+    recipe = _delayed(recipe)
+    history = jnp.zeros((recipe.delayed.history,), jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]
+    return DelayedState(history, jnp.float32(1), history, jnp.float32(1))
+
+
+def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:
+    """The states for the next step: histories move on, scales follow from them. Once per optimizer step.
+
+    Args:
+        states: a tree of `DelayedState`, as the layers gave them back.
+        seen: their cotangents, a tree alike.
+        recipe: the recipe of these layers.
+        axes: inside shard_map, the mesh axes whose ranks share a scale: data-parallel ones and those that cut activations. All
+            amaxes of the tree go through one integer max-reduction.
+
+    Raises:
+        ValueError: the recipe doesn't scale by history, or the trees differ.
+    """
+    recipe = _delayed(recipe)
+    leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
+    observed = tree.flatten_up_to(seen)
+    for leaf in (*leaves, *observed):
+        if not _is_state(leaf):
+            raise ValueError(f"states and seen must be trees of DelayedState, got {type(leaf).__name__}")
+    inputs = [_first(s.input_amax_history) for s in leaves]
+    gradients = [
+        scaling.record(_first(s.gradient_amax_history), _first(o.gradient_amax_history)[0])
+        for s, o in zip(leaves, observed, strict=True)
+    ]
+    histories = [*inputs, *gradients]
+    if axes and histories:
+        newest = jnp.concatenate([h[0].reshape(-1) for h in histories])
+        newest = sharded.max_over(newest.view(jnp.int32), axes).view(jnp.float32)
+        parts = jnp.split(newest, list(itertools.accumulate(h[0].size for h in histories[:-1])))
+        histories = [h.at[0].set(part.reshape(h[0].shape)) for h, part in zip(histories, parts, strict=True)]
+    updated = []
+    for i, state in enumerate(leaves):
+        moved = []
+        pairs = ((histories[i], state.input_scale, "input"), (histories[len(leaves) + i], state.gradient_scale, "gradient"))
+        for history, scale, operand in pairs:
+            options = recipe.delayed
+            element = recipe.cast(operand).format.element
+            history, scale = scaling.update(history, scale, element, margin=options.margin, algorithm=options.algorithm)
+            moved += [jnp.moveaxis(history, 0, -1), scale]
+        updated.append(DelayedState(*moved))
+    return jax.tree.unflatten(tree, updated)
+
+
+def _first(history: jax.Array) -> jax.Array:
+    """[..., history] as [history, ...], which the core works on."""
+    return jnp.moveaxis(history, -1, 0)
+
+
+def _is_state(leaf: object) -> bool:
+    return isinstance(leaf, DelayedState)
+
+
+def _delayed(recipe: Recipe | str) -> Recipe:
+    recipe = recipes.parse(recipe)
+    if recipe.delayed is None:
+        raise ValueError(f"recipe {recipe} takes scales from the current amax and has no state; fp8_delayed has one")
+    for operand in ("input", "gradient"):
+        for direction in ("rowwise", "columnwise"):
+            format = recipe.cast(operand, direction).format
+            if format is None or not format.per_tensor:
+                raise ValueError(
+                    f"recipe {recipe}: delayed scaling needs formats with one scale per tensor, got {format} for the {operand}"
+                )
+    return recipe

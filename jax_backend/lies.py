@@ -1,0 +1,178 @@
+"""How a linear layer lies on a mesh inside shard_map: what its weight's placement and the data-parallel axes imply."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from blockfp import plans
+from blockfp.placement import Placement, Replicate, Shard, Sharding
+
+from . import sharded
+from .array import QuantizedArray
+
+
+@dataclass(frozen=True)
+class Lies:
+    """The placement of a layer; a value.
+
+    Attributes:
+        weight: how the weight lies as it is stored; None where every rank has all of it.
+        data_axes: the mesh axes that divide the batch, in the mesh's order.
+        sequence: whether the tokens outside the layer are cut over the tensor-parallel axis.
+    """
+
+    weight: Sharding | None
+    data_axes: tuple[str, ...]
+    sequence: bool
+
+    @classmethod
+    def of(cls, weight, data_axes: tuple[str, ...], sequence: bool) -> Lies:
+        """The placement of a call.
+
+        Raises:
+            ValueError: an axis that is unknown, or several tensor-parallel ones, or sequence parallelism without one.
+        """
+        names = jax.sharding.get_abstract_mesh().axis_names
+        if set(data_axes) <= set(names):
+            data_axes = tuple(name for name in names if name in data_axes)
+        for name in data_axes:
+            sharded.axis_index(name)
+        lies = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
+        tensor = lies._tensor_axes
+        if len(tensor) > 1:
+            raise ValueError(
+                f"the weight lies {lies.weight}: besides the data-parallel axes {data_axes} one axis may cut it (tensor "
+                f"parallelism), got {', '.join(tensor)}; FSDP's axes belong to data_axes"
+            )
+        if sequence and not tensor:
+            raise ValueError("sequence = True needs a weight that a tensor-parallel axis cuts (see shard_params)")
+        return lies
+
+    @property
+    def _cut(self) -> tuple[str, ...]:
+        if self.weight is None:
+            return ()
+        pairs = zip(self.weight.mesh.names, self.weight.placements, strict=True)
+        return tuple(name for name, placement in pairs if not isinstance(placement, Replicate))
+
+    @cached_property
+    def _tensor_axes(self) -> tuple[str, ...]:
+        mesh = None if self.weight is None else self.weight.mesh
+        return tuple(name for name in self._cut if name not in self.data_axes and mesh and mesh.axis_size(name) > 1)
+
+    @property
+    def fsdp(self) -> tuple[str, ...]:
+        """The axes that the weight is gathered over."""
+        return tuple(name for name in self._cut if name in self.data_axes)
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensor-parallel axis."""
+        return self._tensor_axes[0] if self._tensor_axes else None
+
+    @property
+    def kind(self) -> Literal["column", "row"] | None:
+        """Which axis of the weight tensor parallelism cuts: out (column parallel) or in (row parallel)."""
+        if self.tensor is None or self.weight is None:
+            return None
+        return "column" if self.tensor in self.weight.order(0) else "row"
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether x travels: a column parallel layer under sequence parallelism."""
+        return self.sequence and self.kind == "column"
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Whether y's cotangent travels: a row parallel layer under sequence parallelism."""
+        return self.sequence and self.kind == "row"
+
+    def _tensor_size(self) -> int:
+        return self.weight.mesh.axis_size(self.tensor) if self.weight and self.tensor else 1
+
+    def check(self, x: jax.Array, weight, bias) -> None:
+        """Raises ValueError where the shapes of what this rank holds don't fit each other."""
+        rows, columns = weight.shape
+        if self.weight is not None:
+            whole = self.weight.gathered(self.fsdp) if self.fsdp else self.weight
+            rows, columns = sharded.length(whole, 0), sharded.length(whole, 1)
+            stored = (sharded.length(self.weight, 0), sharded.length(self.weight, 1))
+            if tuple(weight.shape) != stored:
+                raise ValueError(
+                    f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
+                    "linear inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
+                )
+        if x.shape[-1] != columns:
+            raise ValueError(f"x must be [..., in] with in = {columns} as in the weight [{rows}, {columns}], got {x.shape}")
+        out = rows
+        if bias is not None and bias.shape != (out,):
+            raise ValueError(f"bias must have shape ({out},) as the weight [{rows}, {columns}] wants, got {bias.shape}")
+        if self.gathers_gradient and (x.ndim < 2 or x.shape[0] % self._tensor_size()):
+            raise ValueError(
+                f"sequence = True cuts the first axis of y over {self._tensor_size()} ranks of {self.tensor!r}, got x of shape "
+                f"{x.shape}"
+            )
+
+    def leading_axes(self, x: jax.Array, y: jax.Array) -> tuple[int, ...]:
+        """Leading axes of the result: those of x, the first of them longer or shorter under sequence parallelism."""
+        *leading, _ = x.shape
+        if self.sequence and leading:
+            leading[0] = y.shape[0] // math.prod(leading[1:]) if math.prod(leading[1:]) else 0
+        return tuple(leading)
+
+    def coordinate(self) -> jax.Array | None:
+        """This rank's place on the data-parallel axes, row-major; None where there are none."""
+        if not self.data_axes:
+            return None
+        place = jnp.int32(0)
+        for name in self.data_axes:
+            place = place * lax.axis_size(name) + sharded.axis_index(name)
+        return place
+
+    def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
+        """How the unsharded input or gradient of one data-parallel rank lies; None where each rank has all of it."""
+        cut_tokens = self.gathers_gradient if gradient else self.gathers_input
+        cut_features = self.kind == ("column" if gradient else "row")
+        if self.weight is None or not (cut_tokens or cut_features):
+            return None
+        mesh, size = self.weight.mesh, self._tensor_size()
+        rows, columns = x.shape
+        shape = (rows * size, columns) if cut_tokens else (rows, columns * size)
+        cut: Placement = Shard(0 if cut_tokens else 1)
+        return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
+
+    def gathered(self, weight):
+        """The weight with its FSDP shards put together."""
+        if not self.fsdp:
+            return weight
+        plan = self._gather(weight.format)
+        local = sharded.run(plan, sharded.Local(None, weight.codes, weight.scales, weight.tensor_scale))
+        return sharded.as_array(local, weight.format, plan.target, weight.dtype)
+
+    def _gather(self, format):
+        assert self.weight is not None
+        return plans.gather_weight(format, self.weight, self.fsdp)
+
+    def scatter_weight(self, gradient: jax.Array, format) -> jax.Array:
+        """The weight's gradient summed over its FSDP axes, each rank's own part of it."""
+        return sharded.scatter_sum(gradient, self._gather(format)) if self.fsdp else gradient
+
+    def sum_output(self, y: jax.Array) -> jax.Array:
+        """y of a row parallel layer, summed over ranks."""
+        if self.kind != "row":
+            return y
+        return self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
+
+    def sum_input(self, gradient: jax.Array) -> jax.Array:
+        """The cotangent of an input that was gathered, summed over ranks."""
+        return self._scatter_tokens(gradient) if self.gathers_input else gradient
+
+    def _scatter_tokens(self, x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, self.tensor, scatter_dimension=0, tiled=True)

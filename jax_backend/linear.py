@@ -1,0 +1,241 @@
+"""`linear`: x w^T with quantized operands, forward and backward, on one device or inside shard_map.
+
+The weight says how it lies (`QuantizedArray.sharding`), and everything else follows from that and from the data-parallel
+axes: what is gathered, which amaxes are reduced, where partial products are summed. `operands` makes the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockfp import recipes, scaling
+from blockfp.formats import FP8_E4M3
+from blockfp.products import exact_in_bfloat16, has_tensor_scale
+from blockfp.recipes import HIGH_PRECISION, Recipe
+from blockfp.rounding import Key
+
+from . import ops, replication
+from .array import QuantizedArray
+from .delayed import DelayedState
+from .lies import Lies
+from .operands import gradient_operands, input_operands, quantize_operand
+from .products import Operand, product
+
+Compute = Literal["quantized", "high_precision"]
+
+
+@dataclass(frozen=True)
+class _How:
+    """What is static about a call."""
+
+    recipe: Recipe
+    lies: Lies
+    dtype: np.dtype
+    weight_dtype: np.dtype
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedArray,
+    bias: jax.Array | None = None,
+    *,
+    recipe: Recipe | str,
+    key: Key | None = None,
+    state: DelayedState | None = None,
+    compute: Compute = "quantized",
+    data_axes: Sequence[str] = (),
+    sequence: bool = False,
+) -> Any:
+    """x w^T + bias, with the operands of all three products quantized as a recipe says.
+
+    Inside shard_map a weight of `shard_params` brings its placement along. Its FSDP axes, which are those among `data_axes`,
+    are gathered in the forward and again in the backward, codes and scales; its gradient is summed over all of `data_axes`
+    and scattered like the weight. Another axis that cuts it is tensor parallelism: if it cuts the rows (out), y is cut along
+    its last axis (column parallel); if it cuts the columns (in), x must be, and y is summed (row parallel).
+
+    Args:
+        x: float32, float16 or bfloat16 [..., in]; leading axes are flattened to tokens, along which columnwise blocks run.
+        weight: [out, in], quantized in the recipe's format, or in high precision: then it is quantized here.
+        bias: [out], or None.
+        recipe: a `Recipe` or its name.
+        key: for recipes that round gradients stochastically: an integer seed, two uint32 words or a `jax.random.key`. Another
+            one for each layer and step, equal on all ranks.
+        state: for recipes with delayed scaling, see `DelayedState`.
+        compute: "high_precision" multiplies the dequantized weight with x and gradients as they are.
+        data_axes: inside shard_map, the mesh axes that divide the batch, in the mesh's order.
+        sequence: sequence parallelism: the tokens outside the layer (x of a column parallel one, y of a row parallel one) are
+            cut over the tensor-parallel axis.
+
+    Returns:
+        y [..., out] in x's dtype; (y, state) where a state is given.
+
+    Raises:
+        TypeError: x, weight or bias is not an array of a supported dtype.
+        ValueError: shapes don't fit, the weight is in another format than the recipe's, a key or state is missing or of no
+            use, or a mesh axis is unknown.
+
+    Example:
+        >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
+        >>> y = bfp.linear(x, w, recipe="mxfp8")
+    """
+    recipe = recipes.parse(recipe)
+    _check(x, weight, bias)
+    if compute not in ("quantized", "high_precision"):
+        raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
+    lies = Lies.of(weight, tuple(data_axes), sequence)
+    _check_state(recipe, state, key, compute)
+    weight, carrier = _stored_weight(weight, recipe)
+    if compute == "high_precision":
+        recipe = _in_high_precision(recipe)
+    lies.check(x, weight, bias)
+    words = None if key is None else jnp.asarray(ops.key_array(key))
+    how = _How(recipe, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
+    tokens = x.reshape(-1, x.shape[-1])
+    y, state_out = _linear(how, tokens, weight, carrier, bias, words, state)
+    y = y.reshape(*lies.leading_axes(x, y), y.shape[-1])
+    return y if state is None else (y, state_out)
+
+
+def _check(x, weight, bias) -> None:
+    if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"x must be an array in high precision, got {type(x).__name__}")
+    if not isinstance(weight, QuantizedArray | jax.Array | np.ndarray):
+        raise TypeError(f"weight must be an array or a QuantizedArray, got {type(weight).__name__}")
+    for name, array in (("x", x), ("weight", weight)):
+        if np.dtype(array.dtype).name not in ("float32", "float16", "bfloat16"):
+            raise TypeError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}: cast it first")
+    if weight.ndim != 2 or x.ndim < 1:
+        raise ValueError(
+            f"weight must be [out, in] and x [..., in], got {tuple(weight.shape)} and {tuple(x.shape)}: use jax.vmap or "
+            "lax.scan over a stack, grouped_linear for experts"
+        )
+    if bias is not None and (bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        raise ValueError(f"bias must be a float array of shape [out], got {bias.dtype} {tuple(bias.shape)}")
+
+
+def _check_state(recipe: Recipe, state, key, compute: str) -> None:
+    if recipe.delayed is not None and state is None and compute == "quantized":
+        raise ValueError(f"recipe {recipe} scales by history: pass state=bfp.delayed_state(recipe)")
+    if recipe.delayed is None and state is not None:
+        raise ValueError(f"state: recipe {recipe} takes scales from the current amax and has no state")
+    if state is not None and not isinstance(state, DelayedState):
+        raise TypeError(f"state must be a DelayedState, got {type(state).__name__}")
+    if state is not None and state.input_scale.ndim:
+        raise ValueError(f"state belongs to a stack of {state.input_scale.shape} layers: use jax.vmap or lax.scan")
+    if key is None and compute == "quantized" and (recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic):
+        raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
+
+
+def _stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
+    """The weight as the forward takes it, and the array whose cotangent is its gradient."""
+    format = recipe.weight.format
+    if isinstance(weight, QuantizedArray):
+        if weight.format is not format:
+            raise ValueError(
+                f"weight is in {weight.format}, and recipe {recipe} wants {format or 'high precision'}: quantize it with "
+                "quantize_params and this recipe"
+            )
+        return weight.replace(tangent=None), weight.carrier
+    weight = jnp.asarray(weight)
+    stopped = lax.stop_gradient(weight)
+    return stopped if format is None else quantize_operand(stopped, recipe.weight, recipe.eps), weight
+
+
+def _in_high_precision(recipe: Recipe) -> Recipe:
+    names = ("input", "gradient", "input_columnwise", "gradient_columnwise", "weight_columnwise")
+    return recipe.replace(delayed=None, **dict.fromkeys(names, HIGH_PRECISION))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(how: _How, x, weight, carrier, bias, key, state):
+    multiplier = None if state is None else state.input_scale
+    row, _ = input_operands(x, how.recipe, how.lies, multiplier, columnwise=False)
+    return _output(how, row, weight, bias), _seen(x, state)
+
+
+def _output(how: _How, row: Operand, weight: Operand, bias) -> jax.Array:
+    y = product(row, how.lies.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = how.lies.sum_output(y)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _seen(x: jax.Array, state: DelayedState | None) -> DelayedState | None:
+    """The state after a forward: its input history knows x."""
+    if state is None:
+        return None
+    amax = ops.amax(x, format=_PER_TENSOR).blocks.reshape(()).view(jnp.float32)
+    history = scaling.record(state.input_amax_history, lax.stop_gradient(amax))
+    return DelayedState(history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
+
+
+# An amax is the same in every format.
+_PER_TENSOR = FP8_E4M3
+
+
+def _forward(how: _How, x, weight, carrier, bias, key, state):
+    multiplier = None if state is None else state.input_scale
+    # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
+    later = how.lies.gathers_input
+    row, column = input_operands(x, how.recipe, how.lies, multiplier, columnwise=not later)
+    y = _output(how, row, weight, bias)
+    scales = None if state is None else (state.input_scale, state.gradient_scale, state.gradient_amax_history)
+    types = replication.Types.of(x, carrier, bias, state)
+    return (y, _seen(x, state)), (x if later else column, weight, None if bias is None else bias[:0], key, scales, types)
+
+
+def _backward(how: _How, kept, cotangents):
+    column, weight, bias, key, scales, types = kept
+    g, state_cotangent = cotangents
+    recipe, lies = how.recipe, how.lies
+    input_scale, gradient_scale, history = scales or (None, None, None)
+    if lies.gathers_input:
+        _, column = input_operands(column, recipe, lies, input_scale, columnwise=True, rowwise=False)
+    gradient_row, gradient_column = gradient_operands(g, recipe, lies, gradient_scale, key)
+    fast = recipe.fast_accum
+    summed = (lies.tensor,) if lies.kind == "column" and lies.tensor and not lies.sequence else ()
+    dx = product(gradient_row, _across(lies.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
+    dx = replication.sum_like(lies.sum_input(dx), types.x, summed)
+    dw = db = ds = None
+    if types.carrier is not None:
+        dw = product(gradient_column, column, how.weight_dtype, fast="wgrad" in fast)
+        rest = [name for name in lies.data_axes if name not in lies.fsdp]
+        dw = replication.sum_like(lies.scatter_weight(dw, weight.format if lies.fsdp else None), types.carrier, rest)
+    if bias is not None:
+        tokens = (lies.tensor,) if lies.gathers_gradient and lies.tensor else ()
+        db = jnp.sum(g, axis=0, dtype=jnp.float32).astype(bias.dtype)
+        db = replication.sum_like(db, types.bias, (*lies.data_axes, *tokens))
+    if scales is not None:
+        amax = ops.amax(g, format=_PER_TENSOR).blocks.reshape(()).view(jnp.float32)
+        # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
+        newest = scaling.record(state_cotangent.gradient_amax_history, amax)[0]
+        newest = replication.max_like(newest, types.state)
+        ds = DelayedState(
+            jnp.zeros_like(history),
+            jnp.zeros_like(input_scale),
+            jnp.zeros_like(history).at[0].set(newest),
+            jnp.zeros_like(gradient_scale),
+        )
+    return dx, None, dw, db, None, ds
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def _across(weight: Operand, recipe: Recipe) -> Operand:
+    """The weight [out, in] as dgrad takes it: [in, out]."""
+    cast = recipe.weight_columnwise
+    if not isinstance(weight, QuantizedArray):
+        return weight.mT if cast.format is None else quantize_operand(weight.mT, cast, recipe.eps)
+    if weight.format.square:
+        return weight.mT
+    # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
+    exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
+    return weight.dequantize("bfloat16" if exact else "float32").mT

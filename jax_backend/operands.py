@@ -1,0 +1,127 @@
+"""The operands of a linear layer's products: casts of activations and gradients, along both axes, sharded or not."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import lax
+
+from blockfp import plans
+from blockfp.formats import Format
+from blockfp.recipes import Cast, Recipe
+from blockfp.rotation import rotate
+from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
+
+from . import implementations, ops, sharded
+from .array import QuantizedArray
+from .lies import Lies
+from .products import Operand
+
+Pair = tuple[Operand | None, Operand | None]
+
+
+def input_operands(
+    x: jax.Array, recipe: Recipe, lies: Lies, multiplier: jax.Array | None, *, rowwise: bool = True, columnwise: bool = True
+) -> Pair:
+    """x [tokens, in] as the forward takes it, and [in, tokens] as wgrad does.
+
+    Args:
+        x: what this rank holds.
+        recipe: the recipe.
+        lies: how the layer lies.
+        multiplier: of delayed scaling, or None.
+        rowwise, columnwise: which of the two to make; the other is None.
+    """
+    casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
+    return _Operands(x, recipe, lies, False, multiplier, (None, None)).make(*casts)
+
+
+def gradient_operands(g: jax.Array, recipe: Recipe, lies: Lies, multiplier: jax.Array | None, key: jax.Array | None) -> Pair:
+    """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
+    keys = (None, None)
+    if key is not None:
+        coordinate = lies.coordinate()
+        keys = tuple(gradient_key(key, direction, coordinate) for direction in (ROWWISE, COLUMNWISE))
+    return _Operands(g, recipe, lies, True, multiplier, keys).make(recipe.gradient, recipe.gradient_columnwise)
+
+
+def quantize_operand(
+    x: jax.Array, cast: Cast, eps: float, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
+) -> QuantizedArray:
+    """x, all of it on this rank, quantized along its last axis as a cast says; rotated first if it says so."""
+    format = cast.format
+    assert format is not None
+    eps = eps_for(format, eps)
+    x = rotate(x) if cast.rotate else x
+    choice = implementations.choose(None, "quantize", format, stochastic=key is not None, eps=eps)
+    return _array(ops.quantize(x, key, multiplier, format=format, choice=choice, eps=eps), format, x)
+
+
+def eps_for(format: Format, eps: float) -> float:
+    """A recipe's eps, which has a meaning for FP8 with fp32 scales only."""
+    return eps if format.scale.dtype == "float32" else 0.0
+
+
+class _Operands:
+    """One array on its way to two operands."""
+
+    def __init__(self, x, recipe: Recipe, lies: Lies, gradient: bool, multiplier, keys):
+        self.x, self.eps, self.lies = x, recipe.eps, lies
+        self.gradient, self.multiplier, self.keys = gradient, multiplier, keys
+        self.sharding = lies.operand(x, gradient=gradient)
+        travels = lies.gathers_gradient if gradient else lies.gathers_input
+        self.over = (lies.tensor,) if travels and lies.tensor else ()
+
+    def make(self, row: Cast | None, column: Cast | None) -> Pair:
+        if row is not None and column is not None and self._one_quantization(row, column):
+            format = row.format
+            assert format is not None
+            if self.sharding is not None:
+                q = self._planned(row, columnwise=False)
+                return (q, q.mT) if format.square else (q, self._planned(column, columnwise=True))
+            choice = implementations.choose(None, "both", format)
+            parts = ops.quantize_both(self.x, self.multiplier, format=format, choice=choice)
+            return _array(parts[0], format, self.x), _array(parts[1], format, self.x.mT)
+        return tuple(None if cast is None else self._one(cast, columnwise=bool(i)) for i, cast in enumerate((row, column)))  # pyright: ignore[reportReturnType]
+
+    def _one_quantization(self, row: Cast, column: Cast) -> bool:
+        """Whether both are the same codes or can come from one read: the same format, to nearest, nothing rotated."""
+        plain = not (row.stochastic or row.rotate or column.stochastic or column.rotate)
+        return plain and row.format is not None and row.format is column.format and not eps_for(row.format, self.eps)
+
+    def _one(self, cast: Cast, *, columnwise: bool) -> Operand:
+        if cast.format is None:
+            x = lax.all_gather(self.x, self.over[0], axis=0, tiled=True) if self.over else self.x
+            return x.mT if columnwise else x
+        if self.sharding is not None:
+            return self._planned(cast, columnwise=columnwise)
+        key = self.keys[columnwise] if cast.stochastic else None
+        if columnwise and key is None and not cast.rotate and not eps_for(cast.format, self.eps):
+            choice = implementations.choose(None, "columnwise", cast.format)
+            q = ops.quantize_columnwise(self.x, None, self.multiplier, format=cast.format, choice=choice, rotate=False)
+            return _array(q, cast.format, self.x.mT)
+        x = self.x.mT if columnwise else self.x
+        return quantize_operand(x, cast, self.eps, key=key, multiplier=self.multiplier)
+
+    def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:
+        format = cast.format
+        assert format is not None
+        assert self.sharding is not None
+        options = {
+            "operand": "gradient" if self.gradient else "input",
+            "data_axes": self.lies.data_axes,
+            "columnwise": columnwise,
+            "rotate": cast.rotate,
+            "stochastic": cast.stochastic,
+        }
+        if self.over:
+            plan = plans.gather_activation(format, self.sharding, self.over, **options)
+        else:
+            plan = plans.quantize_shards(format, self.sharding, **options)
+        key = self.keys[columnwise] if cast.stochastic else None
+        how = sharded.Options(key, eps_for(format, self.eps), self.x.dtype.name, self.multiplier)
+        return sharded.quantize(self.x, plan, how)
+
+
+def _array(q, format: Format, x: jax.Array) -> QuantizedArray:
+    return QuantizedArray(*q, format, x.shape[-1], np.dtype(x.dtype))

@@ -1,0 +1,178 @@
+"""Parameter trees with quantized leaves: making them, and differentiating with respect to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp import recipes
+from blockfp.array import DTYPES
+from blockfp.recipes import CastFunction, Recipe
+
+from . import implementations, ops
+from .array import QuantizedArray, is_quantized
+from .operands import eps_for
+
+Filter = Callable[[str, Any], bool]
+"""Called with a leaf's path ("layers.0.up.weight") and the leaf."""
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A leaf's path as names and numbers with dots between: "layers.0.weight"."""
+    return ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over leaves of which quantized arrays are whole ones; `function` gets the path's name first.
+
+    An exception names the path.
+    """
+
+    def named(path, *leaves):
+        name = path_name(path)
+        try:
+            return function(name, *leaves)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name or 'the tree'}: {error}") from error
+
+    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_quantized)
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    """Whether a leaf is a float array of two or more axes: what `quantize_params` quantizes by default."""
+    return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
+
+
+def quantize_params(tree: Any, recipe: Recipe | str | CastFunction, *, filter: Filter = is_matrix) -> Any:
+    """The tree with its weights in a recipe's weight format.
+
+    Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
+    and others that no quantized product reads are to be left out by `filter`.
+
+    Args:
+        tree: parameters.
+        recipe: a `Recipe`, its name, or a function of (path, operand, direction), see `blockfp.recipes.resolve`.
+        filter: which leaves to quantize, by path and leaf.
+
+    Raises:
+        TypeError, ValueError: a leaf can't be quantized; the message names its path.
+
+    Example:
+        >>> params = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path.endswith("weight"))
+    """
+
+    def convert(path: str, leaf):
+        if is_quantized(leaf) or not filter(path, leaf):
+            return leaf
+        chosen = recipes.resolve(recipe, path)
+        if chosen.weight.format is None:
+            return leaf
+        return quantize_weight(leaf, chosen.weight.format, chosen.eps)
+
+    return map_with_path(convert, tree)
+
+
+def quantize_weight(x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype | None = None) -> QuantizedArray:
+    """A weight, or each of a stack of them, quantized as an array of its own.
+
+    Args:
+        x: [..., out, in].
+        format: the format.
+        eps: see `numerics.quantize`.
+        nominal: dtype of the result; x's own by default.
+    """
+    if not is_matrix("", x):
+        what = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {what}")
+    eps, dtype = eps_for(format, eps), np.dtype(x.dtype) if nominal is None else nominal
+    choice = implementations.choose(None, "quantize", format, eps=eps)
+
+    def one(matrix):
+        return ops.quantize(matrix, None, format=format, choice=choice, eps=eps, nominal=dtype.name)
+
+    for _ in range(x.ndim - 2 if format.per_tensor or format.scale.two_level else 0):
+        one = jax.vmap(one)
+    return QuantizedArray(*one(x), format, x.shape[-1], dtype)
+
+
+def dequantize_params(tree: Any, dtype: Any = None) -> Any:
+    """The tree with the values of its quantized leaves, in `dtype` or each one's own; other leaves stay as they are."""
+
+    def one(q: QuantizedArray):
+        read = lambda q: q.dequantize(dtype)  # noqa: E731
+        stacked = q.codes.ndim - 2 if q.format.per_tensor or q.format.scale.two_level else 0
+        for _ in range(stacked):
+            read = jax.vmap(read)
+        return read(q)
+
+    return map_with_path(lambda _, leaf: one(leaf) if is_quantized(leaf) else leaf, tree)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` for trees that hold quantized arrays.
+
+    Where an argument has a QuantizedArray, its gradient has a plain array of the same shape and nominal dtype: the derivative
+    with respect to the array that was quantized, straight-through. Beside the codes go zeros that take it; under jit they are
+    never made.
+
+    Args:
+        fun: a function with a scalar result, or (scalar, other) with `has_aux`.
+        argnums: which positional arguments to differentiate with respect to.
+        has_aux: as for `jax.value_and_grad`.
+
+    Raises:
+        TypeError: a leaf of such an argument is neither quantized nor a float array; the message names its path.
+    """
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(fun)
+    def differentiated(*args, **kwargs):
+        if max(positions) >= len(args):
+            raise TypeError(f"argnums = {argnums} needs {max(positions) + 1} positional arguments, got {len(args)}")
+        chosen = tuple(args[i] for i in positions)
+
+        def of_plain(*plain):
+            whole = list(args)
+            for i, tree, leaves in zip(positions, chosen, plain, strict=True):
+                whole[i] = jax.tree.map(_put_in, tree, leaves, is_leaf=is_quantized)
+            return fun(*whole, **kwargs)
+
+        points = tuple(map_with_path(_point, tree) for tree in chosen)
+        value, gradients = jax.value_and_grad(of_plain, argnums=tuple(range(len(points))), has_aux=has_aux)(*points)
+        return value, gradients[0] if isinstance(argnums, int) else gradients
+
+    return differentiated
+
+
+def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.grad` for trees that hold quantized arrays; arguments, gradients and errors are those of `value_and_grad`."""
+    both = value_and_grad(fun, argnums, has_aux=has_aux)
+
+    @wraps(fun)
+    def gradient(*args, **kwargs):
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return gradient
+
+
+def _point(path: str, leaf):
+    """Where to differentiate: a plain leaf itself, zeros for a quantized one."""
+    if is_quantized(leaf):
+        # Made from the codes, so that under shard_map they vary over the same axes.
+        return jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        what = getattr(leaf, "dtype", type(leaf).__name__)
+        raise TypeError(f"gradients are taken of float and quantized arrays, got {what}: leave it out of the argument")
+    return leaf
+
+
+def _put_in(leaf, point):
+    return leaf.replace(tangent=point) if is_quantized(leaf) else point

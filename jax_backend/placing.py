@@ -1,0 +1,204 @@
+"""Whole parameter trees onto a mesh and back: `shard_params`, the PartitionSpecs for shard_map, `unshard_params`.
+
+A plain array lies as JAX lays it. Of a quantized one each rank stores what `sharded` says, and the parts that JAX sees are all
+ranks' stores one after another: rows that don't divide evenly and blocks that straddle ranks are no matter then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from blockfp import layout
+from blockfp.formats import Format
+from blockfp.placement import Mesh, Sharding, from_partition_spec
+from blockfp.steps import Gather, grid_span
+
+from . import sharded
+from .array import QuantizedArray, is_quantized
+from .params import map_with_path
+
+
+def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Parameters on a mesh, each leaf cut as its PartitionSpec says.
+
+    A quantized leaf has the codes and scales of its part of the whole, wherever cuts fall: rows that don't divide evenly are
+    filled up, and a block that straddles ranks has its scale on each. Its spec names mesh axes for the last two axes.
+
+    Args:
+        tree: parameters, whole.
+        mesh: the devices.
+        specs: a tree of PartitionSpecs, or one for whole subtrees. Of [out, in] over tensor parallelism's axis "tp" under
+            FSDP's "fsdp": P(("tp", "fsdp")) for a column parallel layer, P("fsdp", "tp") for a row parallel one.
+
+    Raises:
+        ValueError: a spec that doesn't fit its leaf or names an axis that the mesh lacks; the message names the leaf's path.
+    """
+    plan = core_mesh(mesh)
+
+    def place(path: str, leaf, spec):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
+        if not is_quantized(leaf):
+            for size, entry in zip(leaf.shape, spec, strict=False):
+                names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+                ranks = int(np.prod([plan.axis_size(name) for name in names]))
+                if size % ranks:
+                    raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {names} ({ranks} ranks)")
+            return jax.device_put(leaf, NamedSharding(mesh, spec))
+        if leaf.sharding is not None:
+            raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+        sharding = sharding_of(leaf.shape, plan, spec)
+        stored = _stored(leaf, sharding)
+        return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, _specs_of(stored))
+
+    return map_with_path(place, tree, _broadcast(specs, tree))
+
+
+def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B008
+    """The tree's PartitionSpecs, leaf by leaf, for `in_specs` and `out_specs` of shard_map.
+
+    Args:
+        tree: parameters of `shard_params`; or arrays or shapes of them.
+        specs: for plain leaves that carry no sharding of their own (inside jit), a tree of PartitionSpecs or one for all.
+    """
+
+    def spec(path: str, leaf, given):
+        if is_quantized(leaf):
+            return _specs_of(leaf) if leaf.sharding is not None else jax.tree.map(lambda _: PartitionSpec(), leaf)
+        own = getattr(leaf, "sharding", None)
+        return own.spec if isinstance(own, NamedSharding) and given == PartitionSpec() else given
+
+    return map_with_path(spec, tree, _broadcast(specs, tree))
+
+
+def unshard_params(tree: Any) -> Any:
+    """The tree with whole quantized leaves, as they were before `shard_params`; every device gets all of them.
+
+    Where only codes and scales are wanted in the file's layout, as for a checkpoint, this moves 1 byte an element of 8 bits.
+    """
+
+    def whole(path: str, leaf):
+        if not is_quantized(leaf) or leaf.sharding is None:
+            return leaf
+        mesh = leaf.codes.sharding.mesh
+        return jax.jit(_whole, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
+
+    return map_with_path(whole, tree)
+
+
+def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
+    """The core's value of a JAX mesh."""
+    return Mesh(tuple(mesh.shape[name] for name in mesh.axis_names), tuple(mesh.axis_names))
+
+
+def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    """How the matrices of an array of `shape` lie: a `Sharding` of its last two axes.
+
+    Raises:
+        ValueError: the spec cuts a leading axis, or doesn't fit.
+    """
+    entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
+    if any(entry is not None for entry in entries[: max(len(shape) - 2, 0)]):
+        raise ValueError(
+            f"spec {spec} cuts a leading axis of {shape}, and a mesh cuts the matrices of a stack, its last two axes"
+        )
+    return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
+
+
+def _broadcast(specs: Any, tree: Any) -> Any:
+    """A tree of specs like `tree`, of a tree that may have one for a whole subtree."""
+    is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    return jax.tree.map(
+        lambda spec, subtree: jax.tree.map(lambda _: spec, subtree, is_leaf=is_quantized), specs, tree, is_leaf=is_spec
+    )
+
+
+def _specs_of(q: QuantizedArray) -> QuantizedArray:
+    """The PartitionSpecs of what `q` stores."""
+    sharding = q.sharding
+    assert sharding is not None
+    leading = (None,) * (q.codes.ndim - 2)
+    cut = PartitionSpec(*leading, *(sharding.order(dim) or None for dim in (0, 1)))
+    tensor_scale = None if q.tensor_scale is None else PartitionSpec()
+    tangent = None if q.tangent is None else cut
+    scales = PartitionSpec() if q.format.per_tensor else cut
+    return q.replace(codes=cut, scales=scales, tensor_scale=tensor_scale, tangent=tangent)
+
+
+def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
+    """All ranks' stores of a whole array, one after another along the axes that are cut."""
+    format, bits = q.format, q.format.element.bits
+    columns = sharded.length(sharding, 1)
+
+    @jax.jit
+    def cut(codes, scales):
+        codes = layout.unpack(codes, bits, q.columns)
+        for dim in (0, 1):
+            codes = _take(codes, dim, _element_places(sharding, dim))
+            if not format.per_tensor:
+                scales = _take(scales, dim, _scale_places(format, sharding, dim))
+        parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] // columns if columns else 1, columns)
+        codes = layout.pack(parts, bits)
+        return codes.reshape(*codes.shape[:-2], -1) if columns else codes.reshape(*codes.shape[:-2], 0), scales
+
+    codes, scales = cut(q.codes, q.scales)
+    return QuantizedArray(codes, scales, q.tensor_scale, format, columns, q.dtype, sharding=sharding)
+
+
+def _element_places(sharding: Sharding, dim: int) -> np.ndarray:
+    """Which row (or column) of the whole each stored one is, -1 for none."""
+    size = sharded.length(sharding, dim)
+    return _places(sharding, dim, size, lambda rank: sharding.span(dim, rank))
+
+
+def _scale_places(format: Format, sharding: Sharding, dim: int) -> np.ndarray:
+    size = sharded.entries(format, sharding, dim)
+    return _places(sharding, dim, size, lambda rank: grid_span(format, sharding.region(rank), dim))
+
+
+def _places(sharding: Sharding, dim: int, size: int, span: Callable[[int], tuple[int, int]]) -> np.ndarray:
+    ranks = sharding.mesh.group(0, sharding.order(dim))
+    places = np.full((len(ranks), size), -1, np.int32)
+    for row, rank in zip(places, ranks, strict=True):
+        start, count = span(rank)
+        row[:count] = np.arange(start, start + count)
+    return places.reshape(-1)
+
+
+def _take(x: jax.Array, dim: int, places: np.ndarray) -> jax.Array:
+    axis = dim - 2
+    if len(places) == x.shape[axis] and (places == np.arange(len(places))).all():
+        return x
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return jnp.where((places >= 0).reshape(shape), jnp.take(x, np.maximum(places, 0), axis=axis), jnp.zeros((), x.dtype))
+
+
+def _whole(q: QuantizedArray) -> QuantizedArray:
+    """The whole array of all ranks' stores."""
+    sharding, format, bits = q.sharding, q.format, q.format.element.bits
+    assert sharding is not None
+    columns = q.columns
+    codes = q.codes
+    if columns:
+        codes = codes.reshape(*codes.shape[:-1], -1, layout.packed_columns(columns, bits))
+        codes = layout.unpack(codes, bits, columns)
+        codes = codes.reshape(*codes.shape[:-2], -1)
+    scales = q.scales
+    for dim in (0, 1):
+        over = sharding.order(dim)
+        if not over:
+            continue
+        gather = Gather(sharding, dim, over, format, "codes")
+        codes = jnp.take(codes, sharded.join_index(gather.elements(0).runs, sharded.length(sharding, dim)), axis=dim - 2)
+        if not format.per_tensor:
+            index = sharded.join_index(gather.scales(0).runs, sharded.entries(format, sharding, dim))
+            scales = jnp.take(scales, index, axis=dim - 2)
+    codes = layout.pack(codes, bits)
+    return QuantizedArray(codes, scales, q.tensor_scale, format, sharding.shape[1], q.dtype)

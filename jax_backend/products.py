@@ -1,0 +1,130 @@
+"""Products of quantized operands, run as the core's table says (`blockfp.products`): on codes, or exactly dequantized."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from blockfp import layout
+from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
+
+from . import implementations, sharded
+from .array import QuantizedArray
+
+Operand = jax.Array | QuantizedArray
+
+_FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
+    """a @ b^T, of shape [m, n].
+
+    Args:
+        a: [m, k].
+        b: [n, k].
+        dtype: of the result.
+        fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
+    """
+
+    # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
+    a, b = (x.dequantize("float32") if isinstance(x, QuantizedArray) and not sharded.aligned(x) else x for x in (a, b))
+
+    def on(platform, capability=None):
+        def run(a, b):
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, n=b.shape[-2], k=b.shape[-1])
+            return _MODES[chosen.mode](a, b, dtype, chosen, fast)
+
+        return run
+
+    if not implementations._has_gpu():
+        return on("cpu")(a, b)
+    return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
+
+
+def _capability() -> tuple[int, int]:
+    major, minor = str(jax.devices()[0].compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def _format(x: Operand):
+    return x.format if isinstance(x, QuantizedArray) else None
+
+
+def _contract(a: jax.Array, b: jax.Array, precision=None) -> jax.Array:
+    dimensions = (((1,), (1,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.Array:
+    return _contract(a, b).astype(dtype)
+
+
+def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    codes = (lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name]) for x in (a, b))
+    # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
+    out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
+    return (out * a.scales.reshape(()) * b.scales.reshape(())).astype(dtype)
+
+
+def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """Blackwell's MX and NVFP4 modes."""
+    codes, scales = zip(*(_as_scaled(x) for x in (a, b)), strict=True)
+    out = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=jnp.float32)[0]
+    for x in (a, b):
+        out = out if x.tensor_scale is None else out * x.tensor_scale
+    return out.astype(dtype)
+
+
+def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales as `jax.nn.scaled_matmul` takes them: one scale for each row and block of columns."""
+    two_level = x.format.scale.two_level
+    if two_level:
+        codes = layout.unpack(x.codes, 4, x.columns).astype(jnp.uint4)
+        codes = lax.bitcast_convert_type(codes, jnp.float4_e2m1fn)
+    else:
+        codes = lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name])
+    scales = lax.bitcast_convert_type(x.scales, jnp.float8_e4m3fn if two_level else jnp.float8_e8m0fnu)
+    block_rows = x.format.block[0] if x.format.block else 1
+    if block_rows > 1:
+        scales = layout.repeat_scales(scales, block_rows, x.codes.shape[-2])
+    return codes[None], scales[None]
+
+
+def _dequantized(a: Operand, b: Operand, dtype, chosen: Route, fast: bool) -> jax.Array:
+    # High precision beside a quantized operand must not be rounded to what that operand is exact in.
+    plain = {x.dtype.name for x in (a, b) if not isinstance(x, QuantizedArray)}
+    working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
+    values, factors = zip(*(_values(x, working, chosen.scale_product) for x in (a, b)), strict=True)
+    # In fp32 the default precision of a GPU would round operands to TF32.
+    out = _contract(*values, precision=lax.Precision.HIGHEST if working == "float32" else None)
+    for factor in factors:
+        out = out if factor is None else out * factor
+    return out.astype(dtype)
+
+
+def _values(x: Operand, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
+    """(values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
+    if not isinstance(x, QuantizedArray):
+        return x.astype(dtype), None
+    if not apart or not has_tensor_scale(x.format):
+        return x.dequantize(dtype), None
+    if x.format.per_tensor:
+        return x.replace(scales=jnp.ones_like(x.scales)).dequantize(dtype), x.scales.reshape(())
+    return x.replace(tensor_scale=jnp.ones_like(x.tensor_scale)).dequantize(dtype), x.tensor_scale
+
+
+def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """FP8 blocks of 128, which XLA has no product for: cuBLAS's is reached from PyTorch alone."""
+    working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
+    return _dequantized(a, b, dtype, Route("dequantize", working, False, "XLA has no product for blocks of 128"), fast)
+
+
+_MODES = {
+    "plain": _plain,
+    "tensor": _per_tensor,
+    "block": _block,
+    "mx": _scaled,
+    "nvfp4": _scaled,
+    "dequantize": _dequantized,
+}

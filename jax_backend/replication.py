@@ -1,0 +1,59 @@
+"""Cotangents of what several ranks hold alike: who sums them.
+
+Under `shard_map(check_vma=True)`, its default, JAX keeps account of the mesh axes that a value varies over, and a cotangent
+must vary over no more of them than its primal: that says what to sum. With `check_vma=False` nothing is known, and the axes
+that the layer was told about are summed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from . import sharded
+
+Axes = frozenset[str]
+
+
+def varying(x: Any) -> Axes:
+    """The mesh axes that a value varies over, as far as JAX keeps account."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def sum_like(cotangent: jax.Array, primal: Axes, axes: Iterable[str]) -> jax.Array:
+    """The sum of ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
+    over = _excess(cotangent, primal, tuple(axes))
+    return lax.psum(cotangent, over) if over else cotangent
+
+
+def max_like(cotangent: jax.Array, primal: Axes) -> jax.Array:
+    """The largest of ranks' non-negative cotangents, where JAX wants one that doesn't vary; elsewhere itself."""
+    over = _excess(cotangent, primal, ())
+    return sharded.max_over(cotangent.view("int32"), over).view("float32") if over else cotangent
+
+
+def _excess(cotangent: jax.Array, primal: Axes, axes: tuple[str, ...]) -> tuple[str, ...]:
+    if axes and not varying(sharded.axis_index(axes[0])):
+        return axes
+    return tuple(sorted(varying(cotangent) - primal))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Types:
+    """What the primals of a linear layer vary over; kept for its backward."""
+
+    x: Axes
+    carrier: Axes | None
+    bias: Axes | None
+    state: Axes | None
+
+    @classmethod
+    def of(cls, x, carrier, bias, state) -> Types:
+        """The types of a call's arguments; None stays None."""
+        history = None if state is None else state.gradient_amax_history
+        return cls(varying(x), *(None if a is None else varying(a) for a in (carrier, bias, history)))
