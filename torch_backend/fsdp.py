@@ -92,50 +92,39 @@ def receive(
     """
     from .tensor import QuantizedTensor
 
-    whole = None if out is None else local_of(out)
-    assert whole is None or isinstance(whole, QuantizedTensor)
-    codes, scales, tensor_scale, derived = _join(gathered, sent, whole)
-    if whole is not None:
+    own = _own_memory(gathered, sent)
+    if out is not None:
+        whole = local_of(out)
+        assert isinstance(whole, QuantizedTensor)
+        for into, values in zip((whole.scales, whole.tensor_scale), own, strict=True):
+            if into is not None and values is not None:
+                # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
+                with torch.autograd._unsafe_preserve_version_counter(into):
+                    into.copy_(values)
         return None
-    gather, _, base = sent.place
-    assert gather.format is not None
-    geometry = Geometry(base.origin, gathered=True)
-    return QuantizedTensor(codes, scales, tensor_scale, gather.format, base.shape[-1], dtype, geometry), derived
-
-
-def _join(
-    gathered: tuple[Tensor, ...], sent: Sent, whole: QuantizedTensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """Codes, scales and tensor scale of the whole, and those among them that lie in memory of their own.
-
-    What is but a head of the gathered memory was refilled with it; the rest is written anew, into `whole` if it is there.
-    """
-    gather, rank, _ = sent.place
-    elements, scale_join = gather.elements(rank), gather.scales(rank)
+    gather, rank, base = sent.place
+    elements = gather.elements(rank)
     assert elements.head, "shards by torch's chunk rule lie one after another"
-    codes = gathered[0][: elements.size]
-    derived = []
+    assert gather.format is not None
+    scales, tensor_scale = (None if values is None else values.clone() for values in own)
+    derived = tuple(values for values in (scales, tensor_scale) if values is not None)
+    if scales is None:
+        scales = gathered[1][: gather.scales(rank).size]
+    if tensor_scale is None and len(gathered) > 2:
+        tensor_scale = gathered[2][gather.first(rank)]
+    parts = (gathered[0][: elements.size], scales, tensor_scale)
+    geometry = Geometry(base.origin, gathered=True)
+    return QuantizedTensor(*parts, gather.format, base.shape[-1], dtype, geometry), derived
 
-    def write(values: Tensor, into: Tensor | None) -> Tensor:
-        if into is None:
-            derived.append(values)
-            return values
-        # Autograd may have saved it; to it this is the memory FSDP2 refills, which counts no version either.
-        with torch.autograd._unsafe_preserve_version_counter(into):
-            return into.copy_(values)
 
-    into = (None, None) if whole is None else (whole.scales, whole.tensor_scale)
+def _own_memory(gathered: tuple[Tensor, ...], sent: Sent) -> tuple[Tensor | None, Tensor | None]:
+    """Scales and tensor scale where they are no heads of what was gathered, and so aren't refilled with it; else None."""
     if len(gathered) == 1:
-        scales = write(sent.scales.clone(), into[0])
-        tensor_scale = None if sent.tensor_scale is None else write(sent.tensor_scale.clone(), into[1])
-        return codes, scales, tensor_scale, tuple(derived)
-    if scale_join.head:
-        scales = gathered[1][: scale_join.size]
-    else:
-        index = _index(gather, rank, gathered[1].device)
-        scales = write(gathered[1].index_select(0, index), into[0])
-    tensor_scale = gathered[2][gather.first(rank)] if len(gathered) > 2 else None
-    return codes, scales, tensor_scale, tuple(derived)
+        return sent.scales, sent.tensor_scale
+    gather, rank, _ = sent.place
+    if gather.scales(rank).head:
+        return None, None
+    return gathered[1].index_select(0, _index(gather, rank, gathered[1].device)), None
 
 
 @lru_cache(maxsize=4096)
