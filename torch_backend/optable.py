@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp import layout, numerics
 
-from . import ops
+from . import ops, products
 from .geometry import Base, Geometry
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
 
 
+@_implements(products.product)
+def _product(
+    a: Sequence[Tensor], a_format: str | None, b: Sequence[QuantizedTensor], b_format: str | None, *args: Any, **options: Any
+) -> Tensor:
+    (q,) = b
+    return products.product(a, a_format, _parts(q), b_format, *args, **options, origin=list(q.origin))
+
+
 # ---- the same tensor again
 
 
@@ -93,7 +101,7 @@ def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
         raise _refusal(
             aten.view.default,
             f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}",
-            "reshape before quantizing",
+            "reshape before quantizing (and give DistributedDataParallel init_sync=False: it would broadcast the weights flat)",
         )
     return _alias(q)
 

@@ -2,10 +2,12 @@
 
 import gloo
 import pytest
+import torch
 from blockfp.torch_backend.loading import load_high_precision_
 from blockfp.torch_backend.sharding import local_of, region_of
 from small_model import Side, device_mesh, inputs_for, quantized, shapes_for, train, weights_for
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
 from blockfp.formats import Format
@@ -23,6 +25,21 @@ def two_ranks(rank):
     check(rank, (2,), True)
     check(rank, (2,), False)
     check(rank, (2, 1), True)
+    data_parallel(rank)
+
+
+def data_parallel(rank):
+    """DistributedDataParallel averages the gradients of quantized weights, once it is told not to broadcast them."""
+    weights = quantized(weights_for([(50, 64), (33, 40)]), "mxfp8_e4m3_32x32")
+    whole = [Side([q.clone() for q in weights]) for _ in range(2)]
+    for other, model in enumerate(whole):
+        model(inputs_for(other, 64)).backward()
+    with pytest.raises(NotImplementedError, match="init_sync=False"):
+        DistributedDataParallel(Side(weights))
+    model = DistributedDataParallel(Side(weights), init_sync=False)
+    model(inputs_for(rank, 64)).backward()
+    for got, first, second in zip(model.parameters(), *(one.parameters() for one in whole), strict=True):
+        torch.testing.assert_close(got.grad, (first.grad + second.grad) / 2)
 
 
 def four_ranks(rank):

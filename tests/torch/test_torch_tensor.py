@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from blockfp.torch_backend.geometry import Base
 
 import blockfp.torch as bfp
 from blockfp import numerics
@@ -91,6 +92,108 @@ def test_rows_are_windows(format):
 
 
 @BY_NAME
+def test_whole_blocks_of_columns_are_windows(format):
+    width = format.block[1] if format.block else 8
+    q = bfp.quantize(values((40, 4 * width - 3)), format)
+    whole = q.dequantize()
+    for first, last in ((0, width), (width, 3 * width), (2 * width, 4 * width), (width, width)):
+        part = q[:, first:last]
+        assert part.shape == (40, min(last, 4 * width - 3) - first)
+        assert part.origin == (0, first)
+        assert torch.equal(part.dequantize(), whole[:, first:last])
+        assert torch.equal(part[5:].clone().dequantize(), whole[5:, first:last])
+    assert torch.equal(q.split(width, dim=1)[1].dequantize(), whole[:, width : 2 * width])
+    if format.block or format.element.packed:
+        with pytest.raises(NotImplementedError, match=rf"aten.slice.*slice columns at multiples of {width}"):
+            _ = q[:, 1:width]
+
+
+@BY_NAME
+def test_one_matrix_of_a_stack(format):
+    q = bfp.quantize(values((3, 40, 64)), format)
+    whole = q.dequantize()
+    for i, matrix in enumerate(q.unbind()):
+        assert matrix.shape == (40, 64)
+        assert torch.equal(matrix.dequantize(), whole[i])
+        assert_equal(matrix, q[i])
+        assert matrix.codes.data_ptr() == q.codes[i].data_ptr()
+    with pytest.raises(NotImplementedError, match=r"aten.select.*q\[i : i \+ 1\]"):
+        _ = q[0][0]
+
+
+def test_initial_values_follow_the_rows():
+    x = values((2, 40, 64))
+    q = bfp.quantize(x, "nvfp4_16x16")
+    assert q.initial is None
+    q.initial = x
+    weight = torch.nn.Parameter(q)
+    assert torch.equal(weight.initial, x)
+    assert torch.equal(weight[1].initial, x[1])
+    assert torch.equal(weight[1][8:30].initial, x[1, 8:30])
+    assert torch.equal(weight[:, 8:30, 16:].initial, x[:, 8:30, 16:])
+    for other in (copy.deepcopy(weight), q.clone()):
+        assert torch.equal(other.initial, x)
+        assert other.initial.data_ptr() != x.data_ptr()
+    assert q.mT.initial is None
+    assert torch.empty_like(q).initial is None
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True).initial is None
+    weight.detach().initial = None
+    assert weight.initial is None
+    for wrong in (x[0], x.int(), x.to("meta")):
+        with pytest.raises(ValueError, match=r"initial must be a float tensor of shape \(2, 40, 64\) on the CPU"):
+            q.initial = wrong
+    q.initial = x
+    q.copy_(bfp.quantize(x, "nvfp4_16x16"))
+    assert q.initial is None
+
+
+@BY_NAME
+def test_a_shard_remembers_its_place_in_copies_and_pickles(format):
+    whole = bfp.quantize(values((150, 64)), format)
+    part = whole.split(40)[1]
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    for other in (part, part.clone(), copy.deepcopy(part), part.to("cpu", copy=True), torch.load(file, weights_only=True)):
+        assert_equal(other, part)
+        assert other.origin == (40, 0)
+        assert other.geometry.base == Base((150, 64), (0, 0))
+
+
+@BY_NAME
+def test_a_buffer_takes_the_place_of_what_is_copied_into_it(format):
+    whole = bfp.quantize(values((150, 64)), format)
+    last = whole.split(40)[3]
+    buffer = whole.new_zeros((40, 64))
+    buffer.narrow(0, 0, 30).copy_(last)
+    shard = buffer.narrow(0, 0, 30)
+    assert_equal(shard, last)
+    assert shard.origin == (120, 0)
+    assert shard.view(-1).geometry.base == Base((150, 64), (0, 0))
+    again = shard.new_zeros((40, 64))
+    again.narrow(0, 0, 30).copy_(shard)
+    assert_equal(again[:30], last)
+    assert again.geometry.base == Base((150, 64), (0, 0))
+    empty = whole.new_zeros((40, 64)).narrow(0, 0, 0)
+    assert (empty.shape, empty.origin) == ((0, 64), (150, 0))
+    with pytest.raises(NotImplementedError, match=r"aten.slice.*take its first rows"):
+        whole.new_zeros((40, 64)).narrow(0, 3, 5)
+    with pytest.raises(NotImplementedError, match=r"aten.new_zeros.*shard_placement_fn"):
+        whole.new_zeros((150, 32))
+
+
+def test_memory_for_values():
+    q = bfp.quantize(values(), "nvfp4_16x16")
+    assert torch.equal(q.new_zeros((3,), dtype=torch.float32), torch.zeros(3))
+    assert q.new_empty((0,)).shape == (0,)
+    assert q.new_empty((2, 2)).dtype is torch.bfloat16
+    assert not q.is_pinned()
+
+
+@BY_NAME
 def test_copy_in_place(format):
     q, other = bfp.quantize(values(), format), bfp.quantize(values(seed=1), format)
     codes = q.codes
@@ -137,7 +240,7 @@ def test_likes():
         (lambda q: q.sum(), "sum"),
         (lambda q: q[:, 3:5], "slice"),
         (lambda q: q[::2], "slice"),
-        (lambda q: q.view(-1), "view"),
+        (lambda q: q.view(-1), "view.*init_sync=False"),
         (lambda q: q.reshape(96, 70), "view"),
         (lambda q: q.float(), "_to_copy"),
         (lambda q: q.as_strided((3, 3), (1, 1)), "as_strided"),
