@@ -89,8 +89,8 @@ class CastWeight(Tensor):
     def quantized(self) -> QuantizedTensor:
         """The whole weight quantized as it is now, without a gradient."""
         with torch.no_grad():
-            parts = kernels_for(self.values).quantize(self.values, self.format)
-        return QuantizedTensor(*parts, self.format, self.shape[-1], self.dtype)
+            codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
+        return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""

@@ -99,22 +99,22 @@ def receive(
         for into, values in zip((whole.scales, whole.tensor_scale), own, strict=True):
             if into is not None and values is not None:
                 # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
-                with torch.autograd._unsafe_preserve_version_counter(into):
+                with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
                     into.copy_(values)
         return None
     gather, rank, base = sent.place
     elements = gather.elements(rank)
     assert elements.head, "shards by torch's chunk rule lie one after another"
     assert gather.format is not None
+    codes = gathered[0][: elements.size]
     scales, tensor_scale = (None if values is None else values.clone() for values in own)
     derived = tuple(values for values in (scales, tensor_scale) if values is not None)
     if scales is None:
         scales = gathered[1][: gather.scales(rank).size]
     if tensor_scale is None and len(gathered) > 2:
         tensor_scale = gathered[2][gather.first(rank)]
-    parts = (gathered[0][: elements.size], scales, tensor_scale)
     geometry = Geometry(base.origin, gathered=True)
-    return QuantizedTensor(*parts, gather.format, base.shape[-1], dtype, geometry), derived
+    return QuantizedTensor(codes, scales, tensor_scale, gather.format, base.shape[-1], dtype, geometry), derived
 
 
 def _own_memory(gathered: tuple[Tensor, ...], sent: Sent) -> tuple[Tensor | None, Tensor | None]:
