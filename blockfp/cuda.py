@@ -247,6 +247,44 @@ def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scal
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *native._spec(format), eps_bits, largest, *place)
 
 
+def quantize_scaled(
+    x: Array,
+    format: Format | str,
+    *,
+    amax: Array | None = None,
+    multiplier: Array | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    eps: float = 0.0,
+) -> tuple[Both, Array | None]:
+    """`quantize` of a matrix in a format with one scale per tensor whose amax or multiplier is known, from one read.
+
+    Args:
+        x: torch CUDA tensor [rows, columns] with adjacent columns.
+        amax: int32 [1], fp32 bits.
+        multiplier: float32 of one element, instead of an amax (delayed scaling).
+        rows, columns: the directions wanted; the codes of the other are None.
+        format, eps: as for `quantize`.
+
+    Returns:
+        Both directions, and with a multiplier the amax of x as int32 [1], else None.
+    """
+    _check(x)
+    format, torch, run = Format.parse(format), _torch(), library()
+    if not format.per_tensor or (amax is None) == (multiplier is None):
+        raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
+    eps_bits, largest = _limits(x, format, eps, None)
+    codes, scales = _outputs(x, x.shape, format, (0, 0)) if rows else (None, None)
+    codes_t, scales_t = _outputs(x, (x.shape[1], x.shape[0]), format, (0, 0)) if columns else (None, None)
+    recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
+    given = amax.reshape(1) if multiplier is None else multiplier.reshape(1)
+    run.quantize(
+        x, given, recorded, None, codes, scales, None, codes_t, scales_t, *native._spec(format), False, eps_bits, largest,
+        False, 0, 0, 0, 0,
+    )  # fmt: skip
+    return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
+
+
 def encode(
     x: Array,
     format: Format | str,

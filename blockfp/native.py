@@ -263,9 +263,9 @@ def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
 
 def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
     """Where a contiguous array of so many elements lies."""
-    arrays, names = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype
-    if bits.dtype_name(x) not in names:
-        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {bits.dtype_name(x)}")
+    arrays, names, name = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype, bits.dtype_name(x)
+    if name not in names:
+        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {name}")
     size = x.size if isinstance(x, np.ndarray) else x.numel()
     if size != count or not arrays.is_contiguous(x):
         raise ValueError(f"a step's array must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")

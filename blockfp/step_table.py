@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,15 +79,13 @@ def pack(steps: Sequence[Step], key: tuple[int, int], pointer: Any) -> np.ndarra
         key: the optimizer's key, which rounds moments in fewer bits.
         pointer: (array, dtype name or names, elements) -> address, after it has checked the array.
     """
-    rows = np.zeros(len(steps), _ROW)
-    for i, s in enumerate(steps):
-        rows[i] = _row(s, key, pointer)
+    rows = np.array([_row(s, key, pointer) for s in steps], _ROW)
     return rows.view(np.int64).reshape(len(steps), _ROW.itemsize // 8)
 
 
 def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
     shape = tuple(s.weight.shape)
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     *leading, height, width = shape
     moments = _MOMENT_DTYPES.index(bits.dtype_name(s.first))
     moment_scales = count // width * -(-width // 128) if width else 0
@@ -96,8 +95,8 @@ def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
         if not one_pass(s.format):
             raise ValueError(f"{s.format} has an amax of the whole tensor: step without codes, then quantize")
         output, (element, block_rows, block_columns, rule) = _CODES, native._spec(s.format)
-        out_count, out_type = int(np.prod(layout.codes_shape(shape, s.format))), "uint8"
-        scale_count, scale_dtype = int(np.prod(layout.scales_shape(shape, s.format))), s.format.scale.dtype
+        out_count, out_type = math.prod(layout.codes_shape(shape, s.format)), "uint8"
+        scale_count, scale_dtype = math.prod(layout.scales_shape(shape, s.format)), s.format.scale.dtype
     elif s.out is not None:
         output, out_count, out_type = _COPY, count, bits.dtype_name(s.out)
         out_dtype = _DTYPES[out_type]
@@ -116,7 +115,7 @@ def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
         pointer(s.out_scales, scale_dtype, scale_count) if output == _CODES else 0,
         0 if known else pointer(s.coefficients, "float32", len(Coefficients._fields)),
         0 if isinstance(s.step, int) else pointer(s.step, "float32", 1),
-        *(int(np.prod(leading)), height, width),
+        *(math.prod(leading), height, width),
         *s.start,
         *s.shape,
         *(_DTYPES[bits.dtype_name(s.gradient)], moments, output, out_dtype),

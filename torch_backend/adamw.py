@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -239,6 +240,14 @@ class _Todo:
             return not (adamw.stands_still(c) or c.skip)
         return ~adamw.stands_still(c) & (c.skip == 0)
 
+    @cached_property
+    def in_one_pass(self) -> bool:
+        """Whether a kernel writes the codes while it updates the master; the same on every rank that shares the parameter."""
+        q = self.part.local
+        if not isinstance(q, QuantizedTensor) or q.format.block is None or not one_pass(q.format):
+            return False
+        return _kernels(q.device) is not None and not self.part.cuts_blocks(q.format.block)
+
     def key(self, key: tuple[int, int], what: int) -> Any:
         if isinstance(self.step, int):
             return adamw.rounding_key(key, self.step, self.number, what)
@@ -276,8 +285,11 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
         c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
         unscale = 1.0 if scale is None else scale.to(device, torch.float64).reciprocal()
         # A step that is skipped has perhaps number 0, and constants that nobody reads.
-        columns = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in c._replace(unscale=unscale, skip=skip)]
-        table = torch.stack([column.expand(len(counts)) for column in columns], dim=1).to(torch.float32)
+        columns = [
+            x.to(torch.float64).expand(len(counts)) if isinstance(x, Tensor) else torch.full_like(step, x)
+            for x in c._replace(unscale=unscale, skip=skip)
+        ]
+        table = torch.stack(columns, dim=1).to(torch.float32)
         for i, row in zip(places, table.unbind(), strict=True):
             todo[i].coefficients, todo[i].step = row, steps[i]
 
@@ -286,7 +298,7 @@ def _carry_out(todo: list[_Todo], key: tuple[int, int]) -> None:
     """The steps of all parameters, then the codes that one pass can't write."""
     masters = [one for one in todo if one.weight is not None]
     _update_masters(masters, key)
-    later = [one for one in masters if not _plain(one.part) and not _in_one_pass(one)]
+    later = [one for one in masters if not _plain(one.part) and not one.in_one_pass]
     _requantize(later, [_weight_of(one) for one in later])
     transient = [one for one in todo if one.weight is None]
     for one in transient:
@@ -305,16 +317,6 @@ def _kernels(device: torch.device) -> Any:
     if device.type == "cuda" and cuda.available():
         return cuda
     return native if device.type == "cpu" and native.available() else None
-
-
-def _in_one_pass(one: _Todo) -> bool:
-    """Whether a kernel writes the codes while it updates the master; the same on every rank that shares the parameter."""
-    q = one.part.local
-    assert isinstance(q, QuantizedTensor)
-    if _kernels(q.device) is None or not one_pass(q.format):
-        return False
-    assert q.format.block is not None
-    return not one.part.cuts_blocks(q.format.block)
 
 
 def _update_masters(todo: list[_Todo], key: tuple[int, int]) -> None:
@@ -340,7 +342,7 @@ def _step(one: _Todo) -> Step:
     part, state, local = one.part, one.state, one.part.local
     out = out_scales = format = None
     if isinstance(local, QuantizedTensor):
-        if _in_one_pass(one):
+        if one.in_one_pass:
             _check_not_gathered(local)
             out, out_scales, format = local.codes, local.scales, local.format
     elif local.dtype != torch.float32:

@@ -17,7 +17,9 @@ on another mesh, with other moments, or by torch's own AdamW.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,34 +61,48 @@ class Part:
 
     def cuts_blocks(self, block: tuple[int, int]) -> bool:
         """Whether some rank's part, or this one's own beginning, falls inside a block; the same on every rank of a mesh."""
-        last = len(self.lies.shape) - 1
         if self.lies.mesh is sharding.ONE_RANK:
-            return any(at % length for at, length in zip(self.start[1:], block, strict=True))
-        return not (self.lies.aligned(last - 1, block[0]) and self.lies.aligned(last, block[1]))
+            return bool(self.start[1] % block[0] or self.start[2] % block[1])
+        return _cuts_blocks(self.lies, block)
 
 
 def part_of(param: Tensor) -> Part:
     """This rank's part of a parameter. It is looked up at every step: FSDP replaces local tensors."""
     local = sharding.local_of(param)
+    if sharding.mesh_of(param) is None:
+        whole = _whole(tuple(param.shape))
+        row, column = local.origin if isinstance(local, QuantizedTensor) else (0, 0)
+        return Part(param, local, (0, row, column), (whole.shape[-2], whole.shape[-1]), whole)
     if param.ndim >= 2:
         lies = sharding.sharding_of(param)
-        region = lies.region(sharding.rank_in(param))
-        start, shape = list(region.start), param.shape
-        if sharding.mesh_of(param) is None and isinstance(local, QuantizedTensor):
-            start[-2:] = local.origin
-        batch = 0
-        for first, size in zip(start[:-2], shape[:-2], strict=True):
-            batch = batch * size + first
-        return Part(param, local, (batch, start[-2], start[-1]), (shape[-2], shape[-1]), lies)
-    # A vector is a matrix of one row.
-    mesh, length = sharding.mesh_of(param), param.numel()
-    lies = Sharding((1, length), sharding.ONE_RANK, (Replicate(),))
-    first = 0
-    if mesh is not None:
-        placements = (_along_columns(p) for p in from_dtensor(param.placements))  # pyright: ignore[reportAttributeAccessIssue]
-        lies = Sharding((1, length), sharding.core_mesh(mesh), tuple(placements))
-        first = lies.region(sharding.rank_in(param)).start[1]
-    return Part(param, local, (0, 0, first), (1, length), lies)
+    else:
+        placements = tuple(_along_columns(p) for p in from_dtensor(param.placements))  # pyright: ignore[reportAttributeAccessIssue]
+        lies = Sharding((1, param.numel()), sharding.core_mesh(param.device_mesh), placements)  # pyright: ignore[reportAttributeAccessIssue]
+    return Part(param, local, _start(lies, sharding.rank_in(param)), (lies.shape[-2], lies.shape[-1]), lies)
+
+
+# A step asks the same of the same values, again and again.
+_kept = lru_cache(maxsize=4096)
+
+
+@_kept
+def _whole(shape: tuple[int, ...]) -> Sharding:
+    """A vector is a matrix of one row."""
+    return Sharding(shape if len(shape) >= 2 else (1, math.prod(shape)), sharding.ONE_RANK, (Replicate(),))
+
+
+@_kept
+def _start(lies: Sharding, rank: int) -> tuple[int, int, int]:
+    start, batch = lies.region(rank).start, 0
+    for first, size in zip(start[:-2], lies.shape[:-2], strict=True):
+        batch = batch * size + first
+    return batch, start[-2], start[-1]
+
+
+@_kept
+def _cuts_blocks(lies: Sharding, block: tuple[int, int]) -> bool:
+    last = len(lies.shape) - 1
+    return not (lies.aligned(last - 1, block[0]) and lies.aligned(last, block[1]))
 
 
 def _along_columns(placement: Any) -> Any:

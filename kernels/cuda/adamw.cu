@@ -47,7 +47,12 @@ class Launches {
 
   cudaError_t send() {
     if (launch_.count == 0) return cudaSuccess;
-    adamw<M, B><<<tiles_, 32 * kStepWarps<B>, 0, stream_>>>(launch_);
+    constexpr int kShared = kStepShared<B>;
+    if constexpr (kShared > 48 << 10) {
+      const cudaError_t error = cudaFuncSetAttribute(adamw<M, B>, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+      if (error != cudaSuccess) return error;
+    }
+    adamw<M, B><<<tiles_, 32 * kStepWarps<B>, kShared, stream_>>>(launch_);
     launch_.count = 0;
     tiles_ = 0;
     return cudaGetLastError();

@@ -1,8 +1,9 @@
 // An AdamW step of many parameters in one launch: a thread block takes a tile of one of them, updates masters and moments as they
-// stream through, keeps the new masters in registers, finds the amaxes of the tile's blocks, and writes codes and scales.
+// stream through, finds the amaxes of the tile's blocks from the new masters, and writes codes and scales.
 //
 // A warp takes whole rows of a tile of 128 columns, four columns a lane: every load and store is a run of 64 to 512 bytes. So a block of
-// 1x128 (FP8 moments too) is a row of a warp, one of 1x32 eight lanes, and one of 32x32 meets in shared memory.
+// 1x128 (FP8 moments too) is a row of a warp, and one of 1x32 eight lanes: their codes are written at once. Square blocks meet in shared
+// memory, where the new masters wait for their scale; in registers they would halve the number of threads, and so of loads under way.
 #pragma once
 
 #include "blockfp/adamw.h"
@@ -19,11 +20,17 @@ enum class Blocks { kNothing, kRows, kSquare32, kSquare128 };
 constexpr int kStepColumns = 128;
 template <Blocks B>
 constexpr int kStepWarps = B == Blocks::kSquare128 ? 8 : 4;
-// Rows a warp takes: as many as keep the new masters in registers.
 template <Blocks B>
-constexpr int kStepRows = B == Blocks::kSquare128 ? 16 : 8;
+constexpr int kStepRows = B == Blocks::kSquare128 ? 16 : 8;  // of a warp
 template <Blocks B>
 constexpr int kStepTileRows = kStepWarps<B> * kStepRows<B>;
+// As many threads as a multiprocessor has registers for, at 80 each.
+template <Blocks B>
+constexpr int kStepBlocks = 768 / (32 * kStepWarps<B>);
+template <Blocks B>
+constexpr bool kSquare = B == Blocks::kSquare32 || B == Blocks::kSquare128;
+template <Blocks B>
+constexpr int kStepShared = kSquare<B> ? kStepTileRows<B> * kStepColumns * sizeof(float) : 0;
 
 // Parameters of one launch, passed by value: what a graph captures is whole. (4 KB were the limit before CUDA 12.1; it is 32,764 bytes.)
 constexpr int kStepMost = 128;
@@ -39,103 +46,92 @@ struct Four {
   float x[4];
 };
 
-template <class Word>
-__device__ __forceinline__ Word stream_load(const void* p) {
-  return __ldcs(static_cast<const Word*>(p));
-}
+// Four elements as they lie in memory: one, two or four words of 1, 2 or 4 bytes an element.
+struct Raw {
+  uint32_t word[4];
+};
 
-// Elements at .. at + 3 of an array of T; those from `count` on are 0.
-template <class T>
-__device__ __forceinline__ Four load_four(const void* data, int64_t at, bool vectors, int count) {
-  using Raw = typename T::Raw;
-  const Raw* p = static_cast<const Raw*>(data) + at;
-  Four out;
-  if constexpr (T::kId == Fp32::kId) {
-    if (vectors) {
-      const float4 v = stream_load<float4>(p);
-      return {v.x, v.y, v.z, v.w};
+// Elements at .. at + count - 1 of an array, zeros after them. Only loads, no use of them: what is under way together is not waited for.
+// With Vectors count is 4 or 0.
+template <int Bytes, bool Vectors>
+__device__ __forceinline__ Raw load_raw(const void* data, int64_t at, int count) {
+  Raw out{};
+  const char* p = static_cast<const char*>(data) + at * Bytes;
+  if constexpr (Vectors) {
+    if (count > 0) {
+      if constexpr (Bytes == 4) {
+        const uint4 v = __ldcs(reinterpret_cast<const uint4*>(p));
+        out = {{v.x, v.y, v.z, v.w}};
+      } else if constexpr (Bytes == 2) {
+        const uint2 v = __ldcs(reinterpret_cast<const uint2*>(p));
+        out.word[0] = v.x, out.word[1] = v.y;
+      } else {
+        out.word[0] = __ldcs(reinterpret_cast<const uint32_t*>(p));
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out.x[i] = i < count ? __uint_as_float(p[i]) : 0.0f;
   } else {
-    uint32_t raw[4];
-    if (vectors) {
-      const uint2 v = stream_load<uint2>(p);
-      raw[0] = v.x & 0xFFFF, raw[1] = v.x >> 16, raw[2] = v.y & 0xFFFF, raw[3] = v.y >> 16;
-    } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) raw[i] = i < count ? p[i] : 0;
+    for (int i = 0; i < 4; ++i) {
+      if (i >= count) continue;
+      if constexpr (Bytes == 4) out.word[i] = reinterpret_cast<const uint32_t*>(p)[i];
+      if constexpr (Bytes == 2) out.word[i / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(p)[i]) << (16 * (i % 2));
+      if constexpr (Bytes == 1) out.word[0] |= static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(p)[i]) << (8 * i);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out.x[i] = from_bits<float>(widen<T, float>(static_cast<int32_t>(raw[i])));
   }
   return out;
 }
 
-__device__ __forceinline__ Four load_gradient(const StepEntry& e, int64_t at, bool vectors, int count) {
-  if (e.gradient_dtype == Bf16::kId) return load_four<Bf16>(e.gradient, at, vectors, count);
-  if (e.gradient_dtype == Fp32::kId) return load_four<Fp32>(e.gradient, at, vectors, count);
-  return load_four<Fp16>(e.gradient, at, vectors, count);
-}
-
-__device__ __forceinline__ void store_floats(float* data, int64_t at, const Four& v, bool vectors, int count) {
-  if (vectors) {
-    __stcs(reinterpret_cast<float4*>(data + at), make_float4(v.x[0], v.x[1], v.x[2], v.x[3]));
+template <int Bytes, bool Vectors>
+__device__ __forceinline__ void store_raw(void* data, int64_t at, int count, const Raw& raw) {
+  char* p = static_cast<char*>(data) + at * Bytes;
+  if constexpr (Vectors) {
+    if (count > 0) {
+      if constexpr (Bytes == 4) __stcs(reinterpret_cast<uint4*>(p), make_uint4(raw.word[0], raw.word[1], raw.word[2], raw.word[3]));
+      if constexpr (Bytes == 2) __stcs(reinterpret_cast<uint2*>(p), make_uint2(raw.word[0], raw.word[1]));
+      if constexpr (Bytes == 1) __stcs(reinterpret_cast<uint32_t*>(p), raw.word[0]);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < count) data[at + i] = v.x[i];
+      if (i >= count) continue;
+      if constexpr (Bytes == 4) reinterpret_cast<uint32_t*>(p)[i] = raw.word[i];
+      if constexpr (Bytes == 2) reinterpret_cast<uint16_t*>(p)[i] = raw.word[i / 2] >> (16 * (i % 2));
+      if constexpr (Bytes == 1) p[i] = raw.word[0] >> (8 * i);
     }
   }
 }
 
-__device__ __forceinline__ void store_halves(void* data, int64_t at, const uint32_t (&raw)[4], bool vectors, int count) {
-  uint16_t* p = static_cast<uint16_t*>(data) + at;
-  if (vectors) {
-    __stcs(reinterpret_cast<uint2*>(p), make_uint2(raw[0] | (raw[1] << 16), raw[2] | (raw[3] << 16)));
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < count) p[i] = raw[i];
-    }
-  }
-}
-
-// Four bytes from `at` on as one word; those from `count` on are 0.
-__device__ __forceinline__ uint32_t load_bytes(const void* data, int64_t at, bool vectors, int count) {
-  const uint8_t* p = static_cast<const uint8_t*>(data) + at;
-  if (vectors) return stream_load<uint32_t>(p);
-  uint32_t word = 0;
+template <class T>
+__device__ __forceinline__ Four floats_of(const Raw& raw) {
+  Four out;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (i < count) word |= static_cast<uint32_t>(p[i]) << (8 * i);
-  }
-  return word;
-}
-
-__device__ __forceinline__ void store_bytes(void* data, int64_t at, uint32_t word, bool whole, int count) {
-  uint8_t* p = static_cast<uint8_t*>(data) + at;
-  if (whole) {
-    __stcs(reinterpret_cast<uint32_t*>(p), word);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < count) p[i] = word >> (8 * i);
+    if constexpr (T::kId == Fp32::kId) {
+      out.x[i] = __uint_as_float(raw.word[i]);
+    } else if constexpr (T::kId == Bf16::kId) {
+      out.x[i] = __uint_as_float(i % 2 ? raw.word[i / 2] & 0xFFFF0000u : raw.word[i / 2] << 16);
+    } else {
+      const __half2 pair = bit_cast<__half2>(raw.word[i / 2]);
+      out.x[i] = i % 2 ? __high2float(pair) : __low2float(pair);
     }
   }
+  return out;
 }
 
-// Random bytes of elements index .. index + 3, little-endian.
-__device__ __forceinline__ uint32_t random_four(const Words<uint32_t>& key, uint64_t index) {
-  const uint64_t counter = index >> 3;
-  const auto words = threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
-  const int skip = index & 7;
-  if (skip % 4 == 0) return skip == 0 ? words.w0 : words.w1;
-  if (skip < 4) return __funnelshift_r(words.w0, words.w1, 8 * skip);
-  const auto next = threefry2x32<uint32_t>(key.w0, key.w1, (counter + 1) >> 32, static_cast<uint32_t>(counter + 1));
-  return __funnelshift_r(words.w1, next.w0, 8 * (skip - 4));
+__device__ __forceinline__ Raw raw_of(const Four& v) {
+  return {{__float_as_uint(v.x[0]), __float_as_uint(v.x[1]), __float_as_uint(v.x[2]), __float_as_uint(v.x[3])}};
 }
 
+// Values of four E4M3 codes.
+__device__ __forceinline__ Four values_of_e4m3(uint32_t codes) {
+  Raw halves{};
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(halves.word[0]), "=r"(halves.word[1])
+      : "r"(codes));
+  return floats_of<Fp16>(halves);
+}
+
+// The largest magnitude among four, NaN counted as 0.
 __device__ __forceinline__ int32_t largest_of(const Four& v) {
   int32_t most = 0;
 #pragma unroll
@@ -146,59 +142,106 @@ __device__ __forceinline__ int32_t largest_of(const Four& v) {
   return most;
 }
 
-// A moment of four elements, as it is kept.
-template <Moments M, bool Second>
-struct Kept {
-  void* data;
-  float* scales;
-  Words<uint32_t> key;
+__device__ __forceinline__ bool any_nan(const Four& v) {
+  return v.x[0] != v.x[0] || v.x[1] != v.x[1] || v.x[2] != v.x[2] || v.x[3] != v.x[3];
+}
 
-  // Every lane of the warp comes here with the same row.
-  __device__ __forceinline__ Four load(int64_t at, int64_t scale_at, bool vectors, int count) const {
-    if constexpr (M == Moments::kFp32) {
-      return load_four<Fp32>(data, at, vectors, count);
-    } else if constexpr (M == Moments::kBf16) {
-      return load_four<Bf16>(data, at, vectors, count);
-    } else {
-      const uint32_t codes = load_bytes(data, at, vectors, count);
-      const float scale = scales[scale_at];
-      Four out;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        out.x[i] = multiply(decode<E4M3, float>((codes >> (8 * i)) & 0xFF), scale);
-        if constexpr (Second) out.x[i] = multiply(out.x[i], out.x[i]);
-      }
-      return out;
-    }
-  }
+__device__ __forceinline__ Words<uint32_t> key_of(const StepEntry& e, uint32_t what) {
+  const int32_t step = e.step_at != nullptr ? static_cast<int32_t>(*e.step_at) : e.step;
+  return rounding_key(e.key0, e.key1, static_cast<uint32_t>(step), e.parameter, what);
+}
 
-  __device__ __forceinline__ void store(Four v, int64_t at, int64_t scale_at, uint64_t index, bool vectors, int count) const {
-    if constexpr (M == Moments::kFp32) {
-      store_floats(static_cast<float*>(data), at, v, vectors, count);
-    } else {
-      const uint32_t random = random_four(key, index);
-      if constexpr (M == Moments::kBf16) {
-        uint32_t raw[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) raw[i] = narrow_stochastic<float>(v.x[i], (random >> (8 * i)) & 0xFF);
-        store_halves(data, at, raw, vectors, count);
-      } else {
-        if constexpr (Second) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v.x[i] = square_root(v.x[i]);
-        }
-        const auto scale = fp8_scale<E4M3, ScaleRule::kPow2, float>(lanes_max<32>(largest_of(v)), 0, kFp32Max);
-        uint32_t word = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          word |= encode_moment<Second, float>(v.x[i], scale.multiplier, (random >> (8 * i)) & 0xFF) << (8 * i);
-        }
-        store_bytes(data, at, word, vectors, count);
-        if (threadIdx.x % 32 == 0) scales[scale_at] = from_bits<float>(scale.stored);
-      }
-    }
-  }
+// Random bytes of elements index .. index + 3, little-endian, for any index.
+static __device__ __noinline__ uint32_t random_four(const StepEntry& e, uint32_t what, uint64_t index) {
+  const Words<uint32_t> key = key_of(e, what);
+  const uint64_t counter = index >> 3;
+  const auto words = threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
+  const auto next = threefry2x32<uint32_t>(key.w0, key.w1, (counter + 1) >> 32, static_cast<uint32_t>(counter + 1));
+  const int skip = index & 7;
+  if (skip < 4) return __funnelshift_r(words.w0, words.w1, 8 * skip);
+  return __funnelshift_r(words.w1, next.w0, 8 * (skip - 4));
+}
+
+struct RandomPair {
+  uint32_t first, second;  // four bytes for each moment
 };
+
+// Two neighbouring lanes share the counter of eight elements: each draws for one moment (`key`: the first's in even lanes, the second's
+// in odd ones) and gives the other its half. Where rows don't begin at multiples of eight, every lane draws for itself.
+__device__ __forceinline__ RandomPair random_pair(const StepEntry& e, const Words<uint32_t>& key, uint64_t index, bool eights) {
+  if (!eights) return {random_four(e, kRoundFirst, index), random_four(e, kRoundSecond, index)};
+  const uint64_t counter = index >> 3;
+  const auto own = threefry2x32<uint32_t>(key.w0, key.w1, counter >> 32, static_cast<uint32_t>(counter));
+  const bool odd = threadIdx.x % 2;
+  const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.w0 : own.w1, 1);
+  return {odd ? other : own.w0, odd ? own.w1 : other};
+}
+
+template <Moments M>
+constexpr int kMomentBytes = M == Moments::kFp32 ? 4 : (M == Moments::kBf16 ? 2 : 1);
+
+// A moment in fp32, from what it is kept in.
+template <Moments M, bool Second>
+__device__ __forceinline__ Four moment_of(const Raw& raw, float scale) {
+  if constexpr (M == Moments::kFp32) return floats_of<Fp32>(raw);
+  if constexpr (M == Moments::kBf16) return floats_of<Bf16>(raw);
+  Four out = values_of_e4m3(raw.word[0]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    out.x[i] = multiply(out.x[i], scale);
+    if constexpr (Second) out.x[i] = multiply(out.x[i], out.x[i]);
+  }
+  return out;
+}
+
+// fp8_scale for powers of two and E4M3, without its divisions: 448 is 1.75 * 2^8, so the exponent of 448 / amax follows from that of the
+// amax and from whether its mantissa is above 1.75.
+__device__ __forceinline__ BlockScale<float> moment_scale(int32_t amax) {
+  int32_t exponent = 127 + 127 + 8 - (amax >> 23) - ((amax & 0x7FFFFF) > 0x600000 ? 1 : 0);
+  exponent = min(exponent, 254);
+  if (amax == 0 || amax == kInfinity) exponent = 127;
+  return {max((254 - exponent) << 23, 0x400000), from_bits<float>(exponent << 23)};
+}
+
+// The way back; every lane of the warp comes here with its part of the same row. FP8's scale goes to `scale`.
+template <Moments M, bool Second>
+__device__ __forceinline__ Raw kept_moment(Four v, uint32_t random, float& scale) {
+  if constexpr (M == Moments::kFp32) return raw_of(v);
+  Raw out{};
+  if constexpr (M == Moments::kBf16) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pattern = narrow_stochastic<float>(v.x[i], (random >> (8 * i)) & 0xFF);
+      out.word[i / 2] |= (pattern & 0xFFFF) << (16 * (i % 2));
+    }
+  } else {
+    if constexpr (Second) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v.x[i] = square_root(v.x[i]);
+    }
+    const BlockScale<float> s = moment_scale(lanes_max<32>(largest_of(v)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int32_t code = encode_moment<Second, float>(v.x[i], s.multiplier, (random >> (8 * i)) & 0xFF);
+      out.word[0] |= static_cast<uint32_t>(code) << (8 * i);
+    }
+    scale = from_bits<float>(s.stored);
+  }
+  return out;
+}
+
+// Calls body with the element of the codes.
+template <Blocks B, class Body>
+__device__ __forceinline__ void with_step_element(int element, Body body) {
+  if (element == E4M3::kId) return body(E4M3{});
+  if (B == Blocks::kSquare128 || element == E5M2::kId) return body(E5M2{});
+  if constexpr (B != Blocks::kSquare128) {
+    if (element == E3M2::kId) return body(E3M2{});
+    if (element == E2M3::kId) return body(E2M3{});
+    if (element == E2M1::kId) return body(E2M1{});
+    body(Int8{});
+  }
+}
 
 // Stored scale and multiplier of a block of E.
 template <class E>
@@ -217,106 +260,180 @@ __device__ __forceinline__ BlockScale<float> scale_by_rule(const StepEntry& e, i
 
 // Where a thread's elements lie.
 struct StepPlace {
-  int64_t batch, row, column;  // of its first element
-  int count;                   // columns of its four that there are
+  int64_t line;    // its first row, matrices counted one below the other
+  int64_t column;
+  int rows;        // of its warp's rows, how many there are
+  int count;       // of its four columns, how many there are
 };
 
-// The amax of a block from the parts of its threads; its upper bit says that one of them holds a NaN.
-template <Blocks B>
-__device__ __forceinline__ uint32_t block_amax(const Four* weight, int rows, int lanes, uint32_t* shared) {
-  uint32_t most = 0;
-  bool nan = false;
-#pragma unroll
-  for (int r = 0; r < rows; ++r) {
-    most = max(most, static_cast<uint32_t>(largest_of(weight[r])));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) nan |= weight[r].x[i] != weight[r].x[i];
+// A scale, by one thread of its block.
+template <class E>
+__device__ __forceinline__ void put_scale(const StepEntry& e, int64_t grid_row, int64_t column, const BlockScale<float>& scale, bool nan) {
+  const int64_t grid_columns = (e.columns + e.block_columns - 1) / e.block_columns;
+  const int64_t at = grid_row * grid_columns + column / e.block_columns;
+  if (e.rule > static_cast<int>(ScaleRule::kPow2)) {
+    static_cast<uint8_t*>(e.out_scales)[at] = nan && !E::kHasNan ? 0xFF : scale.stored;
+  } else {
+    static_cast<int32_t*>(e.out_scales)[at] = scale.stored;
   }
-  // A NaN goes along as the highest bit of one maximum and is taken off after it; the amaxes beside it need a second.
-  int32_t amax = lanes == 8 ? lanes_max<8>(most) : lanes_max<32>(most);
-  const uint32_t group = lanes == 8 ? 0xFFu << (threadIdx.x % 32 / 8 * 8) : 0xFFFFFFFFu;
-  uint32_t out = static_cast<uint32_t>(amax) | ((__ballot_sync(0xFFFFFFFFu, nan) & group) != 0 ? 0x80000000u : 0u);
-  if constexpr (B == Blocks::kSquare32 || B == Blocks::kSquare128) {
-    constexpr int kParts = B == Blocks::kSquare32 ? 4 : 1;
-    const int part = threadIdx.x % 32 / lanes;
-    if (threadIdx.x % lanes == 0) shared[threadIdx.x / 32 * kParts + part] = out;
-    __syncthreads();
-    uint32_t flag = 0;
-    most = 0;
-#pragma unroll
-    for (int w = 0; w < kStepWarps<B>; ++w) {
-      const uint32_t other = shared[w * kParts + part];
-      flag |= other & 0x80000000u;
-      most = max(most, other & kMagnitude);
-    }
-    out = most | flag;
-  }
-  return out;
 }
 
-// Codes of one row of a thread's elements.
+// Codes of a thread's four elements of a row.
 template <class E>
-__device__ __forceinline__ void store_codes(const StepEntry& e, const StepPlace& p, int r, const Four& weight, float multiplier, bool nan) {
-  const auto value_of = [&](int i) { return i < 4 ? weight.x[i < 4 ? i : 0] : 0.0f; };
-  const uint2 codes = encode_scaled<E, Rounding::kNearest>(value_of, multiplier, nan, nullptr, 0);
+__device__ __forceinline__ void put_codes(const StepEntry& e, int64_t line, const StepPlace& p, const Four& w, float multiplier, bool nan) {
+  const auto value_of = [&](int i) { return i < 4 ? w.x[i < 4 ? i : 0] : 0.0f; };
+  const uint32_t codes = encode_scaled<E, Rounding::kNearest>(value_of, multiplier, nan, nullptr, 0).x;
   const int64_t pitch = Packing<E::kBits>::row_bytes(e.columns);
-  uint8_t* out = static_cast<uint8_t*>(e.out) + (p.batch * e.rows + p.row + r) * pitch + p.column / 4 * (E::kBits / 2);
-  const int bytes = packed_bytes<E::kBits>(p.count);
+  uint8_t* out = static_cast<uint8_t*>(e.out) + line * pitch + p.column / 4 * (E::kBits / 2);
   if (E::kBits == 8 && p.count == 4 && pitch % 4 == 0) {
-    __stcs(reinterpret_cast<uint32_t*>(out), codes.x);
+    __stcs(reinterpret_cast<uint32_t*>(out), codes);
   } else if (E::kBits == 4 && p.count == 4 && pitch % 2 == 0) {
-    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(codes.x);
+    *reinterpret_cast<uint16_t*>(out) = static_cast<uint16_t>(codes);
   } else {
+    const int bytes = packed_bytes<E::kBits>(p.count);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (i < bytes) out[i] = codes.x >> (8 * i);
+      if (i < bytes) out[i] = codes >> (8 * i);
     }
   }
 }
 
-// Scales and codes of a tile, from the new masters in the registers of its threads.
-template <Blocks B, class E>
-__device__ __forceinline__ void write_codes(const StepEntry& e, const StepPlace& p, const Four (&weight)[kStepRows<B>], uint32_t* shared) {
-  const bool bytes = e.rule > static_cast<int>(ScaleRule::kPow2);
-  const int lanes = e.block_columns / 4;
-  const int64_t grid_columns = (e.columns + e.block_columns - 1) / e.block_columns;
-  const auto put_scale = [&](int64_t grid_row, const BlockScale<float>& scale, bool nan) {
-    const int64_t at = grid_row * grid_columns + p.column / e.block_columns;
-    if (bytes) {
-      static_cast<uint8_t*>(e.out_scales)[at] = nan ? 0xFF : scale.stored;
-    } else {
-      static_cast<int32_t*>(e.out_scales)[at] = scale.stored;
-    }
-  };
-  const bool writes = threadIdx.x % lanes == 0 && p.count > 0;
-  if constexpr (B == Blocks::kRows) {
+// Codes and scale of a row in blocks of 1x32 or 1x128: those of a warp's lanes, all of which come here.
+__device__ __forceinline__ void write_row(const StepEntry& e, int64_t line, const StepPlace& p, const Four& w) {
+  const bool wide = e.block_columns == 128;
+  const int32_t eighth = lanes_max<8>(largest_of(w)), amax = wide ? lanes_max<4, 8>(eighth) : eighth;
+  const uint32_t group = wide ? 0xFFFFFFFFu : 0xFFu << (threadIdx.x % 32 / 8 * 8);
+  const bool nan = (__ballot_sync(0xFFFFFFFFu, any_nan(w)) & group) != 0;
+  if (p.count == 0) return;
+  with_step_element<Blocks::kRows>(e.element, [&](auto element) {
+    using E = decltype(element);
+    const BlockScale<float> scale = scale_by_rule<E>(e, amax);
+    if (threadIdx.x % (wide ? 32 : 8) == 0) put_scale<E>(e, line, p.column, scale, nan);
+    put_codes<E>(e, line, p, w, scale.multiplier, nan);
+  });
+}
+
+// Codes and scales of a tile of square blocks. `most`, `nan`: of this thread's elements; its new masters lie in `kept`.
+template <Blocks B>
+__device__ __forceinline__ void write_square(const StepEntry& e, const StepPlace& p, int64_t grid_row, int32_t most, bool nan,
+                                             const float4* kept) {
+  constexpr int kLanes = B == Blocks::kSquare32 ? 8 : 32, kBlocks = 32 / kLanes;
+  __shared__ int32_t amaxes[kStepWarps<B>][kBlocks];
+  __shared__ bool nans[kStepWarps<B>][kBlocks];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = lane / kLanes;
+  most = lanes_max<kLanes>(most);
+  const uint32_t group = kLanes == 32 ? 0xFFFFFFFFu : 0xFFu << (block * 8);
+  nan = (__ballot_sync(0xFFFFFFFFu, nan) & group) != 0;
+  if (lane % kLanes == 0) amaxes[warp][block] = most, nans[warp][block] = nan;
+  __syncthreads();
 #pragma unroll
-    for (int r = 0; r < kStepRows<B>; ++r) {
-      if (p.row + r >= e.rows) break;
-      const uint32_t amax = block_amax<B>(weight + r, 1, lanes, shared);
-      const BlockScale<float> scale = scale_by_rule<E>(e, amax & kMagnitude);
-      const bool nan = !E::kHasNan && (amax >> 31);
-      if (writes) put_scale(p.batch * e.rows + p.row + r, scale, nan);
-      if (p.count > 0) store_codes<E>(e, p, r, weight[r], scale.multiplier, nan);
+  for (int other = 0; other < kStepWarps<B>; ++other) {
+    most = max(most, amaxes[other][block]);
+    nan |= nans[other][block];
+  }
+  if (p.count == 0) return;
+  with_step_element<B>(e.element, [&](auto element) {
+    using E = decltype(element);
+    const BlockScale<float> scale = scale_by_rule<E>(e, most);
+    if (threadIdx.x < 32 && lane % kLanes == 0) put_scale<E>(e, grid_row, p.column, scale, nan);
+#pragma unroll 2
+    for (int r = 0; r < p.rows; ++r) {
+      const float4 w = kept[r * 32];
+      put_codes<E>(e, p.line + r, p, {{w.x, w.y, w.z, w.w}}, scale.multiplier, nan);
     }
-  } else {
-    constexpr int kLanes = B == Blocks::kSquare32 ? 8 : 32;
-    const uint32_t amax = block_amax<B>(weight, kStepRows<B>, kLanes, shared);
-    const BlockScale<float> scale = scale_by_rule<E>(e, amax & kMagnitude);
-    const bool nan = !E::kHasNan && (amax >> 31);
-    const int64_t grid_rows = (e.rows + kStepTileRows<B> - 1) / kStepTileRows<B>;
-    if (writes && threadIdx.x < 32) put_scale(p.batch * grid_rows + p.row / kStepTileRows<B>, scale, nan);
+  });
+}
+
+// One tile. `kept`: this thread's place in shared memory, for square blocks.
+template <Moments M, Blocks B, bool Vectors>
+__device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoefficients& c, int64_t tile, float4* kept) {
+  constexpr int kTogether = 2;  // rows whose loads are under way together
+  constexpr int kBytes = kMomentBytes<M>;
+  const int64_t across = (e.columns + kStepColumns - 1) / kStepColumns, down = (e.rows + kStepTileRows<B> - 1) / kStepTileRows<B>;
+  const int64_t grid_row = tile / across, batch = grid_row / down;
+  const int64_t row = grid_row % down * kStepTileRows<B> + threadIdx.x / 32 * kStepRows<B>;
+  StepPlace p;
+  p.line = batch * e.rows + row;
+  p.column = tile % across * kStepColumns + threadIdx.x % 32 * 4;
+  p.rows = static_cast<int>(max(min(e.rows - row, int64_t{kStepRows<B>}), int64_t{0}));
+  p.count = static_cast<int>(max(min(e.columns - p.column, int64_t{4}), int64_t{0}));
+  const bool still = c.still(), wide_gradient = e.gradient_dtype == Fp32::kId;
+  const int64_t moment_blocks = (e.columns + kMomentBlock - 1) / kMomentBlock;
+  const bool eights = ((e.total_columns | e.first_column) & 7) == 0;
+  [[maybe_unused]] Words<uint32_t> key{};
+  if constexpr (M != Moments::kFp32) key = key_of(e, threadIdx.x % 2 == 0 ? kRoundFirst : kRoundSecond);
+  int32_t most = 0;
+  bool nan = false;
+#pragma unroll 1
+  for (int r0 = 0; r0 < p.rows; r0 += kTogether) {
+    Raw gradient[kTogether], weight[kTogether], first[kTogether], second[kTogether];
+    float first_scale[kTogether], second_scale[kTogether];
 #pragma unroll
-    for (int r = 0; r < kStepRows<B>; ++r) {
-      if (p.row + r < e.rows && p.count > 0) store_codes<E>(e, p, r, weight[r], scale.multiplier, nan);
+    for (int k = 0; k < kTogether; ++k) {
+      const int count = r0 + k < p.rows ? p.count : 0;
+      const int64_t at = (p.line + r0 + k) * e.columns + p.column;
+      gradient[k] = wide_gradient ? load_raw<4, Vectors>(e.gradient, at, count) : load_raw<2, Vectors>(e.gradient, at, count);
+      weight[k] = load_raw<4, Vectors>(e.weight, at, count);
+      first[k] = load_raw<kBytes, Vectors>(e.first, at, count);
+      second[k] = load_raw<kBytes, Vectors>(e.second, at, count);
+      if constexpr (M == Moments::kFp8) {
+        const int64_t scale_at = (p.line + r0 + k) * moment_blocks + p.column / kMomentBlock;
+        first_scale[k] = count > 0 ? e.first_scales[scale_at] : 0.0f;
+        second_scale[k] = count > 0 ? e.second_scales[scale_at] : 0.0f;
+      }
     }
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      const int r = r0 + k;
+      if (r >= p.rows) continue;  // a warp's lanes share their rows
+      const int64_t line = p.line + r, at = line * e.columns + p.column;
+      Four g, w = floats_of<Fp32>(weight[k]);
+      if (wide_gradient) {
+        g = floats_of<Fp32>(gradient[k]);
+      } else {
+        g = e.gradient_dtype == Bf16::kId ? floats_of<Bf16>(gradient[k]) : floats_of<Fp16>(gradient[k]);
+      }
+      Four m = moment_of<M, false>(first[k], first_scale[k]), v = moment_of<M, true>(second[k], second_scale[k]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) adamw_step<float>(w.x[i], m.x[i], v.x[i], g.x[i], c);
+      RandomPair random{};
+      if constexpr (M != Moments::kFp32) random = random_pair(e, key, e.random_index(batch, row + r, p.column), eights);
+      store_raw<kBytes, Vectors>(e.first, at, p.count, kept_moment<M, false>(m, random.first, first_scale[k]));
+      store_raw<kBytes, Vectors>(e.second, at, p.count, kept_moment<M, true>(v, random.second, second_scale[k]));
+      if constexpr (M == Moments::kFp8) {
+        if (threadIdx.x % 32 == 0) {
+          const int64_t scale_at = line * moment_blocks + p.column / kMomentBlock;
+          e.first_scales[scale_at] = first_scale[k], e.second_scales[scale_at] = second_scale[k];
+        }
+      }
+      if (still) continue;
+      store_raw<4, Vectors>(e.weight, at, p.count, raw_of(w));
+      if constexpr (kSquare<B>) {
+        kept[r * 32] = make_float4(w.x[0], w.x[1], w.x[2], w.x[3]);
+        most = max(most, largest_of(w));
+        nan |= any_nan(w);
+      } else if constexpr (B == Blocks::kRows) {
+        write_row(e, line, p, w);
+      } else if (e.output == static_cast<int>(StepOutput::kCopy)) {
+        Raw copy{};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int32_t bits = canonical<float>(to_bits(w.x[i]));
+          const uint32_t pattern = e.out_dtype == Bf16::kId ? narrow<Bf16, float>(bits) : narrow<Fp16, float>(bits);
+          copy.word[i / 2] |= (pattern & 0xFFFF) << (16 * (i % 2));
+        }
+        store_raw<2, Vectors>(e.out, at, p.count, copy);
+      }
+    }
+  }
+  if constexpr (kSquare<B>) {
+    if (!still) write_square<B>(e, p, grid_row, most, nan, kept);
   }
 }
 
 template <Moments M, Blocks B>
-__global__ void __launch_bounds__(32 * kStepWarps<B>, B == Blocks::kSquare128 ? 2 : 4) adamw(const __grid_constant__ StepLaunch a) {
-  constexpr int kRows = kStepRows<B>, kTogether = 2;  // rows whose loads are under way together
-  __shared__ uint32_t shared[kStepWarps<B> * 4];
+__global__ void __launch_bounds__(32 * kStepWarps<B>, kStepBlocks<B>) adamw(const __grid_constant__ StepLaunch a) {
+  extern __shared__ float4 masters[];
   int index = 0;
   for (int above = a.count; above - index > 1;) {
     const int middle = (index + above) / 2;
@@ -326,82 +443,11 @@ __global__ void __launch_bounds__(32 * kStepWarps<B>, B == Blocks::kSquare128 ? 
   const StepCoefficients c = e.coefficients_at != nullptr ? *e.coefficients_at : e.coefficients;
   if (c.skip != 0.0f) return;
   const int64_t tile = blockIdx.x - a.first_tile[index];
-  const int64_t across = (e.columns + kStepColumns - 1) / kStepColumns, down = (e.rows + kStepTileRows<B> - 1) / kStepTileRows<B>;
-  StepPlace p;
-  p.column = tile % across * kStepColumns + threadIdx.x % 32 * 4;
-  p.row = tile / across % down * kStepTileRows<B> + threadIdx.x / 32 * kRows;
-  p.batch = tile / across / down;
-  p.count = static_cast<int>(max(min(e.columns - p.column, int64_t{4}), int64_t{0}));
-  const bool vectors = a.vectors[index] && p.count == 4, still = c.still();
-  Kept<M, false> first{e.first, e.first_scales, {}};
-  Kept<M, true> second{e.second, e.second_scales, {}};
-  if constexpr (M != Moments::kFp32) {
-    const uint32_t step = e.step_at != nullptr ? static_cast<uint32_t>(*e.step_at) : static_cast<uint32_t>(e.step);
-    first.key = rounding_key(e.key0, e.key1, step, e.parameter, kRoundFirst);
-    second.key = rounding_key(e.key0, e.key1, step, e.parameter, kRoundSecond);
-  }
-  const int64_t moment_blocks = (e.columns + kMomentBlock - 1) / kMomentBlock;
-  Four weight[kRows];
-#pragma unroll
-  for (int r0 = 0; r0 < kRows; r0 += kTogether) {
-    Four gradient[kTogether], m[kTogether], v[kTogether];
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      weight[r0 + k] = gradient[k] = m[k] = v[k] = Four{};
-      const int64_t row = p.batch * e.rows + p.row + r0 + k, at = row * e.columns + p.column;
-      const int64_t scale_at = row * moment_blocks + p.column / kMomentBlock;
-      if (p.row + r0 + k < e.rows && p.count > 0) {
-        gradient[k] = load_gradient(e, at, vectors, p.count);
-        weight[r0 + k] = load_four<Fp32>(e.weight, at, vectors, p.count);
-        m[k] = first.load(at, scale_at, vectors, p.count);
-        v[k] = second.load(at, scale_at, vectors, p.count);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      if (p.row + r0 + k >= e.rows) continue;  // a warp's lanes share their rows
-      const int64_t row = p.batch * e.rows + p.row + r0 + k, at = row * e.columns + p.column;
-      const int64_t scale_at = row * moment_blocks + p.column / kMomentBlock;
-      const uint64_t random = e.random_index(p.batch, p.row + r0 + k, p.column);
-      Four& w = weight[r0 + k];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) adamw_step<float>(w.x[i], m[k].x[i], v[k].x[i], gradient[k].x[i], c);
-      first.store(m[k], at, scale_at, random, vectors, p.count);
-      second.store(v[k], at, scale_at, random, vectors, p.count);
-      if (still) continue;
-      store_floats(e.weight, at, w, vectors, p.count);
-      if (B == Blocks::kNothing && e.output == static_cast<int>(StepOutput::kCopy)) {
-        uint32_t raw[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int32_t bits = canonical<float>(to_bits(w.x[i]));
-          raw[i] = (e.out_dtype == Bf16::kId ? narrow<Bf16, float>(bits) : narrow<Fp16, float>(bits)) & 0xFFFF;
-        }
-        store_halves(e.out, at, raw, vectors, p.count);
-      }
-    }
-  }
-  if constexpr (B != Blocks::kNothing) {
-    if (still) return;
-    if constexpr (B == Blocks::kSquare128) {
-      if (e.element == E4M3::kId) return write_codes<B, E4M3>(e, p, weight, shared);
-      return write_codes<B, E5M2>(e, p, weight, shared);
-    } else {
-      switch (e.element) {
-        case E4M3::kId:
-          return write_codes<B, E4M3>(e, p, weight, shared);
-        case E5M2::kId:
-          return write_codes<B, E5M2>(e, p, weight, shared);
-        case E3M2::kId:
-          return write_codes<B, E3M2>(e, p, weight, shared);
-        case E2M3::kId:
-          return write_codes<B, E2M3>(e, p, weight, shared);
-        case E2M1::kId:
-          return write_codes<B, E2M1>(e, p, weight, shared);
-        default:
-          return write_codes<B, Int8>(e, p, weight, shared);
-      }
-    }
+  float4* kept = masters + threadIdx.x / 32 * kStepRows<B> * 32 + threadIdx.x % 32;
+  if (a.vectors[index]) {
+    step_tile<M, B, true>(e, c, tile, kept);
+  } else {
+    step_tile<M, B, false>(e, c, tile, kept);
   }
 }
 
