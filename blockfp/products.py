@@ -105,6 +105,7 @@ def route(
     capability: tuple[int, int] | None = None,
     n: int | None = None,
     k: int | None = None,
+    in_order: bool = True,
 ) -> Route:
     """How a @ b^T runs, for a [.., m, k] and b [.., n, k].
 
@@ -113,6 +114,8 @@ def route(
         platform: "cpu" or "cuda".
         capability: of a CUDA device, such as (9, 0).
         n, k: lengths; None takes them to fit.
+        in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
+            that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
 
     Raises:
         ValueError: an unknown format or platform, or "cuda" without a capability.
@@ -125,7 +128,9 @@ def route(
     if a is None and b is None:
         return Route("plain", None, False, "neither operand is quantized")
     why = "one operand is in high precision" if a is None or b is None else "no matrix unit takes these codes and scales"
-    if platform == "cuda" and capability is not None and a is not None and b is not None:
+    if not in_order:
+        why = "blocks lie across the operands or are cut"
+    elif platform == "cuda" and capability is not None and a is not None and b is not None:
         rule = _rule(a, b, capability[0])
         if rule is not None:
             misfit = [f"{name} = {size}" for name, size in _misfits(rule, n, k)]

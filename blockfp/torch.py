@@ -1,14 +1,35 @@
 """The PyTorch face: `import blockfp.torch as bfp`.
 
 `quantize` makes a `QuantizedTensor`, its `dequantize` method gives the values back; both run eager and compiled, on the same
-bits as the NumPy and JAX faces.
+bits as the NumPy and JAX faces. `convert` turns the linear layers of a model into `Linear` layers, which train with quantized
+weights, under FSDP2 too.
 """
 
 from .torch_backend.adamw import Adam, AdamW
+from .torch_backend.convert import convert
+from .torch_backend.delayed import update_scales
 from .torch_backend.interchange import from_jax
 from .torch_backend.keys import random_key
+from .torch_backend.linear import LinearState, linear
 from .torch_backend.loading import load_high_precision_
+from .torch_backend.modules.linear import Linear
+from .torch_backend.observe import observe
 from .torch_backend.quantize import fake_quantize, quantize
 from .torch_backend.tensor import QuantizedTensor
 
-__all__ = ["Adam", "AdamW", "QuantizedTensor", "fake_quantize", "from_jax", "load_high_precision_", "quantize", "random_key"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "Linear",
+    "LinearState",
+    "QuantizedTensor",
+    "convert",
+    "fake_quantize",
+    "from_jax",
+    "linear",
+    "load_high_precision_",
+    "observe",
+    "quantize",
+    "random_key",
+    "update_scales",
+]

@@ -42,11 +42,13 @@ class Place(NamedTuple):
         gather: the plan's step.
         rank: this rank's position in the shard mesh.
         base: what the shard mesh divides.
+        data_rank: this rank's coordinate on all axes that divide the batch (`data_rank`).
     """
 
     gather: Gather
     rank: int
     base: Base
+    data_rank: int
 
 
 class Sent(NamedTuple):
@@ -69,7 +71,7 @@ def send(place: Place, codes: Tensor, scales: Tensor, tensor_scale: Tensor | Non
         place: where the shard lies.
         codes, scales, tensor_scale: of this rank's rows.
     """
-    gather, rank, _ = place
+    gather, rank, *_ = place
     parts = [_lengthened(codes, gather.stored(rank).chunk), _lengthened(scales, gather.scales(rank).chunk)]
     if tensor_scale is not None:
         parts.append(tensor_scale.view(1))
@@ -121,7 +123,7 @@ def _own_memory(gathered: tuple[Tensor, ...], sent: Sent) -> tuple[Tensor | None
     """Scales and tensor scale where they are no heads of what was gathered, and so aren't refilled with it; else None."""
     if len(gathered) == 1:
         return sent.scales, sent.tensor_scale
-    gather, rank, _ = sent.place
+    gather, rank, *_ = sent.place
     if gather.scales(rank).head:
         return None, None
     return gathered[1].index_select(0, _index(gather, rank, gathered[1].device)), None
@@ -154,7 +156,23 @@ def place(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMes
             f"rank {rank} of {world} must hold {size} rows from row {row} of a weight of shape {base.shape}, got {shape[0]} "
             f"rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
         )
-    return Place(gather, rank, base)
+    return Place(gather, rank, base, data_rank(mesh))
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """This rank's coordinate on the axes that divide the batch: the shard mesh's own, and those outside of it.
+
+    HSDP's axis of replicas lies outside, tensor parallelism's inside. What pipelines divide lies outside too, and is the same
+    for all ranks of a layer.
+    """
+    root = mesh._get_root_mesh()
+    coordinate = root.get_coordinate()
+    if root.ndim == 1 or coordinate is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
+        return mesh.get_local_rank()
+    rank = 0
+    for axis in range(root.mesh_dim_names.index(mesh.mesh_dim_names[-1]) + 1):
+        rank = rank * root.size(axis) + coordinate[axis]
+    return rank
 
 
 @lru_cache(maxsize=4096)

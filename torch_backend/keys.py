@@ -1,11 +1,26 @@
-"""Keys of stochastic rounding as tensors."""
+"""Keys of stochastic rounding as tensors, and the custom op that makes those of a step's gradients.
+
+blockfp::gradient_keys   (key, folds, step, groups) -> int32 [groups, 2, 2]
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from blockfp.rounding import Key, key_words
+from blockfp.rounding import Key, fold_in, key_words
+
+from .tensor import QuantizedTensor
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+_op = torch.ops.blockfp.gradient_keys.default
 
 
 def key_tensor(key: Key, device: torch.device) -> Tensor:
@@ -37,3 +52,49 @@ def random_key(generator: torch.Generator | None = None) -> Tensor:
     """
     device = torch.device("cpu") if generator is None else generator.device
     return torch.randint(1 << 32, (2,), generator=generator, dtype=torch.int64, device=device)
+
+
+def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[int] = (), groups: int | None = None) -> Tensor:
+    """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
+
+    They are `fold_in` of the key and, one after another, the step, each of `folds`, then 0 rowwise and 1 columnwise, then the
+    group's number where there are groups.
+
+    Args:
+        key: two words as an int32 or int64 tensor.
+        step: an integer tensor of shape (), or None.
+        folds: further numbers, such as this rank's coordinate on the data-parallel axes.
+        groups: how many groups (experts) the layer has; None for a layer without.
+    """
+    return _op(key, step, list(folds), -1 if groups is None else groups)
+
+
+@torch.library.impl(_library, "gradient_keys", "CompositeExplicitAutograd")
+def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
+    # On a CPU in Python's integers: a tensor operation costs more than all of them.
+    words = tuple(int(word) & 0xFFFFFFFF for word in key) if key.device.type == "cpu" else key.to(torch.int32)
+    if step is not None:
+        words = fold_in(words, int(step) & 0xFFFFFFFF if key.device.type == "cpu" else step)
+    for fold in folds:
+        words = fold_in(words, fold)
+    pair = [fold_in(words, direction) for direction in (0, 1)]
+    keys = [pair] if groups < 0 else [[fold_in(word, group) for word in pair] for group in range(groups)]
+    if key.device.type == "cpu":
+        signed = [[[_signed(int(word)) for word in words] for words in pair] for pair in keys]
+        return torch.tensor(signed, dtype=torch.int32).view(-1, 2, 2)
+    return torch.stack([torch.stack(pair) for pair in keys]) if keys else key.new_empty((0, 2, 2), dtype=torch.int32)
+
+
+@torch.library.register_fake("blockfp::gradient_keys", lib=_library)
+def _gradient_keys_fake(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
+    return key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
+
+
+def data_rank(weight: Tensor) -> int:
+    """This rank's coordinate on the axes that divide the batch, as far as the point of use knows them.
+
+    FSDP2's is what the gathered weight was gathered over, DDP's that in the process group of the model whose forward this is.
+    """
+    rank = weight.geometry.data_rank if isinstance(weight, QuantizedTensor) else 0
+    model = DistributedDataParallel._get_active_ddp_module()
+    return rank if model is None else model.process_group.rank()

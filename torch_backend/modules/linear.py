@@ -1,0 +1,82 @@
+"""`Linear`: torch's linear layer, with quantized products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..linear import Compute, apply
+from .weights import QuantizedLayer, Weights
+
+
+class Linear(QuantizedLayer):
+    """x @ weight^T + bias, with weight [out, in] stored quantized and all three products as a recipe says (`linear`).
+
+    Args:
+        in_features, out_features: lengths.
+        bias: whether there is a bias, [out].
+        recipe: a `Recipe` or its name.
+        device, dtype: of the parameters; the dtype is the weight's nominal one.
+        weights, compute, keep_init: see `QuantizedLayer`.
+
+    Delayed scaling keeps `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale` in buffers, which
+    `update_scales` moves on. Stochastic rounding keeps `rng_key` and `step`, which each backward moves on.
+
+    Raises:
+        TypeError, ValueError: a recipe that isn't one, or that a linear layer can't run.
+
+    Example:
+        >>> layer = Linear(1024, 4096, recipe="mxfp8", dtype=torch.bfloat16)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__(recipe, weights, compute, keep_init)
+        self.in_features, self.out_features = in_features, out_features
+        values = torch.empty((out_features, in_features), device=device, dtype=dtype)
+        # Filled by reset_parameters: until then the originals would be nobody's.
+        self.set_weight(values.to("meta"))
+        if not values.is_meta:
+            self.weight = nn.Parameter(torch.empty_like(self.weight, device=values.device))
+        self.bias = nn.Parameter(values.new_empty(out_features)) if bias else None
+        self.set_buffers(values.device)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        recipe: Recipe | str,
+        *,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ) -> Linear:
+        """The layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
+        layer = cls(
+            linear.in_features, linear.out_features, bias=False, recipe=recipe, device="meta", weights=weights,
+            compute=compute, keep_init=keep_init,
+        )  # fmt: skip
+        layer.set_weight(linear.weight, requires_grad=linear.weight.requires_grad)
+        layer.bias = linear.bias
+        layer.set_buffers(linear.weight.device)
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply(x, self.weight, self.bias, self.checked, state=self.state())
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"

@@ -1,0 +1,193 @@
+"""The custom op that quantizes an operand of a matrix product: rowwise, columnwise, or both from one read.
+
+    blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+                                -> [row parts .., column parts .., amax where a multiplier is given]
+
+Columnwise is rowwise of x transposed, so scales run along the rows of x and codes lie transposed. Parts are codes, scales and,
+for formats of two levels, tensor_scale. `row` and `column` are names of formats, None where the direction isn't wanted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from blockfp import cuda, layout, native, numerics, rotation
+from blockfp.formats import Format
+from blockfp.numerics import Amax, Quantized
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? row_key=None, "
+    "Tensor? column_key=None, bool rotate=False, float eps=0.0) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_op = torch.ops.blockfp.quantize_operand.default
+
+
+class Directions(NamedTuple):
+    """Parts of an operand in each direction, empty where it was not asked for; and its amax, int32 [1], or None."""
+
+    row: list[Tensor]
+    column: list[Tensor]
+    amax: Tensor | None
+
+
+def quantize_operand(
+    x: Tensor,
+    row: Format | None,
+    column: Format | None,
+    *,
+    amax: Tensor | None = None,
+    multiplier: Tensor | None = None,
+    row_key: Tensor | None = None,
+    column_key: Tensor | None = None,
+    rotate: bool = False,
+    eps: float = 0.0,
+) -> Directions:
+    """Codes and scales of a matrix along its rows, its columns, or both.
+
+    Args:
+        x: [rows, columns], float32, float16 or bfloat16.
+        row, column: formats, or None.
+        amax: int32 [1], fp32 bits of the largest magnitude, for formats with one scale per tensor; by default it is computed.
+        multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
+        row_key, column_key: two words each as int32 [2], for stochastic rounding.
+        rotate: the random Hadamard transform before the columnwise direction.
+        eps: lifts amaxes, as for `numerics.quantize`.
+    """
+    names = [None if format is None else format.name for format in (row, column)]
+    parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps)
+    first = 0 if row is None else part_count(row)
+    second = first + (0 if column is None else part_count(column))
+    return Directions(parts[:first], parts[first:second], None if multiplier is None else parts[second])
+
+
+def part_count(format: Format) -> int:
+    """How many tensors a format is stored in."""
+    return 3 if format.scale.two_level else 2
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of x, NaN ignored, as int32 [1] of fp32 bits, in plain torch operations.
+
+    For compiled code, where it is fused with what makes x. It looks at the bits of x's own dtype: a comparison of floats might
+    see values that were not yet rounded to it.
+    """
+    words = torch.int32 if x.dtype is torch.float32 else torch.int16
+    magnitude = x.view(words) & torch.iinfo(words).max
+    infinity = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[x.dtype]
+    largest = torch.where(magnitude > infinity, torch.zeros_like(magnitude), magnitude).amax()
+    return largest.view(x.dtype).to(torch.float32).view(torch.int32).view(1)
+
+
+def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[Quantized]:
+    """One direction after the other, by the definition or the CPU kernels."""
+    results = []
+    given = None if amax is None else Amax(amax.reshape(1, 1), None, None)
+    if row is not None:
+        results.append(run.quantize(x, row, key=row_key, eps=eps, amax=given))
+    if column is not None:
+        if column is row and row.square and row_key is column_key is None:
+            codes, scales = numerics.transpose(results[0].codes, results[0].scales, row, columns=x.shape[-1])
+            results.append(Quantized(codes, scales, results[0].tensor_scale))
+        else:
+            turned = x.mT
+            if rotate:
+                turned = (native if run is native else rotation).rotate(turned)
+            results.append(run.quantize(turned, column, key=column_key, eps=eps, amax=given))
+    return results
+
+
+def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier: Tensor) -> list[Quantized]:
+    """With a given multiplier, by the definition."""
+    format = row or column
+    assert format is not None
+    quantized = numerics.quantize(x, format, multiplier=multiplier)
+    turned = quantized._replace(codes=quantized.codes.mT)
+    return [result for result, wanted in ((quantized, row), (turned, column)) if wanted is not None]
+
+
+def _flat(results: list[Quantized]) -> list[Tensor]:
+    """The parts as outputs of an op, none of which may share memory with another."""
+    parts: list[Tensor] = []
+    for part in (part for result in results for part in result if part is not None):
+        shared = any(part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in parts)
+        parts.append(part.clone() if shared and part.numel() else part.contiguous())
+    return parts
+
+
+def _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps) -> list[Tensor]:
+    row, column = _formats(row, column, multiplier)
+    if multiplier is None:
+        return _flat(_both(run, x, row, column, amax, row_key, column_key, rotate, eps))
+    largest = run.amax(x, row or column).blocks.reshape(1)
+    return [*_flat(_multiplied(x, row, column, multiplier)), largest]
+
+
+def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> tuple[Format | None, Format | None]:
+    formats = tuple(None if name is None else Format.parse(name) for name in (row, column))
+    if multiplier is not None and len({format for format in formats if format is not None}) != 1:
+        raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
+    return formats
+
+
+@torch.library.impl(_library, "quantize_operand", "CompositeExplicitAutograd")
+def _by_definition(
+    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
+) -> list[Tensor]:
+    return _run(numerics, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+
+
+@torch.library.impl(_library, "quantize_operand", "CPU")
+def _on_cpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
+    run = native if native.available() else numerics
+    return _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+
+
+@torch.library.impl(_library, "quantize_operand", "CUDA")
+def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
+    if not cuda.available():
+        return _run(numerics, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+    first, second = _formats(row, column, multiplier)
+    # Gradients of sums come as expanded scalars.
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if amax is not None or multiplier is not None:
+        format = first or second
+        assert format is not None
+        both, largest = cuda.quantize_scaled(
+            x, format, amax=amax, multiplier=multiplier, rows=first is not None, columns=second is not None, eps=eps
+        )
+        results = [result for result, wanted in ((both.row, first), (both.column, second)) if wanted is not None]
+        return _flat(results) if largest is None else [*_flat(results), largest]
+    one_read = first is second and (row_key is None) == (column_key is None)
+    if first is not None and one_read:
+        key = None if row_key is None else torch.cat([row_key, column_key])
+        return _flat(list(cuda.quantize_both(x, first, key=key, eps=eps, rotate=rotate)))
+    results = [] if first is None else [cuda.quantize(x, first, key=row_key, eps=eps)]
+    if second is not None:
+        results.append(cuda.quantize_both(x, second, key=_second(column_key), eps=eps, rotate=rotate, rows=False).column)
+    return _flat(results)
+
+
+def _second(key: Tensor | None) -> Tensor | None:
+    """The key where the kernel looks for that of the transposed direction."""
+    return None if key is None else torch.cat([key, key])
+
+
+@torch.library.register_fake("blockfp::quantize_operand", lib=_library)
+def _fake(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
+    parts = []
+    for name, shape in ((row, x.shape), (column, (x.shape[1], x.shape[0]))):
+        if name is None:
+            continue
+        format = Format.parse(name)
+        scale_dtype = cast(torch.dtype, getattr(torch, format.scale.dtype))
+        parts.append(x.new_empty(layout.codes_shape(shape, format), dtype=torch.uint8))
+        parts.append(x.new_empty(layout.scales_shape(shape, format), dtype=scale_dtype))
+        if format.scale.two_level:
+            parts.append(x.new_empty((), dtype=torch.float32))
+    return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]
