@@ -21,14 +21,15 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     try:
         yield temporary
-        _to_disk(temporary)
+        to_disk(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _to_disk(path.parent)
+    to_disk(path.parent)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Returns when a file, or the names in a folder, would survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

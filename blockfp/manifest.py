@@ -1,0 +1,150 @@
+"""Folders of checkpoints: numbered, each whole or not there at all, with checksums of its files.
+
+FOLDER/
+  step-00000200/             a checkpoint that is whole: it got its name when everything was on the disk
+    manifest.json            the length and SHA-256 of every other file
+    ..                       what the checkpoint consists of
+  .step-00000300.tmp/        one being written, or left behind by a run that died
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .atomic import to_disk
+
+MANIFEST = "manifest.json"
+VERSION = 1
+_WHOLE = re.compile(r"step-(\d{8,})")
+_LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(tmp|old)")
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint that can't be used; the message names the file, or the entry, and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Length in bytes and SHA-256 of a file."""
+
+    length: int
+    sha256: str
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in a run's folder."""
+    return run / f"step-{step:08d}"
+
+
+def temporary_of(checkpoint: Path) -> Path:
+    """Where a checkpoint is written until it is whole."""
+    return checkpoint.parent / f".{checkpoint.name}.tmp"
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of which there are whole checkpoints in a run's folder, ascending."""
+    found = (_WHOLE.fullmatch(path.name) for path in run.iterdir()) if run.is_dir() else ()
+    return sorted(int(match[1]) for match in found if match)
+
+
+def find(folder: Path, step: int | None = None) -> Path:
+    """A checkpoint: `folder` itself if it is one, else that of a step in it, by default of the last.
+
+    Raises:
+        BadCheckpoint: there is none.
+    """
+    if (folder / MANIFEST).is_file():
+        if step is not None and folder_of(folder.parent, step).name != folder.name:
+            raise BadCheckpoint(f"{folder} is a checkpoint itself, not of step {step}: leave step out, or name {folder.parent}")
+        return folder
+    there = steps(folder)
+    if not there:
+        raise BadCheckpoint(f"{folder} holds no checkpoint: nothing in it is called step-.. and has a {MANIFEST}")
+    if step is not None and step not in there:
+        raise BadCheckpoint(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, there))}")
+    return folder_of(folder, there[-1] if step is None else step)
+
+
+def file_sum(path: Path) -> FileSum:
+    """Reads a file whole."""
+    with path.open("rb") as file:
+        return FileSum(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
+    """Writes the manifest, and has it and the folder on the disk before it returns."""
+    entries = {name: {"length": s.length, "sha256": s.sha256} for name, s in sorted(files.items())}
+    path = checkpoint / MANIFEST
+    path.write_text(json.dumps({"version": VERSION, "files": entries}, indent=1) + "\n")
+    to_disk(path)
+    to_disk(checkpoint)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
+    """What the files of a checkpoint must be.
+
+    Raises:
+        BadCheckpoint: there is no manifest, or it is not one.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+        if content["version"] != VERSION:
+            raise BadCheckpoint(f"{path} is of version {content['version']}; this blockfp reads version {VERSION}")
+        return {str(name): FileSum(int(s["length"]), str(s["sha256"])) for name, s in content["files"].items()}
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is no manifest: {error!r}") from error
+
+
+def problem_with(path: Path, expected: FileSum) -> str | None:
+    """What is wrong with a file of a checkpoint, or None."""
+    try:
+        length = path.stat().st_size
+        if length != expected.length:
+            return f"{path} has {length} bytes and should have {expected.length}: it was cut short or written to"
+        if file_sum(path) != expected:
+            return f"{path} is not what was saved: its SHA-256 differs from the one in {MANIFEST}"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None
+
+
+def begin(checkpoint: Path) -> None:
+    """Makes an empty folder to write a checkpoint to, `temporary_of(checkpoint)`, and removes what runs that died left.
+
+    Raises:
+        FileExistsError: there is a checkpoint of this name.
+    """
+    if checkpoint.exists():
+        raise FileExistsError(f"{checkpoint} exists: a checkpoint is never overwritten; save another step, or remove it first")
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    for path in checkpoint.parent.iterdir():
+        if _LEFT_BEHIND.fullmatch(path.name):
+            shutil.rmtree(path)
+    temporary_of(checkpoint).mkdir()
+
+
+def publish(checkpoint: Path, files: Mapping[str, FileSum], keep: int | None) -> None:
+    """Gives a checkpoint that is on the disk its name, in one step; then removes all but the last `keep` of its folder."""
+    write_manifest(temporary_of(checkpoint), files)
+    os.rename(temporary_of(checkpoint), checkpoint)
+    to_disk(checkpoint.parent)
+    _remove(checkpoint.parent, () if keep is None else steps(checkpoint.parent)[:-keep])
+
+
+def _remove(run: Path, surplus: Iterable[int]) -> None:
+    for step in surplus:
+        old = folder_of(run, step)
+        # Renamed first: nobody then finds half of it.
+        hidden = run / f".{old.name}.old"
+        os.rename(old, hidden)
+        shutil.rmtree(hidden)

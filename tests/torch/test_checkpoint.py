@@ -1,0 +1,229 @@
+"""Checkpoints: saved on one mesh, loaded on another, everything equal to the bit, also after more steps."""
+
+import functools
+import math
+import re
+
+import pytest
+import threaded
+import torch
+import torch.distributed.checkpoint as dcp
+from blockfp.torch_backend.adamw import AdamW
+from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.sharding import local_of
+from resumed import MESHES, assert_is_part_of, model_of, shard, train
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
+from blockfp.manifest import BadCheckpoint
+
+SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
+"""Two that are cut along the blocks on some mesh, two that no mesh cuts evenly, and one of fewer rows than ranks."""
+
+PAIRS = [(a, b) for a in MESHES for b in MESHES if "row" not in a + b]
+
+
+def world(mesh):
+    return 1 if MESHES[mesh] is None else math.prod(MESHES[mesh][0])
+
+
+def optimizer_of(model, **options):
+    return AdamW(model.parameters(), lr=0.1, key=7, **options)
+
+
+@functools.lru_cache(maxsize=8)
+def unsharded(format, steps, shapes, **options):
+    model = model_of(format, shapes)
+    optimizer = optimizer_of(model, **options)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def save(rank, mesh, folder, format, shapes=SHAPES, **options):
+    model = shard(model_of(format, shapes), mesh)
+    optimizer = optimizer_of(model, **options)
+    train(model, optimizer, 0, 3)
+    save_checkpoint(folder, model, optimizer, step=3, extra={"cursor": torch.arange(3), "epoch": 2, "name": "run"})
+
+
+def load_and_go_on(rank, mesh, folder, format, shapes, options, references):
+    model = shard(model_of(format, shapes, seed=50), mesh)
+    optimizer = optimizer_of(model, **options)
+    loaded = load_checkpoint(folder, model, optimizer)
+    assert (loaded.step, loaded.extra["epoch"], loaded.extra["name"]) == (3, 2, "run")
+    assert torch.equal(loaded.extra["cursor"], torch.arange(3))
+    assert_is_part_of(model, optimizer, *references[0])
+    train(model, optimizer, 3, 6)
+    assert_is_part_of(model, optimizer, *references[1])
+
+
+def check(folder, format, source, target, shapes=SHAPES, **options):
+    references = [unsharded(format, steps, tuple(shapes), **options) for steps in (3, 6)]
+    threaded.run(world(source), functools.partial(save, **options), source, folder, format, shapes)
+    threaded.run(world(target), load_and_go_on, target, folder, format, shapes, options, references)
+
+
+@pytest.mark.parametrize(("i", "format"), list(enumerate(FORMATS)), ids=str)
+def test_every_format_goes_on_on_another_mesh(i, format, tmp_path):
+    """FSDP to other numbers of ranks, HSDP, FSDP over tensor parallelism and back; uneven, empty and straddling shards."""
+    source, target = PAIRS[(7 * i + 3) % len(PAIRS)]
+    check(tmp_path, format.name, source, target)
+
+
+@pytest.mark.parametrize("source", ["fsdp4", "strided", "hsdp"])
+@pytest.mark.parametrize("target", ["one", "fsdp2", "strided", "hsdp_tp"])
+def test_every_mesh(source, target, tmp_path):
+    check(tmp_path, "nvfp4_16x16", source, target)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_128x128", "mxfp6_e3m2_32x32", "nvfp4"])
+def test_cut_columns(format, tmp_path):
+    """Tensor parallelism over columns, FSDP over rows."""
+    shapes = [(64, 256), (3, 512)]
+    check(tmp_path / "a", format, "row_parallel", "fsdp2", shapes)
+    check(tmp_path / "b", format, "one", "row_parallel", shapes)
+
+
+@pytest.mark.parametrize("options", [{"moments": "bfloat16"}, {"moments": "fp8"}, {"master": None}], ids=str)
+def test_what_the_optimizer_keeps(options, tmp_path):
+    check(tmp_path, "mxfp8_e4m3_32x32", "fsdp4", "hsdp", **options)
+
+
+def test_without_sharding_no_process_group_is_needed(tmp_path):
+    save(0, "one", tmp_path, "mxfp8_e4m3")
+    references = [unsharded("mxfp8_e4m3", steps, tuple(SHAPES)) for steps in (3, 6)]
+    load_and_go_on(0, "one", tmp_path, "mxfp8_e4m3", SHAPES, {}, references)
+
+
+def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
+    model = model_of("nvfp4_16x16", SHAPES)
+    state = model.state_dict()
+    weight = model[1].weight
+    assert {name for name in state if name.startswith("1.")} == {
+        *("1.weight", "1.weight_scale", "1.weight_tensor_scale", "1.weight_format_nvfp4_16x16"),
+        *("1.bias", "1.input_amax_history", "1.input_scale", "1.rng_key", "1.step"),
+    }
+    assert state["1.weight"].data_ptr() == weight.codes.data_ptr()
+    assert state["1.weight_scale"].data_ptr() == weight.scales.data_ptr()
+    assert state["1.weight_format_nvfp4_16x16"].shape == (0, 37, 40)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    torch.save(state, tmp_path / "model.pt")
+    other = model_of("nvfp4_16x16", SHAPES, seed=50)
+    assert other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True)) == ([], [])
+    assert_is_part_of(other, None, model, None)
+
+
+def test_assigning_makes_new_parameters():
+    model, other = model_of("mxfp4_e2m1", SHAPES), model_of("mxfp4_e2m1", SHAPES, seed=50)
+    state = model.state_dict()
+    other.load_state_dict(state, assign=True)
+    assert other[0].weight.codes.data_ptr() == state["0.weight"].data_ptr()
+    assert_is_part_of(other, None, model, None)
+
+
+def _plain_dcp(rank, folder):
+    model = shard(model_of("fp8_e4m3_128x128", SHAPES), "strided")
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    other = shard(model_of("fp8_e4m3_128x128", SHAPES, seed=50), "fsdp4")
+    state = get_model_state_dict(other)
+    assert local_of(state["0.weight"]).data_ptr() == local_of(other[0].weight).codes.data_ptr()
+    # Blocks of 128 rows straddle all shards: one whole grid.
+    assert tuple(local_of(state["0.weight_scale"]).shape) == (1, 1)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    # A state dict of this mesh goes straight onto another.
+    for name, value in get_model_state_dict(model).items():
+        if "weight" in name:
+            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, _full(state[name])), name
+
+
+def _full(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_torchs_own_functions(tmp_path):
+    threaded.run(4, _plain_dcp, tmp_path)
+
+
+def _wrong_format(rank, folder):
+    model = shard(model_of("mxfp8_e5m2_32x32", SHAPES), "fsdp2")
+    before = [local_of(layer.weight).codes.clone() for layer in model]
+    state = get_model_state_dict(model)
+    with pytest.raises(Exception, match=r"weight_format_mxfp8_e5m2_32x32"):
+        dcp.load({"model": state}, checkpoint_id=folder / "step-00000003")
+    with pytest.raises(
+        BadCheckpoint, match=r"0\.weight is mxfp8_e5m2_32x32 in the model and mxfp8_e4m3_32x32 in the checkpoint"
+    ):
+        load_checkpoint(folder, model)
+    assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
+
+
+def test_another_format_is_refused_before_anything_is_changed(tmp_path):
+    threaded.run(2, save, "fsdp2", tmp_path, "mxfp8_e4m3_32x32")
+    threaded.run(2, _wrong_format, tmp_path)
+    state = model_of("mxfp8_e4m3_32x32", SHAPES).state_dict()
+    with pytest.raises(ValueError, match=r"0\.weight is mxfp8_e5m2 in the model and mxfp8_e4m3_32x32 in what is loaded"):
+        model_of("mxfp8_e5m2", SHAPES).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"0\.weight is torch\.float32 in the model and mxfp8_e4m3_32x32 in what is loaded"):
+        model_of(None, SHAPES).load_state_dict(state)
+    del state["0.weight_scale"]
+    with pytest.raises(ValueError, match=r"needs 0\.weight_scale, which"):
+        model_of("mxfp8_e4m3_32x32", SHAPES).load_state_dict(state)
+
+
+def _requantize(rank, mesh, folder, ours, with_optimizer, expected):
+    model = shard(model_of(ours, SHAPES, seed=50), mesh)
+    optimizer = optimizer_of(model) if with_optimizer else None
+    load_checkpoint(folder, model, optimizer, requantize=True)
+    assert_is_part_of(model, None, expected, None)
+    if ours is not None and not with_optimizer:
+        return local_of(model[0].weight).initial is not None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "with_optimizer"),
+    [
+        ("mxfp8_e4m3_32x32", "nvfp4_16x16", True),
+        ("fp8_e4m3_128x128", "fp8_e5m2", False),
+        (None, "mxfp4_e2m1", False),
+        ("nvfp4", None, False),
+    ],
+)
+def test_requantizing(theirs, ours, with_optimizer, tmp_path):
+    """Equal to quantizing the whole of the masters, or of the values that the checkpoint has."""
+    threaded.run(4, save, "strided", tmp_path, theirs)
+    saved, optimizer = unsharded(theirs, 3, tuple(SHAPES))
+    expected = model_of(ours, SHAPES)
+    expected.load_state_dict({name: value for name, value in saved.state_dict().items() if "weight" not in name}, strict=False)
+    for layer, there in zip(expected, saved, strict=True):
+        values = optimizer.state[there.weight]["master"] if with_optimizer else there.weight.detach()
+        values = values.dequantize(torch.float32) if isinstance(values, bfp.QuantizedTensor) else values
+        layer.weight = torch.nn.Parameter(values.clone() if ours is None else bfp.quantize(values, ours))
+    kept = threaded.run(4, _requantize, "fsdp4", tmp_path, ours, with_optimizer, expected)
+    if not with_optimizer and ours is not None:
+        assert set(kept) == {theirs is None}
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    save(0, "one", tmp_path, "mxfp8_e4m3")
+    model = model_of("mxfp8_e4m3", SHAPES[:3])
+    with pytest.raises(BadCheckpoint, match=r"has beyond it 3\.bias, 3\.input_amax_history"):
+        load_checkpoint(tmp_path, model)
+    with pytest.raises(BadCheckpoint, match=r"lacks 4\.bias"):
+        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
+    with pytest.raises(BadCheckpoint, match=r"model\.0\.weight has shape \(64, 128\) there and \(65, 128\) here"):
+        load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
+    with pytest.raises(BadCheckpoint, match=r"holds no optimizer"):
+        save_checkpoint(tmp_path / "alone", model, step=1)
+        load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
+    with pytest.raises(ValueError, match="meta device"):
+        with torch.device("meta"):
+            empty = model_of("mxfp8_e4m3", SHAPES)
+        load_checkpoint(tmp_path, empty)
+
+
+def test_names_of_formats_and_parts_never_meet():
+    """No format's key is another part's."""
+    assert not [name for name in map(str, FORMATS) if re.fullmatch(r"(tensor_)?scale", name)]
+    assert Format.parse("nvfp4").name == "nvfp4"
