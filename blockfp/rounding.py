@@ -126,7 +126,9 @@ ROWWISE, COLUMNWISE = 0, 1
 """What of a gradient is rounded, as `gradient_key` is told."""
 
 
-def gradient_key(key: Key, direction: int, coordinate: int | Array | None = None) -> tuple[int, int] | Array:
+def gradient_key(
+    key: Key, direction: int, coordinate: int | Array | None = None, group: int | Array | None = None
+) -> tuple[int, int] | Array:
     """The key of one cast of a layer's gradient, the same rule in every framework.
 
     Args:
@@ -134,8 +136,10 @@ def gradient_key(key: Key, direction: int, coordinate: int | Array | None = None
         direction: `ROWWISE` or `COLUMNWISE`.
         coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of their
             own. Folded in first. None where no axis divides the batch; nothing is folded in then.
+        group: number of the group, in a layer with a weight for each of several; folded in last. None in others.
     """
-    return fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
+    key = fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
+    return key if group is None else fold_in(key, group)
 
 
 def random_bytes(

@@ -60,6 +60,56 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     return map_with_path(place, tree, _broadcast(specs, tree))
 
 
+def shard_state(state: Any, params: Any) -> Any:
+    """An optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
+
+    Args:
+        state: of an optimizer's `init` on the whole parameters.
+        params: the sharded parameters. Whatever in the state has their structure is placed like them, all else on every rank.
+    """
+    leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
+    if not leaves:
+        return state
+    mesh = (leaves[0].codes if is_quantized(leaves[0]) else leaves[0]).sharding.mesh
+    shapes = [_whole_shape(leaf) for leaf in leaves]
+
+    def like_params(tree) -> bool:
+        found, its_structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
+        if its_structure != structure:
+            return False
+        return all(x is None or jnp.shape(x) == shape for x, shape in zip(found, shapes, strict=True))
+
+    def place(tree):
+        if not like_params(tree):
+            return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+        return jax.tree.map(_like, tree, params, is_leaf=_is_leaf)
+
+    return jax.tree.map(place, state, is_leaf=like_params)
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return leaf is None or is_quantized(leaf)
+
+
+def _whole_shape(param: Any) -> tuple[int, ...]:
+    if not is_quantized(param) or param.sharding is None:
+        return param.shape
+    return (*param.codes.shape[:-2], *param.sharding.shape)
+
+
+def _like(x: jax.Array | None, param) -> jax.Array | None:
+    """An array of a parameter's whole shape, placed like it."""
+    if x is None:
+        return None
+    if not is_quantized(param):
+        return jax.device_put(x, param.sharding)
+    sharding = param.sharding
+    for dim in (0, 1):
+        x = _take(x, dim, _element_places(sharding, dim))
+    mesh = param.codes.sharding.mesh
+    return jax.device_put(x, NamedSharding(mesh, _specs_of(param).codes))
+
+
 def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B008
     """The tree's PartitionSpecs, leaf by leaf, for `in_specs` and `out_specs` of shard_map.
 

@@ -341,7 +341,7 @@ def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | Non
     # What fills up is never read.
     tables = [np.concatenate([t, np.zeros(size - len(t), np.int32)]) for t in tables]
     index = _of_rank(step.sharding.mesh, tables)
-    if isinstance(index, np.ndarray) and (index == np.arange(size)).all():
+    if isinstance(index, np.ndarray) and np.array_equal(index, np.arange(size)):
         return lax.slice_in_dim(together, 0, size, axis=axis)
     return jnp.take(together, index, axis=axis)
 
@@ -371,7 +371,7 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
             inverse[index] = np.arange(len(index))
             places.append(inverse)
         place = _of_rank(step.sharding.mesh, places)
-        if not (isinstance(place, np.ndarray) and (place == np.arange(gradient.shape[axis])).all()):
+        if not (isinstance(place, np.ndarray) and np.array_equal(place, np.arange(gradient.shape[axis]))):
             shape = [1] * gradient.ndim
             shape[axis] = -1
             kept = (jnp.asarray(place) >= 0).reshape(shape)
