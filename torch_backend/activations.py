@@ -116,24 +116,31 @@ class Way(NamedTuple):
 
 
 def way_of(
-    x: Tensor, cast: Cast, place: Place, *, columnwise: bool = False, operand: Operand = "input", gathers: bool = True
+    shape: Sequence[int],
+    cast: Cast,
+    place: Place,
+    *,
+    columnwise: bool = False,
+    operand: Operand = "input",
+    gathers: bool = True,
 ) -> Way:
     """What to do with one operand in one direction. Warns, once, where it can't travel as codes.
 
     Args:
-        x: this rank's part [rows, columns].
-        cast: the operand's cast in this direction; its format is not None.
+        shape: of this rank's part [rows, columns].
+        cast: the operand's cast in this direction; without a format, values are gathered.
         place: where the part lies.
         columnwise: whether the transposed matrix is wanted.
         operand: "input", "weight" or "gradient".
         gathers: whether the whole is wanted on every rank, or this rank's part of its codes and scales.
 
     Raises:
-        ValueError: x hasn't the shape of what this rank holds; or there is no such plan (`plans.quantize_shards`).
+        ValueError: the shape isn't that of what this rank holds; or there is no such plan (`plans.quantize_shards`).
     """
     # Compiled code calls `_way_of` while it is traced, and keeps what it returns; `index` makes it take lengths as constants.
-    local = (operator.index(x.shape[0]), operator.index(x.shape[1]))
-    return _way_of(str(cast.format), cast.stochastic, cast.rotate, place[1:], local, columnwise, operand, gathers)
+    local = (operator.index(shape[0]), operator.index(shape[1]))
+    format = None if cast.format is None else cast.format.name
+    return _way_of(format, cast.stochastic, cast.rotate, place[1:], local, columnwise, operand, gathers)
 
 
 @torch.compiler.assume_constant_result
@@ -143,7 +150,7 @@ def _way_of(*question: Any) -> Way:
 
 @lru_cache(maxsize=4096)
 def _answer(
-    format: str,
+    format: str | None,
     stochastic: bool,
     rotate: bool,
     numbers: tuple[int, int, int, int, int | None],
@@ -154,6 +161,11 @@ def _answer(
 ) -> Way:
     place = Place("", *numbers)
     lies = sharding_of(place, local)
+    if format is None:
+        gather = Gather(lies, place.axis, lies.mesh.names, None, "values")
+        return Way(
+            False, (_part(gather.elements(place.rank), gather.dim, place),), False, None, ((0, 0),), _2d(lies), False, False
+        )
     options: dict[str, Any] = {"operand": operand, "columnwise": columnwise, "rotate": rotate, "stochastic": stochastic}
     if gathers:
         plan = plans.gather_activation(format, lies, lies.mesh.names, **options)
@@ -176,7 +188,7 @@ def _answer(
         bool(axes),
         _straddling(quantize, place),
         origins,
-        (quantize.sharding.shape[0], quantize.sharding.shape[1]),
+        _2d(quantize.sharding),
         any(step.format is None for step in transposes),
         any(step.format is not None for step in transposes),
     )
@@ -212,6 +224,10 @@ def sharding_of(place: Place, local: tuple[int, int]) -> Sharding:
     return lies
 
 
+def _2d(sharding: Sharding) -> tuple[int, int]:
+    return sharding.shape[0], sharding.shape[1]
+
+
 def _code_parts(gather: Gather | None, place: Place) -> tuple[Part, ...]:
     if gather is None:
         return ()
@@ -243,33 +259,44 @@ def _straddling(step: Quantize, place: Place) -> Straddling | None:
     return Straddling(straddle.dim, len(straddle.blocks), tuple(held))
 
 
-def quantize_part(
-    x: Tensor, cast: Cast, place: Place, way: Way, *, key: Tensor | None = None, eps: float = 0.0
-) -> list[Tensor]:
+class Direction(NamedTuple):
+    """One direction in which a part is quantized: how, what the plan says of it, and its key where it is stochastic."""
+
+    cast: Cast
+    way: Way
+    key: Tensor | None = None
+
+    @property
+    def how(self) -> tuple[str, bool, bool]:
+        assert self.cast.format is not None
+        return self.cast.format.name, self.way.across, self.cast.rotate
+
+
+def quantize_part(x: Tensor, directions: Sequence[Direction], place: Place, *, eps: float = 0.0) -> list[list[Tensor]]:
     """Codes, scales and, of two-level formats, tensor scale of this rank's part, as the whole matrix's quantization has them.
 
     Args:
         x: this rank's part [rows, columns], float32, float16 or bfloat16.
-        cast: the operand's cast in this direction.
+        directions: the directions wanted; what they reduce goes in one collective.
         place: where the part lies.
-        way: what `way_of` said of these.
-        key: int32 [2], where the cast is stochastic.
         eps: see `numerics.quantize`.
     """
-    how = (str(cast.format), way.across, cast.rotate)
-    found = None
-    if way.whole_amax or way.straddling is not None:
-        found = _reduced(part_ops.part_amaxes(x, *how, way.origins[0]), cast, place, way)
+    amaxes = _reduced_amaxes(x, directions, place)
+    return [_encoded(x, *each, place, eps) for each in zip(directions, amaxes, strict=True)]
+
+
+def _encoded(x: Tensor, direction: Direction, amaxes: list[Tensor] | None, place: Place, eps: float) -> list[Tensor]:
+    (cast, way, key), how = direction, direction.how
     if key is None or place.runs == 1:
-        return part_ops.quantize_part(x, found, key, *how, way.origins[0], way.shape, eps)
+        return part_ops.quantize_part(x, amaxes, key, *how, way.origins[0], way.shape, eps)
     # Random bits are counted in the whole, where the runs of a rank don't lie one after another.
     axis = COLUMNS if way.across else ROWS
-    amaxes = (
-        [None] * place.runs if found is None else list(zip(*(_runs(field, axis, place.runs) for field in found), strict=True))
+    each = (
+        [None] * place.runs if amaxes is None else list(zip(*(_runs(field, axis, place.runs) for field in amaxes), strict=True))
     )
     parts = [
         part_ops.quantize_part(rows, amax, key, *how, origin, way.shape, eps)
-        for rows, amax, origin in zip(x.chunk(place.runs), amaxes, way.origins, strict=True)
+        for rows, amax, origin in zip(x.chunk(place.runs), each, way.origins, strict=True)
     ]
     codes, scales, *tensor_scale = zip(*parts, strict=True)
     one = scales[0] if cast.format is not None and cast.format.per_tensor else torch.cat(scales, axis)
@@ -281,21 +308,27 @@ def _runs(field: Tensor, axis: int, runs: int) -> list[Tensor]:
     return list(field.chunk(runs, axis)) if field.ndim == 2 and field.shape[axis] >= runs else [field] * runs
 
 
-def _reduced(found: list[Tensor], cast: Cast, place: Place, way: Way) -> list[Tensor]:
-    """Amaxes (blocks, nan, tensor) as all ranks of the group have them, in one collective."""
-    assert cast.format is not None
-    # The places in `found` of what is reduced: entries of blocks, then what there is one of in the tensor.
-    fields = [] if way.straddling is None else [0] if cast.format.element.has_nan else [0, 1]
-    sent = [_taken(found[i], way.straddling) for i in fields if way.straddling is not None]
-    whole = (2 if cast.format.scale.two_level else 0) if way.whole_amax else None
-    if whole is not None:
-        sent.append(found[whole])
-    reduced, found = max_reduce_together(sent, (place.group,)), list(found)
-    if whole is not None:
-        found[whole] = reduced.pop()
-    for i, entries in zip(fields, reduced, strict=True):
-        assert way.straddling is not None
-        found[i] = _put(found[i], way.straddling, entries)
+def _reduced_amaxes(x: Tensor, directions: Sequence[Direction], place: Place) -> list[list[Tensor] | None]:
+    """For each direction (blocks, nan, tensor) as all ranks of the group have them; None where nothing is reduced."""
+    found: list[list[Tensor] | None] = [None] * len(directions)
+    sent: list[Tensor] = []
+    put: list[tuple[list[Tensor], int, Straddling | None]] = []
+    for i, direction in enumerate(directions):
+        format, way = direction.cast.format, direction.way
+        assert format is not None
+        if not way.whole_amax and way.straddling is None:
+            continue
+        fields = found[i] = list(part_ops.part_amaxes(x, *direction.how, way.origins[0]))
+        if way.straddling is not None:
+            for field in (0,) if format.element.has_nan else (0, 1):
+                sent.append(_taken(fields[field], way.straddling))
+                put.append((fields, field, way.straddling))
+        if way.whole_amax:
+            field = 2 if format.scale.two_level else 0
+            sent.append(fields[field])
+            put.append((fields, field, None))
+    for (fields, field, straddling), reduced in zip(put, max_reduce_together(sent, (place.group,)), strict=True):
+        fields[field] = reduced if straddling is None else _put(fields[field], straddling, reduced)
     return found
 
 

@@ -1,7 +1,8 @@
-"""The custom ops that quantize a part of a matrix that is cut over ranks. Between the two stands a collective.
+"""The custom ops that quantize a part of a matrix that is cut over ranks. Between the first two stands a collective.
 
     blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
     blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]
+    blockfp::turned         (codes, scales, ..) -> [codes, scales]    of the transposed matrix, for square blocks
 
 `columnwise` and `rotate` come first: `origin` and `shape` speak of the matrix as it is encoded.
 """
@@ -13,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from blockfp import layout
+from blockfp import cuda, layout, numerics
 from blockfp.formats import Format
 from blockfp.numerics import Amax
 from blockfp.rotation import rotate as rotated
@@ -30,9 +31,11 @@ _library.define(
     "int[] shape, float eps) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_library.define("turned(Tensor codes, Tensor scales, str format, int columns) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 
 part_amaxes = torch.ops.blockfp.part_amaxes.default
 quantize_part = torch.ops.blockfp.quantize_part.default
+turned = torch.ops.blockfp.turned.default
 
 
 def _encoded(x: Tensor, columnwise: bool, rotate: bool) -> Tensor:
@@ -69,6 +72,13 @@ def _quantize_part(
     return [part.contiguous() for part in parts if part is not None]
 
 
+@torch.library.impl(_library, "turned", "CompositeExplicitAutograd")
+def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
+    run = cuda if codes.is_cuda and cuda.available() else numerics
+    # Copies: an op may not return what it was given.
+    return [part.clone(memory_format=torch.contiguous_format) for part in run.transpose(codes, scales, format, columns=columns)]
+
+
 @torch.library.register_fake("blockfp::part_amaxes", lib=_library)
 def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
     parsed = Format.parse(format)
@@ -89,3 +99,9 @@ def _quantize_part_fake(
         x.new_empty(layout.scales_shape(size, parsed, (origin[0], origin[1])), dtype=scale_dtype),
     ]
     return [*parts, x.new_empty((), dtype=torch.float32)] if parsed.scale.two_level else parts
+
+
+@torch.library.register_fake("blockfp::turned", lib=_library)
+def _turned_fake(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
+    packed = layout.packed_columns(codes.shape[0], Format.parse(format).element.bits)
+    return [codes.new_empty((columns, packed)), scales.new_empty((scales.shape[1], scales.shape[0]))]

@@ -8,7 +8,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend import activations
-from blockfp.torch_backend.activations import COLUMNS, ROWS, Place
+from blockfp.torch_backend.activations import COLUMNS, ROWS, Direction, Place
 from blockfp.torch_backend.quantize import quantize
 from samples import KINDS, sample
 
@@ -55,9 +55,9 @@ def part_of(x, place, ranks, rank):
 
 def gathered(x, cast, place, columnwise, key, operand="input"):
     """The whole's codes and scales on this rank, by the way the plan says, and what way that was."""
-    way = activations.way_of(x, cast, place, columnwise=columnwise, operand=operand)
+    way = activations.way_of(x.shape, cast, place, columnwise=columnwise, operand=operand)
     if way.by_codes:
-        parts = activations.quantize_part(x, cast, place, way, key=key)
+        parts = activations.quantize_part(x, [Direction(cast, way, key)], place)[0]
     else:
         parts = [x]
     parts = activations.join(way, place, activations.start(place, activations.padded(way, parts)))
@@ -124,9 +124,9 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
         local = activations.sharding_of(place._replace(length=length), local_shape(x, place))
         own = x[local.region(rank).slices].contiguous()
         cast = Cast(format, stochastic=key is not None)
-        way = activations.way_of(own, cast, place, columnwise=columnwise, operand=operand, gathers=False)
+        way = activations.way_of(own.shape, cast, place, columnwise=columnwise, operand=operand, gathers=False)
         words = None if key is None else torch.tensor(key, dtype=torch.int32)
-        return activations.quantize_part(own, cast, place, way, key=words), local, x
+        return activations.quantize_part(own, [Direction(cast, way, words)], place)[0], local, x
 
     for i, (axis, length, ranks) in enumerate(cases):
         for columnwise in (False, True):
@@ -198,7 +198,7 @@ def test_one_warning_names_the_plans_reason():
 
 def test_a_part_of_the_wrong_shape_is_refused_on_every_rank():
     def on_rank(rank):
-        activations.way_of(torch.ones(7, 8), Cast("mxfp8_e4m3"), Place("", 2, rank, ROWS, length=10))
+        activations.way_of((7, 8), Cast("mxfp8_e4m3"), Place("", 2, rank, ROWS, length=10))
 
     for error in threaded.errors(2, on_rank):
         assert isinstance(error, ValueError)
