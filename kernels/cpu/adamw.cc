@@ -17,11 +17,13 @@ void set_key(const StepEntry& e, uint32_t what, uint32_t (&key)[2]) {
 
 }  // namespace
 
-void run_step(const StepEntry& e) {
-  if (e.coefficients.skip != 0.0f) return;
+void run_step(const StepEntry& entry) {
   const FloatMode mode;
   StepJob job{};
-  job.entry = e;
+  StepEntry& e = job.entry = entry;
+  if (e.coefficients_at != nullptr) e.coefficients = *e.coefficients_at;
+  if (e.step_at != nullptr) e.step = static_cast<int32_t>(*e.step_at);
+  if (e.coefficients.skip != 0.0f) return;
   const bool codes = e.output == static_cast<int>(StepOutput::kCodes);
   Spec spec{e.element, 0, 0, ScaleRule::kFp32};
   if (codes) spec = {e.element, e.block_rows, e.block_columns, static_cast<ScaleRule>(e.rule)};

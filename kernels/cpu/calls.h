@@ -24,7 +24,7 @@ void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t co
 
 void run_rotate(const RotateJob& job, int64_t batches);
 
-// An AdamW step: masters and moments, and the codes of formats whose blocks lie within the arrays. The device's fields are unused.
+// An AdamW step: masters and moments, and the codes of formats whose blocks lie within the arrays.
 void run_step(const StepEntry& entry);
 
 }  // namespace blockfp

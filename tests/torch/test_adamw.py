@@ -1,0 +1,405 @@
+"""The optimizers on parameters of one rank: against torch's own, against quantizing the masters, and what changes nothing."""
+
+import copy
+import gc
+
+import numpy as np
+import pytest
+import torch
+from blockfp.torch_backend import adamw as module
+from torch import nn
+
+import blockfp.torch as bfp
+from blockfp import adamw, native, numerics
+from blockfp.formats import FORMATS
+
+FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
+# Of the largest weight: torch rounds a few operations in another order.
+TOLERANCE = 4e-7
+
+
+@pytest.fixture(params=["kernels", "definition"])
+def route(request, monkeypatch):
+    """Both ways a step can go, which must not differ in a bit."""
+    if request.param == "definition":
+        monkeypatch.setattr(module, "_kernels", lambda device: None)
+    elif not native.available():
+        pytest.skip(native.status())
+    return request.param
+
+
+def normal(shape, seed, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight(shape, format, seed=0, dtype=torch.float32):
+    return nn.Parameter(bfp.quantize(normal(shape, seed, dtype), format))
+
+
+def parts_of(q):
+    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+
+
+def assert_quantizes(q, master):
+    """q holds what the definition makes of the master."""
+    expected = numerics.quantize(master, q.format, nominal=str(q.dtype).removeprefix("torch."))
+    for got, want in zip(parts_of(q), (part for part in expected if part is not None), strict=True):
+        assert torch.equal(got, want)
+
+
+def mixed(seed=0):
+    """Parameters of every kind, gradients included."""
+    params = [weight((70, 300), name, seed + i, torch.bfloat16) for i, name in enumerate(FAMILIES)]
+    params += [weight((3, 20, 40), "mxfp8_e4m3_32x32", 50)]
+    params += [nn.Parameter(normal(shape, 60)) for shape in ((17,), (5, 130), ())]
+    params += [nn.Parameter(normal((9, 33), 61, torch.bfloat16)), nn.Parameter(normal((33,), 62, torch.float16))]
+    return params
+
+
+def give_gradients(params, step):
+    for i, p in enumerate(params):
+        p.grad = normal(p.shape, 1000 * step + i).to(p.dtype)
+
+
+def values_of(optimizer, p):
+    """The fp32 value that the optimizer updates."""
+    return optimizer.state[p].get("master", p.detach())
+
+
+@pytest.mark.parametrize(("ours", "torchs"), [(bfp.AdamW, torch.optim.AdamW), (bfp.Adam, torch.optim.Adam)])
+def test_as_torchs_own(ours, torchs, route):
+    params = mixed()
+    plain = [
+        nn.Parameter(p.detach().dequantize(torch.float32) if hasattr(p, "codes") else p.detach().float().clone())
+        for p in params
+    ]
+    options = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizer, reference = ours(params, **options), torchs(plain, **options)
+    for step in range(10):
+        give_gradients(params, step)
+        for p, q in zip(params, plain, strict=True):
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, plain, strict=True):
+        got = values_of(optimizer, p)
+        torch.testing.assert_close(got, q.detach(), rtol=0, atol=10 * TOLERANCE * q.detach().abs().max().item())
+        state, expected = optimizer.state[p], reference.state[q]
+        torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(state["exp_avg_sq"], expected["exp_avg_sq"], rtol=1e-5, atol=1e-7)
+        if hasattr(p, "codes"):
+            assert_quantizes(p, got)
+        elif p.dtype != torch.float32:
+            assert torch.equal(p.detach(), got.to(p.dtype))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_codes_are_those_of_the_master(format):
+    p = weight((70, 300), format, dtype=torch.bfloat16)
+    optimizer = bfp.AdamW([p], lr=0.1)
+    for step in range(2):
+        give_gradients([p], step)
+        optimizer.step()
+    assert_quantizes(p, optimizer.state[p]["master"])
+
+
+def test_both_routes_give_the_same_bits(monkeypatch):
+    if not native.available():
+        pytest.skip(native.status())
+    results = []
+    for kernels in (module._kernels, lambda device: None):
+        monkeypatch.setattr(module, "_kernels", kernels)
+        for options in ({}, {"moments": "bfloat16"}, {"moments": "fp8", "weight_decay": 0.1}):
+            params = mixed()
+            optimizer = bfp.AdamW(params, lr=1e-2, key=5, **options)
+            for step in range(3):
+                give_gradients(params, step)
+                optimizer.step()
+            results.append([x.clone() for p in params for x in optimizer.state[p].values()])
+    for a, b in zip(results[:3], results[3:], strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("master", ["float32", None])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_without_learning_rate_leaves_weights_as_they_are(master, capturable, route):
+    params = [p for p in mixed() if p.dtype != torch.float16]
+    before = [copy.deepcopy(p) for p in params]
+    optimizer = bfp.AdamW(params, lr=0.0, master=master, capturable=capturable)
+    for p in params:  # as torch's distributed checkpoints do to make an optimizer's state
+        p.grad = torch.zeros(p.shape, dtype=p.dtype)
+    optimizer.step(closure=None)
+    give_gradients(params, 1)
+    optimizer.step()
+    for p, old in zip(params, before, strict=True):
+        for x, y in zip(*(parts_of(q) if hasattr(q, "codes") else [q.detach()] for q in (p, old)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_capturable_takes_the_same_steps():
+    results = []
+    for capturable in (False, True):
+        params = mixed()
+        lr = torch.tensor(1e-2) if capturable else 1e-2
+        optimizer = bfp.AdamW(
+            [{"params": params[:5]}, {"params": params[5:], "weight_decay": 0.0}], lr=lr, capturable=capturable
+        )
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+        results.append([values_of(optimizer, p) for p in params])
+        assert optimizer.state[params[0]]["step"].item() == 3
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_grad_scaler(capturable, route):
+    """Gradients that are not finite change nothing; finite ones are unscaled first."""
+    params, plain = ([p for p in mixed() if p.dtype != torch.float16] for _ in range(2))
+    optimizer, reference = bfp.AdamW(params, lr=1e-2, capturable=capturable), bfp.AdamW(plain, lr=1e-2, capturable=capturable)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+    for step in range(3):
+        give_gradients(plain, step)
+        for p, q in zip(params, plain, strict=True):
+            p.grad = q.grad * 1024
+        if step == 1:
+            params[2].grad[3, 4] = torch.inf
+        else:
+            reference.step()
+        before = [x.clone() for p in params for x in optimizer.state[p].values()]
+        scaler.step(optimizer)
+        scaler.update(1024.0)
+        if step == 1:
+            for x, y in zip(before, (x for p in params for x in optimizer.state[p].values()), strict=True):
+                assert torch.equal(x, y)
+    for p, q in zip(params, plain, strict=True):
+        assert torch.equal(values_of(optimizer, p), values_of(reference, q))
+        assert optimizer.state[p]["step"].item() == 2
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
+def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
+    params, others = mixed(), mixed()
+    optimizer = bfp.AdamW(params, lr=1e-2, moments=moments, key=3)
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        assert {x.dtype for x in state.values()} == {torch.float32}
+    torch.save(saved, tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    # Weights come from the model's checkpoint.
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p.data)
+    other = bfp.AdamW(others, lr=1e-2, moments=moments, key=3)
+    other.load_state_dict(loaded)
+    for step in range(3, 6):
+        for o, those in ((optimizer, params), (other, others)):
+            give_gradients(those, step)
+            o.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(values_of(optimizer, p), values_of(other, q))
+        for x, y in zip(*(parts_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
+    p, plain = weight((40, 64), "mxfp8_e4m3_32x32"), nn.Parameter(normal((40, 64), 0))
+    reference = torch.optim.AdamW([plain], lr=1e-2)
+    plain.grad = normal((40, 64), 1)
+    reference.step()
+    for moments in ("float32", "fp8"):
+        optimizer = bfp.AdamW([p], lr=1e-2, moments=moments)
+        state = reference.state_dict()
+        state["param_groups"][0] |= {"moments": moments, "master": "float32", "capturable": False}
+        optimizer.load_state_dict(state)
+        assert optimizer.state[p]["step"].item() == 1
+        shown = optimizer.state_dict()["state"][0]
+        torch.testing.assert_close(shown["exp_avg"], reference.state[plain]["exp_avg"], rtol=0.07, atol=1e-3)
+        give_gradients([p], 2)
+        optimizer.step()
+        assert_quantizes(p, optimizer.state[p]["master"])
+
+
+def test_original_values_become_the_master():
+    original = normal((64, 96), 0)
+    q = bfp.quantize(original, "mxfp4_e2m1_32x32")
+    q.initial = original.clone()
+    p = nn.Parameter(q)
+    codes = p.codes.clone()
+    optimizer = bfp.AdamW([p], lr=0.0)
+    give_gradients([p], 1)
+    optimizer.step()
+    assert p.initial is None
+    assert torch.equal(optimizer.state[p]["master"], original)
+    assert torch.equal(p.codes, codes)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+    assert_quantizes(p, optimizer.state[p]["master"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_masters_steps_are_right_on_average(name, route):
+    """A step far below the spacing of the codes is taken by as many codes as it takes."""
+    p = weight((64, 512), name)
+    values = p.detach().dequantize()
+    optimizer = bfp.AdamW([p], lr=1e-3, weight_decay=0.0, master=None, key=9)
+    p.grad = torch.ones(p.shape)
+    for _ in range(20):
+        optimizer.step()
+    assert "master" not in optimizer.state[p]
+    moved = (p.detach().dequantize() - values).mean().item()
+    # Each step is -1e-3. The variance of its rounding is a quarter of the spacing squared at most; 6 deviations.
+    spacing = 0.5 if p.format.element.bits == 4 else 0.25
+    assert moved == pytest.approx(-20e-3, abs=6 * spacing / 2 * (20 / p.numel()) ** 0.5)
+
+
+def test_without_a_master_a_bfloat16_parameter_rounds_stochastically(route):
+    p = nn.Parameter(torch.ones(64, 512, dtype=torch.bfloat16))
+    optimizer = bfp.AdamW([p], lr=1e-4, weight_decay=0.0, master=None, key=1)
+    p.grad = -torch.ones_like(p)
+    for _ in range(20):
+        optimizer.step()
+    assert p.detach().float().mean().item() == pytest.approx(1 + 20e-4, rel=2e-4)
+    half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    optimizer = bfp.AdamW([half], master=None)
+    with pytest.raises(ValueError, match="float16 ones need a master"):
+        optimizer.step()
+
+
+def test_stochastic_weights_use_the_key_of_the_step():
+    p = weight((32, 64), "mxfp8_e4m3_32x32")
+    start = p.detach().dequantize()
+    bfp.AdamW([p], lr=1e-2, master=None, key=77)
+    optimizer = bfp.AdamW([nn.Parameter(torch.zeros(1)), p], lr=1e-2, master=None, key=77)
+    p.grad = normal(p.shape, 1)
+    optimizer.step()
+    zeros = torch.zeros_like(start)
+    c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 1e-2)
+    moved, _, _ = adamw.update(start, zeros, zeros, p.grad, c)
+    key = adamw.rounding_key(77, 1, 1, adamw.WEIGHT)
+    expected = numerics.quantize(moved, p.format, key=key)
+    assert torch.equal(p.codes, expected.codes)
+    assert torch.equal(p.scales, expected.scales)
+
+
+def test_gradients_of_any_kind():
+    p = nn.Parameter(normal((64, 48), 0).t())  # not contiguous
+    q, none = weight((48, 64), "mxfp8_e4m3_32x32"), weight((32, 32), "fp8_e4m3")
+    codes = none.codes.clone()
+    optimizer = bfp.AdamW([p, q, none], lr=1e-2)
+    reference = nn.Parameter(p.detach().clone())
+    torchs = torch.optim.AdamW([reference], lr=1e-2)
+    for step in range(2):
+        p.grad = normal((48, 64), step)
+        q.grad = normal((64, 48), step).t()
+        reference.grad = p.grad.clone()
+        optimizer.step()
+        torchs.step()
+    torch.testing.assert_close(p, reference, rtol=0, atol=4 * TOLERANCE)
+    assert_quantizes(q, optimizer.state[q]["master"])
+    assert none not in optimizer.state
+    assert torch.equal(none.codes, codes)
+    sparse = nn.Embedding(4, 8, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="dense"):
+        bfp.AdamW(sparse.parameters()).step()
+
+
+def test_closures_schedulers_and_groups():
+    p, q = weight((32, 32), "mxfp8_e4m3_32x32"), nn.Parameter(torch.ones(3))
+    optimizer = bfp.AdamW([{"params": [p], "lr": 1.0}, {"params": [q], "weight_decay": 0.5}], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    give_gradients([p, q], 0)
+    assert optimizer.step(lambda: 42) == 42
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.1), pytest.approx(0.05)]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "moments": "bfloat16"})
+    give_gradients([p, q, optimizer.param_groups[2]["params"][0]], 1)
+    optimizer.step()
+    (late,) = optimizer.param_groups[2]["params"]
+    assert optimizer.state[late]["exp_avg"].dtype is torch.bfloat16
+    assert optimizer.state[late]["step"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas must be"),
+        ({"master": "bfloat16"}, "master must be 'float32' or None"),
+        ({"moments": "fp4"}, "moments must be one of"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"key": -1}, "key must be"),
+    ],
+)
+def test_settings_that_mean_nothing(options, message):
+    with pytest.raises(ValueError, match=message):
+        bfp.AdamW([nn.Parameter(torch.ones(2))], **options)
+
+
+def test_a_state_that_does_not_fit():
+    p = weight((32, 32), "mxfp8_e4m3_32x32")
+    optimizer = bfp.AdamW([p])
+    give_gradients([p], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(31, 32)
+    with pytest.raises(ValueError, match=r"exp_avg must be of the parameter's shape \(32, 32\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="lacks exp_avg"):
+        bfp.AdamW([p]).load_state_dict(saved)
+
+
+def test_it_trains():
+    """Least squares: with masters, moments in FP8 and weights in MXFP8, the loss falls as with torch's AdamW."""
+    x, target = normal((256, 64), 1), normal((32, 64), 2)
+    y, losses = x @ target.t(), {}
+    for kind in ("torch", "float32", "fp8"):
+        start = bfp.quantize(normal((32, 64), 3), "mxfp8_e4m3_32x32")
+        p = nn.Parameter(start.dequantize() if kind == "torch" else start)
+        optimizer = torch.optim.AdamW([p], lr=3e-2) if kind == "torch" else bfp.AdamW([p], lr=3e-2, moments=kind)
+        for _ in range(200):
+            w = p if kind == "torch" else optimizer.state[p].get("master", p.detach().dequantize())
+            w = w.detach().requires_grad_()
+            loss = (x @ w.t() - y).square().mean()
+            loss.backward()
+            p.grad = w.grad
+            optimizer.step()
+        losses[kind] = loss.item()
+    assert losses["float32"] == pytest.approx(losses["torch"], rel=0.01)
+    assert losses["fp8"] < 0.05 * (x @ (target - normal((32, 64), 3)).t()).square().mean().item()
+
+
+def test_many_steps_need_no_more_memory():
+    params = mixed()
+    optimizer = bfp.AdamW(params, lr=1e-3, moments="fp8")
+    give_gradients(params, 0)
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    optimizer.step()
+    before, storage = tensors(), [x.data_ptr() for p in params for x in optimizer.state[p].values()]
+    for _ in range(200):
+        optimizer.step()
+    assert tensors() == before
+    assert [x.data_ptr() for p in params for x in optimizer.state[p].values()] == storage
+
+
+def test_fp8_moments_take_a_quarter():
+    p = weight((256, 1024), "mxfp8_e4m3_32x32")
+    optimizer = bfp.AdamW([p], moments="fp8")
+    give_gradients([p], 0)
+    optimizer.step()
+    state = optimizer.state[p]
+    kept = sum(x.numel() * x.element_size() for name, x in state.items() if name.startswith("exp_"))
+    assert kept / p.numel() == pytest.approx(2 * (1 + 4 / 128))
+    assert np.isfinite(state["exp_avg_scales"].numpy()).all()
