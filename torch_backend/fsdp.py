@@ -104,7 +104,7 @@ def receive(
                 with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
                     into.copy_(values)
         return None
-    gather, rank, base = sent.place
+    gather, rank, base, _ = sent.place
     elements = gather.elements(rank)
     assert elements.head, "shards by torch's chunk rule lie one after another"
     assert gather.format is not None
@@ -115,7 +115,7 @@ def receive(
         scales = gathered[1][: gather.scales(rank).size]
     if tensor_scale is None and len(gathered) > 2:
         tensor_scale = gathered[2][gather.first(rank)]
-    geometry = Geometry(base.origin, gathered=True)
+    geometry = Geometry(base.origin, gathered=True, data_rank=sent.place.data_rank)
     return QuantizedTensor(codes, scales, tensor_scale, gather.format, base.shape[-1], dtype, geometry), derived
 
 

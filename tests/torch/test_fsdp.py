@@ -240,6 +240,34 @@ def test_over_tensor_parallelism(format):
         assert placements == (("_S(0, 2)", "S(0)") if axis == 0 else ("S(0)", "S(1)"))
 
 
+def tied_and_frozen(rank, weight, expected):
+    """Two layers of one weight, and one that isn't trained, in one group."""
+    model = Side([expected.clone(), expected.clone(), expected.clone()])
+    model.layers[1].weight = model.layers[0].weight
+    model.layers[2].weight.requires_grad_(False)
+    fully_shard(model, mesh=device_mesh((4,)))
+    for _ in range(2):
+        model(inputs_for(rank, 64)).backward()
+    for layer in model.layers:
+        assert_gathered(layer, expected)
+    assert model.layers[1].weight is model.layers[0].weight
+    assert model.layers[2].weight.grad is None
+    return model.layers[0].weight.grad.full_tensor()
+
+
+def test_tied_and_frozen_weights():
+    weight = weights_for([(50, 64)])[0]
+    expected = bfp.quantize(weight, "fp8_e4m3_128x128")
+    total = torch.zeros(50, 64)
+    for rank in range(4):
+        whole = Side([expected.clone()])
+        # Two layers, two steps, the mean of four ranks.
+        whole(inputs_for(rank, 64)).backward()
+        total += whole.layers[0].weight.grad
+    for gradient in threaded.run(4, tied_and_frozen, weight, expected):
+        torch.testing.assert_close(gradient, total, rtol=1e-5, atol=1e-5 * total.abs().max().item())
+
+
 def partial_amaxes(rank, weight, format):
     model = Side([bfp.quantize(weight, format)])
     shard(model, device_mesh((4,)))
