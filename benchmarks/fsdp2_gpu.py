@@ -1,0 +1,209 @@
+"""A training step under FSDP2 on several GPUs: blockfp's recipes beside bf16 and torchao, in one run.
+
+    torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model stack --tokens 16384
+
+Milliseconds a step (the median of timed steps, slowest rank), peak memory of a rank, and the bytes that a rank receives in
+all-gathers. Every contender starts from the same weights and gets the same input; each block is compiled by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import blockfp.torch as bfp
+
+HEADS_WIDTH = 128
+
+
+class MLPBlock(nn.Module):
+    """x + down(gelu(up(norm(x))))."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x)), approximate="tanh"))
+
+
+class AttentionBlock(nn.Module):
+    """Causal attention with a residual, then `MLPBlock`."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = MLPBlock(width, hidden)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, HEADS_WIDTH)).movedim(-3, 0).transpose(-2, -3)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mlp(x + self.out(attended.transpose(-2, -3).flatten(-2)))
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Counts the bytes of this rank's all-gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.count += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def convert_torchao(blocks: nn.ModuleList, fp8_gather: bool) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(blocks, config=Float8LinearConfig(enable_fsdp_float8_all_gather=fp8_gather))
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def torchao_scales(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+Contender = tuple[Callable[[nn.ModuleList], object], Callable[..., torch.optim.Optimizer], Callable[[nn.Module], object]]
+
+
+def contender(name: str) -> Contender:
+    """(convert, optimizer, what follows each optimizer step) of a contender."""
+
+    def fused(parameters, lr):
+        return torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+    if name == "bf16":
+        return nothing, fused, nothing
+    if name == "torchao":
+        return (lambda blocks: convert_torchao(blocks, False)), fused, nothing
+    if name == "torchao_fp8_gather":
+        return (lambda blocks: convert_torchao(blocks, True)), fused, torchao_scales
+    recipe, _, option = name.partition("+")
+    weights = {"": "quantized", "high": "high_precision"}[option]
+    return (lambda blocks: bfp.convert(blocks, recipe, weights=weights)), bfp.AdamW, bfp.update_scales
+
+
+def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict:
+    convert, optimizer_class, after_step = contender(name)
+    torch.manual_seed(0)
+    block = {"stack": MLPBlock, "transformer": AttentionBlock}[options.model]
+    with torch.device(device):
+        blocks = nn.ModuleList(block(options.width, options.hidden) for _ in range(options.layers))
+    parameters = sum(p.numel() for p in blocks.parameters())
+    convert(blocks)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for each in blocks:
+        each.compile(fullgraph=True)
+        fully_shard(each, mp_policy=policy)
+    model = fully_shard(nn.Sequential(*blocks), mp_policy=policy)
+    optimizer = optimizer_class(model.parameters(), lr=1e-4)
+    rows = options.tokens // options.length
+    x = torch.randn(rows, options.length, options.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def step():
+        model(x).backward(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step(model)
+
+    for _ in range(3):
+        step()
+    with ReceivedBytes() as received:
+        step()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = [timed(step) if cuda else 0.0 for _ in range(options.steps)]
+    found = torch.tensor([statistics.median(times), torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {
+        "contender": name,
+        "ms": round(float(found[0]), 2),
+        "peak_gib": round(float(found[1]), 2),
+        "gathered_mb": round(received.count / 1e6, 1),
+        "parameters": parameters,
+    }
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Milliseconds of one step on this rank's GPU."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("stack", "transformer"), default="stack")
+    parser.add_argument("--contenders", default="bf16,torchao,torchao_fp8_gather,fp8_current,fp8_delayed,fp8_block,mxfp8")
+    parser.add_argument("--tokens", type=int, default=16384, help="of one GPU")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    # torchao's layers compile anew for every block.
+    torch._dynamo.config.recompile_limit = 4 * options.layers
+    rank, rows = dist.get_rank(), []
+    for name in options.contenders.split(","):
+        try:
+            rows.append(measure(name, options, device))
+        except ImportError as error:
+            rows.append({"contender": name, "left_out": str(error)})
+        if rank == 0:
+            print(rows[-1], flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+    if rank == 0:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        where = {"gpu": torch.cuda.get_device_name() if cuda else "CPU", "gpus": dist.get_world_size()}
+        sizes = {key: getattr(options, key) for key in ("model", "tokens", "length", "width", "hidden", "layers")}
+        options.out.mkdir(parents=True, exist_ok=True)
+        path = options.out / f"fsdp2-{options.model}-{where['gpus']}x{options.tokens}-{date[:10]}.json"
+        about = {"date": date, "torch": torch.__version__, "cuda": torch.version.cuda}
+        path.write_text(json.dumps({**about, **where, **sizes, "rows": rows}, indent=1) + "\n")
+        print(path)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

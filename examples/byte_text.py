@@ -1,0 +1,84 @@
+"""The task of the training examples: predict the next byte of the Python standard library's own sources.
+
+Text, batches and first weights are NumPy arrays, so that the PyTorch and the JAX example train on the same ones.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Config:
+    """A byte-level transformer of about a million parameters.
+
+    Attributes:
+        width: of the residual stream.
+        heads, layers, context: attention heads, blocks, and bytes that a prediction may look back on.
+        hidden: width of the feed-forward layer.
+    """
+
+    width: int = 128
+    heads: int = 4
+    layers: int = 5
+    context: int = 128
+    hidden: int = 512
+
+
+VOCABULARY = 256
+
+
+def read_text(limit: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held out): the bytes of the standard library's top-level modules; every 16th module is held out.
+
+    Args:
+        limit: bytes read at most.
+    """
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [path.read_bytes() for path in paths]
+    if sum(map(len, texts)) < 100_000:
+        raise FileNotFoundError(f"the standard library's sources are not in {sysconfig.get_path('stdlib')}")
+    kept = [b"".join(t for i, t in enumerate(texts) if (i % 16 == 15) == held_out)[:limit] for held_out in (False, True)]
+    return np.frombuffer(kept[0], np.uint8), np.frombuffer(kept[1], np.uint8)
+
+
+def batch(text: np.ndarray, rows: int, context: int, *, seed: int, step: int) -> np.ndarray:
+    """uint8 [rows, context + 1]: random pieces of the text, the same for the same seed and step in every process."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(text) - context - 1, rows)
+    return np.stack([text[start : start + context + 1] for start in starts])
+
+
+def first_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
+    """float32 parameters by name. A matrix is [out, in], as `linear` takes it in both frameworks."""
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int, scale: float) -> np.ndarray:
+        return (random.standard_normal(shape) * scale).astype(np.float32)
+
+    width, hidden = config.width, config.hidden
+    outward = (2 * config.layers) ** -0.5
+    weights = {"embedding": normal(VOCABULARY, width, scale=0.02), "positions": normal(config.context, width, scale=0.02)}
+    for i in range(config.layers):
+        weights |= {
+            f"blocks.{i}.attention_norm": np.ones(width, np.float32),
+            f"blocks.{i}.qkv": normal(3 * width, width, scale=width**-0.5),
+            f"blocks.{i}.out": normal(width, width, scale=width**-0.5 * outward),
+            f"blocks.{i}.mlp_norm": np.ones(width, np.float32),
+            f"blocks.{i}.up": normal(hidden, width, scale=width**-0.5),
+            f"blocks.{i}.down": normal(width, hidden, scale=hidden**-0.5 * outward),
+        }
+    weights["norm"] = np.ones(width, np.float32)
+    weights["head"] = normal(VOCABULARY, width, scale=width**-0.5)
+    return weights
+
+
+def learning_rate(step: int, steps: int, *, peak: float = 4e-3, warmup: int = 10) -> float:
+    """Linear warm-up, then a half cosine down to a tenth of the peak."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + float(np.cos(np.pi * progress))))
