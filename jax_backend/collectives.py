@@ -1,0 +1,223 @@
+"""Quantized collectives inside shard_map: what travels is codes and scales.
+
+all_gather       of a sharded weight, or of values that are quantized before they travel; its gradient is a reduce-scatter
+reduce_scatter   all-to-all of codes, dequantized and added in the order of the ranks, in fp32
+all_reduce       both, one after the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from blockfp import plans
+from blockfp.formats import FP8_E4M3, Format
+from blockfp.placement import Mesh, Sharding
+from blockfp.rounding import Key, fold_in
+
+from . import ops, sharded
+from .array import QuantizedArray, quantize
+from .placing import core_mesh, sharding_of
+from .replication import varying
+
+
+def all_gather(
+    x: jax.Array | QuantizedArray,
+    axes: str | Sequence[str],
+    format: Format | str | None = None,
+    *,
+    columnwise: bool = False,
+    rotate: bool = False,
+    key: Key | None = None,
+) -> QuantizedArray:
+    """The quantization of the array whose parts the ranks hold; every rank gets all of it.
+
+    A quantized weight of `shard_params` is gathered as it is, codes and scales. Values [rows, columns], whose rows are cut over
+    `axes`, are quantized before they travel where that gives the same bits; where a cut falls inside a block (or a group
+    that is rotated) they travel as they are.
+
+    The gradient of the result goes back as a reduce-scatter of its sum, in the dtype of the array.
+
+    Args:
+        x: this rank's part.
+        axes: the mesh axes to gather over; of values, the outermost cut first.
+        format: what to quantize values into.
+        columnwise: the result is the transposed array. Of a weight: exact for square blocks only.
+        rotate: of values: rotate along the last axis (after transposition) first.
+        key: of values: for stochastic rounding, equal on all ranks.
+
+    Raises:
+        ValueError: an unknown axis, one that doesn't cut the weight, or values without a format.
+    """
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if isinstance(x, QuantizedArray):
+        return _gather_weight(x, axes, format, columnwise, rotate or key is not None)
+    if format is None:
+        raise ValueError("format: values travel quantized, so say in which format")
+    if x.ndim != 2:
+        raise ValueError(f"x must be [rows, columns], got shape {x.shape}: reshape it first")
+    mesh = _mesh_of(axes)
+    sharding = _rows_over(x, mesh, axes)
+    plan = plans.gather_activation(
+        Format.parse(format), sharding, axes, columnwise=columnwise, rotate=rotate, stochastic=key is not None
+    )
+    words = None if key is None else jnp.asarray(ops.key_array(key))
+    q = sharded.quantize(x, plan, sharded.Options(words, nominal=x.dtype.name))
+    # The way back is the same for every format: it looks at rows.
+    return _with_gradient(q, x, plans.gather_weight(FP8_E4M3, sharding, axes), columnwise)
+
+
+def _gather_weight(x: QuantizedArray, axes: tuple[str, ...], format, columnwise: bool, other: bool) -> QuantizedArray:
+    if x.sharding is None:
+        raise ValueError("x is whole on every rank (it has no sharding): shard_params cuts it")
+    if other or (format is not None and Format.parse(format) is not x.format):
+        raise ValueError(f"x is quantized already, in {x.format}: format, rotate and key are for values")
+    plan = plans.gather_weight(x.format, x.sharding, axes)
+    whole = plans.gather_weight(x.format, x.sharding, axes, columnwise=columnwise)
+    local = sharded.run(whole, sharded.Local(None, x.codes, x.scales, x.tensor_scale))
+    return _with_gradient(sharded.as_array(local, x.format, whole.target, x.dtype), x.carrier, plan, columnwise)
+
+
+def _with_gradient(q: QuantizedArray, carrier: jax.Array | None, plan: plans.Plan, columnwise: bool) -> QuantizedArray:
+    """q, whose gradient goes to `carrier`, the array that was gathered."""
+    if carrier is None:
+        return q
+    tangent = _zeros_behind_gather(plan, q.shape[::-1] if columnwise else q.shape, carrier)
+    return q.replace(tangent=tangent.mT if columnwise else tangent)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _zeros_behind_gather(plan: plans.Plan, shape: tuple[int, ...], carrier: jax.Array) -> jax.Array:
+    return jnp.zeros_like(carrier, shape=shape)
+
+
+def _zeros_fwd(plan, shape, carrier):
+    return jnp.zeros_like(carrier, shape=shape), None
+
+
+def _zeros_bwd(plan, shape, _, cotangent):
+    return (sharded.scatter_sum(cotangent, plan),)
+
+
+_zeros_behind_gather.defvjp(_zeros_fwd, _zeros_bwd)
+
+
+def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
+    """This rank's rows of the sum of all ranks' x, each term rounded once to `format`.
+
+    Every rank sends each other one its part of x, an array of its own, as codes and scales. They are dequantized and added in
+    the order of the ranks in fp32, and rounded once to x's dtype: the same bits whatever the interconnect does.
+
+    Args:
+        x: [rows, columns], rows a multiple of the ranks on the axis; a term of the sum.
+        axis: the mesh axis.
+        format: what travels.
+        key: for stochastic rounding; ranks may have the same: their places are folded in.
+
+    Returns:
+        [rows / ranks, columns]. The gradient is an all-gather of the cotangent.
+
+    Raises:
+        ValueError: rows that the ranks don't divide, or an unknown axis or format.
+    """
+    sharded.axis_index(axis)
+    size = lax.axis_size(axis)
+    if x.ndim != 2 or x.shape[0] % size:
+        raise ValueError(f"x must be [rows, columns] with rows a multiple of the {size} ranks of {axis!r}, got {x.shape}")
+    words = None if key is None else jnp.asarray(ops.key_array(key))
+    return _reduce_scatter((axis, Format.parse(format)), x, words)
+
+
+def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
+    """The sum of all ranks' x: `reduce_scatter`, then the sums travel quantized too. The same bits on every rank.
+
+    Args:
+        x: [rows, columns]; any number of rows.
+        axis, format, key: as for `reduce_scatter`.
+
+    Returns:
+        [rows, columns]. The gradient is the sum of the ranks' cotangents.
+    """
+    sharded.axis_index(axis)
+    if x.ndim != 2:
+        raise ValueError(f"x must be [rows, columns], got shape {x.shape}: reshape it first")
+    words = None if key is None else jnp.asarray(ops.key_array(key))
+    return _all_reduce((axis, Format.parse(format)), x, words)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _reduce_scatter(how: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
+    axis, format = how
+    size, columns = lax.axis_size(axis), x.shape[1]
+    parts = x.reshape(size, x.shape[0] // size, columns)
+    if key is None:
+        q = jax.vmap(lambda part: quantize(part, format))(parts)
+    else:
+        # A key for each part of each rank: they are arrays of their own.
+        own = fold_in(key, lax.axis_index(axis))
+        keys = jnp.stack([fold_in(own, i) for i in range(size)])
+        q = jax.vmap(lambda part, key: quantize(part, format, key=key))(parts, keys)
+    send = lambda leaf: lax.all_to_all(leaf, axis, split_axis=0, concat_axis=0)  # noqa: E731
+    received = jax.tree.map(send, q)
+    terms = jax.vmap(lambda q: q.dequantize(jnp.float32))(received)
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total.astype(x.dtype)
+
+
+def _reduce_scatter_fwd(how, x, key):
+    return _reduce_scatter(how, x, key), None
+
+
+def _reduce_scatter_bwd(how, _, cotangent):
+    return lax.all_gather(cotangent, how[0], axis=0, tiled=True), None
+
+
+_reduce_scatter.defvjp(_reduce_scatter_fwd, _reduce_scatter_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_reduce(how: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
+    axis, format = how
+    rows, size = x.shape[0], lax.axis_size(axis)
+    filled = jnp.pad(x, ((0, -rows % size), (0, 0)))
+    part = _reduce_scatter(how, filled, key)
+    own = None if key is None else fold_in(fold_in(key, size), lax.axis_index(axis))
+    q = jax.tree.map(lambda leaf: lax.all_gather(leaf, axis), quantize(part, format, key=own))
+    values = jax.vmap(lambda q: q.dequantize())(q)
+    return values.reshape(-1, x.shape[1])[:rows]
+
+
+def _all_reduce_fwd(how, x, key):
+    return _all_reduce(how, x, key), None
+
+
+def _all_reduce_bwd(how, _, cotangent):
+    total = lax.psum(cotangent, how[0])
+    if how[0] in varying(cotangent):
+        total = lax.pcast(total, how[0], to="varying")
+    return total, None
+
+
+_all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)
+
+
+def _mesh_of(axes: tuple[str, ...]) -> Mesh:
+    for name in axes:
+        sharded.axis_index(name)
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return core_mesh(mesh) if set(axes) <= set(mesh.axis_names) else Mesh(tuple(map(lax.axis_size, axes)), axes)
+
+
+def _rows_over(x: jax.Array, mesh: Mesh, axes: tuple[str, ...]) -> Sharding:
+    """How an array lies whose rows the axes cut evenly, the outermost cut first."""
+    rows = x.shape[0] * int(np.prod([mesh.axis_size(name) for name in axes]))
+    return sharding_of((rows, x.shape[1]), mesh, PartitionSpec(axes))
