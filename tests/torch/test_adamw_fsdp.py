@@ -1,0 +1,287 @@
+"""The optimizers under FSDP2: with equal gradients, no mesh changes a bit of a weight, a master, or a moment."""
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend import adamw as module
+from blockfp.torch_backend import sharding
+from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
+
+MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2)}
+FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp4_e2m1", "nvfp4_16x16")
+STEPS = 3
+
+
+class Model(Side):
+    """Quantized weights beside plain ones: a vector, a matrix, and a 16-bit matrix."""
+
+    def __init__(self, weights):
+        super().__init__(weights)
+        generator = torch.Generator().manual_seed(5)
+        self.vector = nn.Parameter(torch.randn(7, generator=generator))
+        self.matrix = nn.Parameter(torch.randn(6, 33, generator=generator))
+        self.narrow = nn.Linear(20, 9, bias=False, dtype=torch.bfloat16)
+        self.narrow.weight.data.copy_(torch.randn(9, 20, generator=generator))
+
+
+def shard_all(model, mesh):
+    """FSDP2 wants one dtype a group."""
+    fully_shard(model.narrow, mesh=mesh)
+    shard(model, mesh)
+
+
+def whole_gradients(model, step):
+    """Gradients that are the same for every mesh, in the parameters' order."""
+    return [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + i)).to(p.dtype)
+        for i, p in enumerate(model.parameters())
+    ]
+
+
+def give_gradients(model, step):
+    for p, whole in zip(model.parameters(), whole_gradients(model, step), strict=True):
+        if isinstance(p, DTensor):
+            p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        else:
+            p.grad = whole
+
+
+def with_initial(weights, format):
+    """Weights quantized, which remember what they were."""
+    quantities = quantized(weights, format)
+    for q, weight in zip(quantities, weights, strict=True):
+        q.initial = weight.clone()
+    return quantities
+
+
+def run_whole(weights, format, options):
+    """The unsharded model after the steps, and the state dict of its optimizer."""
+    model = Model(with_initial(weights, format))
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def whole_results(model):
+    """The unsharded model's quantized weights, and its other parameters by name."""
+    plain = {name: model.get_parameter(name).detach() for name in ("vector", "matrix", "narrow.weight")}
+    return [layer.weight.detach() for layer in model.layers], plain
+
+
+def assert_same_state(state, expected):
+    """A sharded state dict's values, gathered, against a whole one's."""
+    for i, values in expected.items():
+        assert state[i].keys() == values.keys()
+        for name, want in values.items():
+            got = state[i][name]
+            got = got.full_tensor() if isinstance(got, DTensor) else got
+            assert torch.equal(got, want), (i, name)
+
+
+def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain, expected_state):
+    model = Model(with_initial(weights, format))
+    shard_all(model, device_mesh(mesh_shape))
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    assert all(sharding.local_of(layer.weight).initial is None for layer in model.layers)
+    assert_same_state(optimizer.state_dict()["state"], expected_state)
+    model(inputs_for(rank, 300)).backward()
+    for layer, weight in zip(model.layers, expected, strict=True):
+        assert_gathered(layer, weight)
+    for name, want in expected_plain.items():
+        assert torch.equal(model.get_parameter(name).full_tensor(), want)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_gathered_weights_are_the_masters_quantization(format, mesh):
+    """Aligned, uneven, straddling and empty shards (`shapes_for`) after three steps."""
+    shapes = shapes_for(format, MESHES[mesh][-1])
+    weights, options = weights_for(shapes), {"lr": 0.1}
+    model, optimizer = run_whole(weights, format, options)
+    state = optimizer.state_dict()["state"]
+    for layer in model.layers:
+        expected = bfp.quantize(optimizer.state[layer.weight]["master"], format)
+        for got, want in zip(parts_of(layer.weight), parts_of(expected), strict=True):
+            assert torch.equal(got, want)
+    expected = whole_results(model)
+    threaded.run(torch.Size(MESHES[mesh]).numel(), sharded, MESHES[mesh], weights, format, options, *expected, state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moments": "bfloat16"},
+        {"moments": "fp8", "weight_decay": 0.1},
+        {"master": None, "moments": "fp8"},
+        {"capturable": True},
+    ],
+    ids=["bfloat16", "fp8", "without masters", "capturable"],
+)
+@pytest.mark.parametrize(
+    ("name", "route"), [*((name, "kernels") for name in FAMILIES), ("fp8_e4m3", "definition"), ("mxfp4_e2m1", "definition")]
+)
+def test_nothing_that_is_kept_depends_on_the_mesh(name, options, route, monkeypatch):
+    if route == "definition":
+        monkeypatch.setattr(module, "_kernels", lambda device: None)
+    format, options = Format.parse(name), {"lr": 0.1, "key": 11, **options}
+    weights = weights_for(shapes_for(format, 4))
+    model, optimizer = run_whole(weights, format, options)
+    threaded.run(4, sharded, (4,), weights, format, options, *whole_results(model), optimizer.state_dict()["state"])
+
+
+def saved_and_loaded(rank, mesh_shape, weights, format, options, halfway, expected):
+    """Continues on this mesh from the whole state of another."""
+    model = Model(quantized(weights, format))
+    whole_model, whole_state = halfway
+    for p, q in zip(model.parameters(), whole_model.parameters(), strict=True):
+        p.data.copy_(q.data)
+    shard_all(model, device_mesh(mesh_shape))
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    # As torch's distributed checkpoints: an empty step makes the state, which is then loaded into.
+    before = [[part.clone() for part in parts_of(sharding.local_of(layer.weight))] for layer in model.layers]
+    get_optimizer_state_dict(model, optimizer)
+    for layer, old in zip(model.layers, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(parts_of(sharding.local_of(layer.weight)), old, strict=True))
+    optimizer.load_state_dict(whole_state)
+    for step in range(1, STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    assert_same_state(optimizer.state_dict()["state"], expected)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
+def test_training_goes_on_bit_for_bit_on_another_mesh(moments):
+    format = Format.parse("mxfp8_e4m3_32x32")
+    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": moments, "key": 2}
+    model = Model(with_initial(weights, format))
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    give_gradients(model, 0)
+    optimizer.step()
+    halfway = (Model(quantized(weights, format)), optimizer.state_dict())
+    for p, q in zip(halfway[0].parameters(), model.parameters(), strict=True):
+        p.data.copy_(q.data)
+    halfway[1]["state"] = {i: {n: x.clone() for n, x in s.items()} for i, s in halfway[1]["state"].items()}
+    for step in range(1, STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    expected = optimizer.state_dict()["state"]
+    for mesh_shape in ((4,), (2, 2), (1,)):
+        ranks = torch.Size(mesh_shape).numel()
+        threaded.run(ranks, saved_and_loaded, mesh_shape, weights, format, options, halfway, expected)
+
+
+def distributed_state(rank, weights, format, options, expected):
+    """torch's own functions for an optimizer's distributed state, there and back."""
+    model = Model(with_initial(weights, format))
+    shard_all(model, device_mesh((4,)))
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    for step in range(STEPS):
+        give_gradients(model, step)
+        optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    other = bfp.AdamW(model.parameters(), **options)
+    set_optimizer_state_dict(model, other, state)
+    assert_same_state(other.state_dict()["state"], expected)
+
+
+def test_torchs_distributed_state_dicts():
+    format = Format.parse("mxfp8_e4m3_32x32")
+    weights, options = weights_for(shapes_for(format, 4)), {"lr": 0.1, "moments": "fp8"}
+    _, optimizer = run_whole(weights, format, options)
+    threaded.run(4, distributed_state, weights, format, options, optimizer.state_dict()["state"])
+
+
+def tensor_parallel(rank, weight, format, dim, options, expected):
+    """A weight cut by tensor parallelism, then by FSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            q = bfp.quantize(weight, format)
+            half = q.shape[dim] // 2
+            local = q.narrow(dim, mesh["tp"].get_local_rank() * half, half).clone()
+            self.weight = nn.Parameter(
+                DTensor.from_local(local, mesh["tp"], [Shard(dim)], run_check=False, shape=q.shape, stride=q.stride())
+            )
+
+    model = fully_shard(One(), mesh=mesh["fsdp"])
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    lies = sharding.sharding_of(model.weight)
+    region = lies.region(sharding.rank_in(model.weight))
+    for step in range(STEPS):
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))[region.slices]
+        model.weight.grad = DTensor.from_local(
+            gradient.contiguous(), model.weight.device_mesh, model.weight.placements, run_check=False, shape=weight.shape,
+            stride=model.weight.stride(),
+        )  # fmt: skip
+        optimizer.step()
+    local = sharding.local_of(model.weight)
+    whole, state = expected
+    assert torch.equal(local.dequantize(torch.float32), whole.dequantize(torch.float32)[region.slices])
+    kept = optimizer.state[model.weight]
+    assert torch.equal(kept["master"], state["master"][region.slices])
+    assert torch.equal(kept["exp_avg"], state["exp_avg"][region.slices])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_over_tensor_parallelism(name, dim):
+    weight = weights_for([(96, 256)])[0]
+    for options in ({"lr": 0.1}, {"lr": 0.1, "moments": "fp8", "key": 4}):
+        p = nn.Parameter(bfp.quantize(weight, name))
+        optimizer = bfp.AdamW([p], **options)
+        for step in range(STEPS):
+            p.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        expected = (p.detach(), optimizer.state[p])
+        threaded.run(4, tensor_parallel, weight, name, dim, options, expected)
+
+
+def fp8_cut(rank, weight):
+    mesh = init_device_mesh("cpu", (2,))
+    p = nn.Parameter(distribute_tensor(weight, mesh, [Shard(1)], src_data_rank=None))
+    p.grad = DTensor.from_local(torch.ones_like(p.to_local()), mesh, [Shard(1)], run_check=False)
+    with pytest.raises(ValueError, match="cut between them"):
+        bfp.AdamW([p], moments="fp8").step()
+
+
+def test_fp8_moments_whose_blocks_straddle_ranks_are_refused():
+    threaded.run(2, fp8_cut, torch.ones(4, 96))
+
+
+def several_steps_of_training(rank, weights, format):
+    """Forward, backward and step as users write them: each forward uses what the last step wrote."""
+    model = Side(quantized(weights, format))
+    shard(model, device_mesh((4,)))
+    optimizer = bfp.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(8):
+        loss = model(inputs_for(0, 64))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8_e4m3_32x32"])
+def test_each_forward_uses_what_the_last_step_wrote(name):
+    weights = [torch.randn(50, 64, generator=torch.Generator().manual_seed(0))]
+    (losses, *others) = threaded.run(4, several_steps_of_training, weights, name)
+    assert all(other == losses for other in others)
+    assert losses[-1] < 0.1 * losses[0]
