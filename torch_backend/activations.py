@@ -376,6 +376,11 @@ def join(way: Way, place: Place, received: Sequence[Tensor]) -> list[Tensor]:
     return [_joined(part, place.ranks, tensor) for part, tensor in zip(way.parts, waited, strict=True)]
 
 
+def gather(way: Way, place: Place, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`padded`, `start` and `join` at once: where there is nothing to do meanwhile."""
+    return join(way, place, start(place, padded(way, tensors)))
+
+
 def _joined(part: Part, ranks: int, tensor: Tensor) -> Tensor:
     axis, total = part.axis, ranks * part.runs * part.chunk
     if tensor.ndim == 1:

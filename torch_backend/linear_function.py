@@ -25,6 +25,7 @@ from .delayed import record
 from .keys import gradient_keys
 from .observe import observe_operand
 from .operand_ops import part_count, quantize_operand, tensor_amax
+from .parallel import Parallel
 from .products import product
 
 
@@ -39,6 +40,7 @@ class Call:
         needs: whether x, weight and bias want gradients.
         training: whether amaxes are recorded.
         rank: folded into the key of the gradients; None for a key that was given for this call.
+        parallel: how a tensor-parallel group shares the call, or None.
     """
 
     recipe: Recipe
@@ -47,6 +49,7 @@ class Call:
     needs: tuple[bool, ...]
     training: bool
     rank: int | None
+    parallel: Parallel | None = None
 
 
 class LinearFunction(torch.autograd.Function):
@@ -68,12 +71,12 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         recipe = call.recipe
         format, parts = _weight_parts(weight, call)
-        scaling = _Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
+        scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         columns: list[Tensor] = []
         outputs = []
-        for index, group in _groups(x, counts):
-            row, column = _quantize(group, "input", recipe.input, columnwise, scaling)
+        for index, group in groups_of(x, counts):
+            row, column = quantized_whole(group, "input", recipe.input, columnwise, scaling)
             columns += column
             added = bias if bias is None or index is None else bias[index]
             operands = (row, recipe.input.format, parts, format)
@@ -100,20 +103,20 @@ class LinearFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
-        keys = _gradient_keys(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-        scaling = _Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+        keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
+        scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
         d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
         d_inputs = []
-        for index, group in _groups(gradient, ctx.counts):
+        for index, group in groups_of(gradient, ctx.counts):
             key = None if keys is None else keys[index or 0]
-            row, column = _quantize(group, "gradient", rowwise, columnwise, scaling, key)
+            row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
             if needs_weight:
                 across = column if columnwise.format is not None else [group.mT]
                 operands = (across, columnwise.format, inputs.pop(0), recipe.input_columnwise.format)
                 size = (ctx.shape[-1], group.shape[0])
                 each = _product("wgrad", operands, size, recipe, ctx.dtype)
                 del operands, across
-                each = _passing_overflow(each, group)
+                each = passing_overflow(each, group)
                 if d_weight is None:
                     d_weight = each
                 else:
@@ -121,25 +124,25 @@ class LinearFunction(torch.autograd.Function):
                 del each
             del column
             if needs_x:
-                d_inputs.append(_passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), group))
+                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), group))
             del row
         d_x = None
         if needs_x:
             d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
-        d_bias = _bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+        d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
         return d_x, d_weight, d_bias, *([None] * 9)
 
 
-class _Scaling(NamedTuple):
+class Scaling(NamedTuple):
     """How amaxes become scales: eps, or with delayed scaling the multiplier, and the history to record in (None: don't)."""
 
     eps: float
-    multiplier: Tensor | None
-    history: Tensor | None
-    observed: Tensor | None
+    multiplier: Tensor | None = None
+    history: Tensor | None = None
+    observed: Tensor | None = None
 
 
-def _groups(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
+def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
     """(index, rows) of each group; one group without index where there are no counts."""
     return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
 
@@ -152,8 +155,8 @@ def _weight_parts(weight: Tensor, call: Call) -> tuple[Format | None, list[Tenso
     return format, ops.quantize(weight, format.name)
 
 
-def _quantize(
-    x: Tensor, operand: str, rowwise: Cast, columnwise: Cast, scaling: _Scaling, key: Tensor | None = None
+def quantized_whole(
+    x: Tensor, operand: str, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Parts of x [tokens, size] rowwise and columnwise, from one read. Without a format: the values, and nothing columnwise."""
     row, column = rowwise.format, columnwise.format
@@ -218,12 +221,12 @@ def _columns(saved: list[Tensor], format: Format | None, counts: Sequence[int] |
     if not saved:
         return []
     if format is None:
-        return [[group.mT] for _, group in _groups(saved[0], counts)]
+        return [[group.mT] for _, group in groups_of(saved[0], counts)]
     each = part_count(format)
     return [saved[first : first + each] for first in range(0, len(saved), each)]
 
 
-def _gradient_keys(ctx: Any, gradient: Tensor) -> Tensor:
+def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """The keys of this backward, which moves the step on."""
     call: Call = ctx.call
     groups = len(ctx.counts) if call.grouped else None
@@ -234,7 +237,7 @@ def _gradient_keys(ctx: Any, gradient: Tensor) -> Tensor:
     return keys
 
 
-def _passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:
+def passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:
     """The product of a float16 gradient, NaN where that holds an Inf.
 
     FP8 saturates Inf at its largest finite value, behind which a GradScaler would not see that the loss scale was too large.
@@ -244,7 +247,7 @@ def _passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:
     return torch.where(gradient.isinf().any(), torch.full_like(product, torch.nan), product)
 
 
-def _bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     if counts is None:
         return gradient.sum(0).to(dtype)
-    return torch.stack([group.sum(0) for _, group in _groups(gradient, counts)]).to(dtype)
+    return torch.stack([group.sum(0) for _, group in groups_of(gradient, counts)]).to(dtype)

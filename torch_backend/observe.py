@@ -125,19 +125,33 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
         rowwise, columnwise: how they were made.
     """
     for direction, parts, cast in (("rowwise", found.row, rowwise), ("columnwise", found.column, columnwise)):
-        if cast.format is None:
-            continue
-        values = x if direction == "rowwise" else x.mT
-        values = rotation.rotate(values) if cast.rotate else values
-        new = _figures(values, parts, cast.format)
-        row = observed[OPERANDS.index(f"{operand} {direction}")]
-        row.copy_(torch.cat([torch.maximum(row[:1], new[:1]), row[1:] + new[1:]]))
+        if cast.format is not None:
+            observe_parts(observed, f"{operand} {direction}", x if direction == "rowwise" else x.mT, parts, cast)
 
 
-def _figures(x: Tensor, parts: list[Tensor], format: Format) -> Tensor:
+def observe_parts(
+    observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
+) -> None:
+    """The same for one direction.
+
+    Args:
+        observed: see `observe_operand`.
+        row: one of `OPERANDS`.
+        x: the matrix in the direction in which it was quantized.
+        parts: its parts.
+        cast: how they were made.
+        origin: (row, column) of x's first element in the matrix whose blocks are counted.
+    """
+    assert cast.format is not None
+    new = _figures(rotation.rotate(x) if cast.rotate else x, parts, cast.format, origin)
+    figures = observed[OPERANDS.index(row)]
+    figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))
+
+
+def _figures(x: Tensor, parts: list[Tensor], format: Format, origin: tuple[int, int]) -> Tensor:
     codes, scales, tensor_scale = parts[0], parts[1], parts[2] if len(parts) > 2 else None
     columns = x.shape[-1]
-    back = ops.dequantize(codes, scales, tensor_scale, format.name, torch.float32, columns, [0, 0])
+    back = ops.dequantize(codes, scales, tensor_scale, format.name, torch.float32, columns, list(origin))
     values = x.float()
     finite = values.isfinite() & back.isfinite()
     magnitude = torch.where(finite, values.abs(), 0.0)

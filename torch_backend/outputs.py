@@ -63,15 +63,18 @@ def check_reduce_format(format: Format | str | None) -> Format | None:
     return format
 
 
-def start(y: Tensor, place: Place, format: Format | None = None) -> Pending:
-    """Begins the reduce-scatter of y's rows.
+def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
+    """Begins a reduce-scatter of y's rows, or an all-reduce.
 
     Args:
         y: this rank's terms [rows of all sequences, columns].
-        place: where the rows of the result lie; cut along rows.
-        format: see `check_reduce_format`.
+        to: where the rows of the result lie, cut along rows; or the name of the group every rank of which gets all.
+        format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
     """
     rows, columns = operator.index(y.shape[0]), operator.index(y.shape[1])
+    if isinstance(to, str):
+        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), rows, rows)
+    place = to
     length = rows // place.runs
     chunk = -(-length // place.ranks)
     own = max(0, min(chunk, length - place.rank * chunk))
@@ -89,9 +92,12 @@ def start(y: Tensor, place: Place, format: Format | None = None) -> Pending:
     return Pending(_c10d.all_to_all_single(sent, sizes, sizes, place.group), place.runs * own, chunk)
 
 
-def finish(pending: Pending, place: Place, columns: int, dtype: torch.dtype, format: Format | None = None) -> Tensor:
-    """This rank's rows of the sum [rows, columns], in `dtype`."""
+def finish(pending: Pending, to: Place | str, columns: int, dtype: torch.dtype, format: Format | None = None) -> Tensor:
+    """Waits for the sum, or for this rank's rows of it: [rows, columns] in `dtype`."""
     received = _c10d.wait_tensor(pending.received)
+    if isinstance(to, str):
+        return received.to(dtype)
+    place = to
     rows = place.runs * pending.chunk
     if format is not None:
         codes_size = rows * layout.packed_columns(columns, format.element.bits)

@@ -1,6 +1,6 @@
 """The custom op that multiplies two operands, quantized or not, as the core's table says (`blockfp.products`).
 
-    blockfp::product   (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin) -> [m, n]
+    blockfp::product   (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin) -> [m, n]
 
 a @ b^T + bias, for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe tensor_scale, or the
 values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a weight, of which only
@@ -28,7 +28,8 @@ from . import ops
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0]) -> Tensor",
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0]) "
+    "-> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -87,8 +88,9 @@ def _product(
     columnwise: bool = False,
     index: int | None = None,
     origin: Sequence[int] = (0, 0),
+    a_origin: Sequence[int] = (0, 0),
 ) -> Tensor:
-    left = _operand(a, a_format, k)
+    left = _operand(a, a_format, k, (a_origin[0], a_origin[1]))
     if index is not None:
         b = [part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b]
     right = _operand(b, b_format, n if columnwise else k, (origin[0], origin[1]))
@@ -97,7 +99,7 @@ def _product(
         out = torch.zeros((m, n), dtype=dtype, device=left.data.device)
         return out if bias is None else out + bias
     across = columnwise and right.format is not None and not right.format.square
-    chosen = route_on(left.data.device, left.format, right.format, n, k, not (across or _cut(right)))
+    chosen = route_on(left.data.device, left.format, right.format, n, k, not (across or _cut(right) or _cut(left)))
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(left, right, bias, dtype, chosen, columnwise)
     if columnwise:
@@ -213,5 +215,7 @@ _MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
 
 
 @torch.library.register_fake("blockfp::product", lib=_library)
-def _product_fake(a, a_format, b, b_format, n, k, bias, dtype, fast_accum=False, columnwise=False, index=None, origin=(0, 0)):
+def _product_fake(
+    a, a_format, b, b_format, n, k, bias, dtype, fast_accum=False, columnwise=False, index=None, origin=(0, 0), a_origin=(0, 0)
+):
     return a[0].new_empty((a[0].shape[0], n), dtype=dtype)

@@ -19,7 +19,7 @@ def terms(ranks, rows, columns):
 def scattered(rank, ranks, rows, columns, runs, format):
     place = Place(dist.group.WORLD.group_name, ranks, rank, ROWS, runs)
     format = outputs.check_reduce_format(format)
-    pending = outputs.start(terms(ranks, rows, columns)[rank], place, format)
+    pending = outputs.begin(terms(ranks, rows, columns)[rank], place, format)
     return outputs.finish(pending, place, columns, torch.bfloat16, format)
 
 

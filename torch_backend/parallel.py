@@ -1,0 +1,83 @@
+"""`Parallel`: how a tensor-parallel group shares a linear layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from blockfp.formats import Format
+
+from .activations import COLUMNS, ROWS, Place
+
+Style = Literal["column", "row"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a tensor-parallel group shares one call of `linear`. A value: it names the group, and holds none.
+
+    Attributes:
+        group: name of the process group.
+        ranks: how many ranks it has.
+        rank: this rank's number in it.
+        style: "column" cuts the weight's rows (out), "row" its columns (in).
+        features: length of what is cut, on all ranks together.
+        sequence: whether tokens are cut where they would be whole otherwise: a column's input, a row's output.
+        runs: sequences that x is of, where tokens are cut.
+        length: tokens of one sequence on all ranks together; None where all have the same number.
+        reduce_format: in which the terms of a reduce-scatter travel; None for the output's own dtype.
+
+    Raises:
+        ValueError: an unknown style.
+    """
+
+    group: str
+    ranks: int
+    rank: int
+    style: Style
+    features: int
+    sequence: bool = False
+    runs: int = 1
+    length: int | None = None
+    reduce_format: Format | None = None
+
+    def __post_init__(self):
+        if self.style not in get_args(Style):
+            raise ValueError(f"style must be 'column' or 'row', got {self.style!r}")
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether the input lies cut along tokens, and every rank needs all of it."""
+        return self.style == "column" and self.sequence
+
+    @property
+    def gathers_gradient(self) -> bool:
+        """Whether the output's gradient does."""
+        return self.style == "row" and self.sequence
+
+    @property
+    def tokens(self) -> Place:
+        """Where this rank's tokens lie, of what is gathered."""
+        return Place(self.group, self.ranks, self.rank, ROWS, self.runs, self.length)
+
+    def scattered(self, rows: int) -> Place:
+        """Where this rank's tokens lie after a reduce-scatter of so many rows."""
+        return self.tokens._replace(length=rows // self.runs)
+
+    @property
+    def cut_input(self) -> Place | None:
+        """Where the columns of a row's input lie; None for a column's."""
+        return self._features(COLUMNS) if self.style == "row" else None
+
+    @property
+    def cut_gradient(self) -> Place | None:
+        """Where the columns of a column's gradient lie; None for a row's."""
+        return self._features(COLUMNS) if self.style == "column" else None
+
+    @property
+    def cut_weight(self) -> Place:
+        """Where this rank's part of the weight lies."""
+        return self._features(ROWS if self.style == "column" else COLUMNS)
+
+    def _features(self, axis: int) -> Place:
+        return Place(self.group, self.ranks, self.rank, axis, 1, self.features)
