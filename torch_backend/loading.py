@@ -1,4 +1,4 @@
-"""How high-precision values reach quantized weights, sharded or not: all ranks find the same scales."""
+"""How high-precision values reach weights, sharded or not: all ranks find the same scales."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from blockfp.placement import StridedShard
 
 from . import sharding
+from .cast_weight import CastWeight
 from .requantize import requantize_
 from .tensor import DTYPES, QuantizedTensor
 
@@ -16,16 +17,17 @@ from .tensor import DTYPES, QuantizedTensor
 def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = True) -> None:
     """Quantizes a high-precision weight into a quantized parameter, in place, as if the parameter were whole.
 
-    Every rank that holds a part of the parameter must call it.
+    Every rank that holds a part of the parameter must call it. A weight that is kept in high precision and travels quantized
+    takes the values as they are.
 
     Args:
-        param: a `QuantizedTensor`, or a DTensor of one.
+        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one.
         tensor: float32, float16 or bfloat16: the whole weight, alike on every rank, or a DTensor placed like `param`. It may be
             on another device.
         keep_init: keep this rank's original values, on the CPU, as `initial`.
 
     Raises:
-        TypeError: param is not quantized, or the dtype of tensor is none of these.
+        TypeError: param is neither, or the dtype of tensor is none of these.
         ValueError: the shape or placements don't fit, param is on the meta device, or it is FSDP's gathered copy.
 
     Example:
@@ -33,8 +35,10 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         ...     bfp.load_high_precision_(model.get_parameter(name), weight)
     """
     local = sharding.local_of(param)
-    if not isinstance(local, QuantizedTensor):
-        raise TypeError(f"param must be a QuantizedTensor or a DTensor of one, got {type(local).__name__} of {local.dtype}")
+    if not isinstance(local, QuantizedTensor | CastWeight):
+        raise TypeError(
+            f"param must be a QuantizedTensor, a CastWeight or a DTensor of one, got {type(local).__name__} of {local.dtype}"
+        )
     if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or isinstance(sharding.local_of(tensor), QuantizedTensor):
         raise TypeError(f"tensor must hold values in one of {', '.join(map(str, DTYPES))}, got {_kind(tensor)}")
     if local.is_meta:
@@ -42,6 +46,9 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     if tensor.shape != param.shape:
         raise ValueError(f"tensor must be of the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
     values = _part_of(tensor, param).detach()
+    if isinstance(local, CastWeight):
+        local.values.copy_(values)
+        return
     requantize_([param], [values.to(local.device)])
     if keep_init:
         local.initial = values.to("cpu", copy=True)
@@ -70,7 +77,7 @@ def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def accept_high_precision(module: nn.Module) -> None:
-    """Makes `load_state_dict` take high-precision values for the module's own quantized parameters.
+    """Makes `load_state_dict` take whole or sharded high-precision values for the module's own quantized parameters.
 
     They are taken out of the state dict before torch would copy them, and loaded by `load_high_precision_` once FSDP2's own
     hooks have put the sharded parameters back into the module. The module's attribute `keep_init` says whether originals are
@@ -88,9 +95,9 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
     for name, param in module.named_parameters(recurse=False):
         key = prefix + name
         value = state_dict.get(key)
-        quantized = isinstance(sharding.local_of(param), QuantizedTensor)
+        ours = isinstance(sharding.local_of(param), QuantizedTensor | CastWeight)
         # What has another shape, or is quantized itself, torch copies or complains of.
-        if not quantized or not isinstance(value, Tensor) or value.shape != param.shape:
+        if not ours or not isinstance(value, Tensor) or value.shape != param.shape:
             continue
         if not isinstance(sharding.local_of(value), QuantizedTensor):
             taken[name] = (key, state_dict.pop(key))

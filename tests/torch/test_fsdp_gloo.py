@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import blockfp.torch as bfp
 from blockfp.formats import Format
 
-FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1_32x32", "nvfp4_16x16")
+FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
 
 
 def check(rank, mesh, reshard):

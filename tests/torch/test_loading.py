@@ -3,6 +3,7 @@
 import pytest
 import threaded
 import torch
+from blockfp.torch_backend.cast_weight import CastWeight
 from blockfp.torch_backend.loading import accept_high_precision, load_high_precision_
 from blockfp.torch_backend.sharding import local_of, region_of
 from small_model import Side, SmallLinear, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
@@ -85,24 +86,29 @@ def check_load(format, way, shape):
             assert all(torch.equal(other, of_one_weight[0]) for other in of_one_weight)
 
 
-def load_later(rank, weights, expected):
+def load_later(rank, weights, expected, kept):
     """The root still holds its gathered weight when new values are loaded."""
-    model = SmallLinear(bfp.quantize(torch.zeros(50, 64), "fp8_e4m3"))
+    zeros = torch.zeros(50, 64)
+    model = SmallLinear(CastWeight.from_values(zeros, "fp8_e4m3") if kept else bfp.quantize(zeros, "fp8_e4m3"))
     accept_high_precision(model)
     model.keep_init = False
     fully_shard(model, mesh=device_mesh((4,)))
     model(inputs_for(rank, 64))
     assert isinstance(model.weight, bfp.QuantizedTensor)
     model.load_state_dict({"weight": weights[0]})
-    assert local_of(model.weight).initial is None
+    if kept:
+        assert torch.equal(local_of(model.weight).values, weights[0][region_of(model.weight).slices])
+    else:
+        assert local_of(model.weight).initial is None
     model(inputs_for(rank, 64)).sum().backward()
     for a, b in zip(model.seen, parts_of(expected[0]), strict=True):
         assert torch.equal(a, b)
 
 
-def test_while_the_root_is_gathered():
+@pytest.mark.parametrize("kept", [False, True], ids=["quantized", "high precision"])
+def test_while_the_root_is_gathered(kept):
     weights = weights_for([(50, 64)])
-    threaded.run(4, load_later, weights, quantized(weights, "fp8_e4m3"))
+    threaded.run(4, load_later, weights, quantized(weights, "fp8_e4m3"), kept)
 
 
 def through_dcp(rank, weights, expected):
@@ -140,6 +146,21 @@ def test_without_sharding():
         module.load_state_dict({"weight": weight[:49], "bias": bias})
     with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
         module.load_state_dict({"bias": bias})
+
+
+def test_from_the_meta_device():
+    weight = weights_for([(50, 64)])[0]
+    with torch.device("meta"):
+        model = SmallLinear(bfp.quantize(torch.empty(50, 64), "nvfp4_16x16"))
+    assert model.weight.initial is None
+    with pytest.raises(ValueError, match=r"call to_empty\(device=...\)"):
+        load_high_precision_(model.weight, weight)
+    model.to_empty(device="cpu")
+    load_high_precision_(model.weight, weight, keep_init=False)
+    assert_same(model.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    assert model.weight.initial is None
+    with pytest.raises(NotImplementedError, match=r"_to_copy.*cast to torch.bfloat16"):
+        model.bfloat16()
 
 
 def strided(rank, weight):
