@@ -12,7 +12,11 @@ from .torch_backend.interchange import from_jax
 from .torch_backend.keys import random_key
 from .torch_backend.linear import LinearState, linear
 from .torch_backend.loading import load_high_precision_
+from .torch_backend.modules.grouped_linear import GroupedLinear
+from .torch_backend.modules.layernorm_linear import LayerNormLinear
+from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
+from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.observe import observe
 from .torch_backend.quantize import fake_quantize, quantize
 from .torch_backend.tensor import QuantizedTensor
@@ -20,9 +24,13 @@ from .torch_backend.tensor import QuantizedTensor
 __all__ = [
     "Adam",
     "AdamW",
+    "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "LinearState",
     "QuantizedTensor",
+    "TransformerLayer",
     "convert",
     "fake_quantize",
     "from_jax",

@@ -89,6 +89,6 @@ def _check_shared(model: nn.Module, chosen: dict[nn.Linear, Recipe | str]) -> No
         for name, param in module.named_parameters(recurse=False):
             if param in weights:
                 raise ValueError(
-                    f"{path}.{name} is the weight of a linear layer too: quantizing that would untie them; leave the layer as it "
-                    "is with filter=, or untie them yourself first"
+                    f"{path}.{name} is the weight of a linear layer too: quantizing that would untie them; leave the layer "
+                    "as it is with filter=, or untie them yourself first"
                 )

@@ -14,6 +14,8 @@ from blockfp.rounding import Key
 
 from .keys import key_tensor
 from .linear_function import Call, LinearFunction
+from .parallel import Parallel
+from .parallel_function import ParallelFunction
 from .tensor import DTYPES, QuantizedTensor
 
 Compute = Literal["quantized", "high_precision"]
@@ -84,10 +86,19 @@ def apply(
     *,
     state: LinearState | None = None,
     key: Key | None = None,
+    counts: Sequence[int] | None = None,
+    parallel: Parallel | None = None,
 ) -> Tensor:
-    """`linear` with a recipe from `check_recipe`."""
-    _check_tensors(x, weight, bias)
-    y = run(x.reshape(-1, x.shape[-1]), weight, bias, recipe=recipe, state=state, key=key)
+    """`linear` with a recipe from `check_recipe`.
+
+    With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
+    x [tokens, in]; each group's rows are a tensor of their own.
+    """
+    _check_tensors(x, weight, bias, grouped=counts is not None)
+    y = _run(x.reshape(-1, x.shape[-1]), weight, bias, recipe, state or LinearState(), key, counts, parallel)
+    if parallel is not None and parallel.sequence:
+        # Its tokens are more than x's, or fewer.
+        return y.unflatten(0, (*x.shape[:-2], -1)) if x.ndim > 2 else y
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -123,33 +134,29 @@ def check_recipe(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe
     return recipe
 
 
-def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool) -> None:
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
-    if x.ndim < 1 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x [.., in] and weight [out, in] must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-1]:
+        lies = "[groups, out, in]" if grouped else "[out, in]"
+        raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"bias must have shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
 
 
-def run(
+def _run(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    *,
     recipe: Recipe,
-    state: LinearState | None = None,
-    key: Key | None = None,
-    counts: Sequence[int] | None = None,
+    state: LinearState,
+    key: Key | None,
+    counts: Sequence[int] | None,
+    parallel: Parallel | None,
 ) -> Tensor:
-    """`linear` of checked arguments: x [tokens, in], and a recipe from `check_recipe`.
-
-    With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of x; each
-    group's rows are a tensor of their own.
-    """
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     x = x.to(dtype)
@@ -162,20 +169,20 @@ def run(
     elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         other = weight.dtype if weight.dtype != dtype else bias is not None and bias.dtype
         raise TypeError(f"x is {dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
-    state = state or LinearState()
     training = torch.is_grad_enabled()
     needs = tuple(training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     _check_state(recipe, state, key, any(needs))
     words = state.rng_key if key is None else key_tensor(key, x.device)
-    call = Call(recipe, stored, counts is not None, needs, training, None if key is not None else state.rank)
+    call = Call(recipe, stored, counts is not None, needs, training, None if key is not None else state.rank, parallel)
     delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
     tensors = delayed if recipe.delayed else (None,) * 4
     arguments = (call, counts, *tensors, words, state.step, state.observed)
+    function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        return LinearFunction.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     # Products choose their dtypes themselves.
     with torch.autocast(x.device.type, enabled=False):
-        return LinearFunction.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
 
 
 def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:

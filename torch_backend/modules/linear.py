@@ -46,14 +46,7 @@ class Linear(QuantizedLayer):
     ):
         super().__init__(recipe, weights, compute, keep_init)
         self.in_features, self.out_features = in_features, out_features
-        values = torch.empty((out_features, in_features), device=device, dtype=dtype)
-        # Filled by reset_parameters: until then the originals would be nobody's.
-        self.set_weight(values.to("meta"))
-        if not values.is_meta:
-            self.weight = nn.Parameter(torch.empty_like(self.weight, device=values.device))
-        self.bias = nn.Parameter(values.new_empty(out_features)) if bias else None
-        self.set_buffers(values.device)
-        self.reset_parameters()
+        self.make_parameters((out_features, in_features), bias, device, dtype)
 
     @classmethod
     def from_linear(

@@ -8,7 +8,6 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
 from .. import sharding
@@ -52,6 +51,19 @@ class QuantizedLayer(nn.Module):
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
         self.observed: Tensor | None = None
         accept_high_precision(self)
+
+    def make_parameters(
+        self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Makes weight, bias and buffers, and fills them: weight of `shape` [.., out, in], bias [.., out]."""
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        self.set_weight(values)
+        device = torch.empty(0, device=device).device
+        if device.type != "meta":
+            self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
+        self.bias = nn.Parameter(values.new_empty(shape[:-1], device=device)) if bias else None
+        self.set_buffers(device)
+        self.reset_parameters()
 
     def set_weight(self, values: Tensor, *, requires_grad: bool = True) -> None:
         """Makes the weight parameter of these values; on the meta device, of their shape."""
@@ -126,10 +138,10 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
         return
     if isinstance(local, QuantizedTensor):
         load_high_precision_(param, values, keep_init=keep_init)
-    else:
-        local.copy_(values[sharding.region_of(param).slices])
+        return
+    mesh = sharding.mesh_of(param)
+    if mesh is not None:
+        from torch.distributed.tensor import distribute_tensor
 
-
-def stored_format(weight: Tensor) -> Format | None:
-    """The format of a weight that is stored as codes."""
-    return weight.format if isinstance(weight, QuantizedTensor) else None
+        values = distribute_tensor(values, mesh, param.placements, src_data_rank=None).to_local()
+    local.copy_(values)

@@ -1,0 +1,152 @@
+"""Linear layers on a GPU: every recipe against the product of its operands, the matrix units' routes, compilation, graphs."""
+
+import pytest
+
+from blockfp import recipes
+from blockfp.recipes import Cast
+
+torch = pytest.importorskip("torch")
+if torch.cuda.is_available():
+    import torch.nn.functional as F
+    from blockfp.torch_backend import products
+    from blockfp.torch_backend.linear import LinearState
+    from linear_reference import assert_close, expected
+
+    import blockfp.torch as bfp
+    from blockfp import cuda
+
+# Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
+FAST, PRECISE = 2.0**-11, 2.0**-14
+
+
+def values(shape, seed, scale=1.0, dtype=None):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.to("cuda", dtype or torch.bfloat16)
+
+
+def run(recipe, shape=(256, 384, 512), dtype=None, weight_format=None):
+    """(result, expected) of one forward and backward with tokens, out, in."""
+    tokens, n, k = shape
+    x, weight, gradient = (
+        values((tokens, k), 0, dtype=dtype),
+        values((n, k), 1, 0.1, dtype),
+        values((tokens, n), 2, dtype=dtype),
+    )
+    recipe = recipes.parse(recipe)
+    scales = {"input_scale": None, "gradient_scale": None}
+    state = None
+    if recipe.delayed:
+        scales = {"input_scale": torch.tensor(60.0, device="cuda"), "gradient_scale": torch.tensor(900.0, device="cuda")}
+        state = LinearState(
+            torch.zeros(4, device="cuda"), scales["input_scale"], torch.zeros(4, device="cuda"), scales["gradient_scale"]
+        )
+    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
+    x, stored = x.requires_grad_(), stored.requires_grad_()
+    y = bfp.linear(x, stored, recipe=recipe, state=state, key=7)
+    y.backward(gradient)
+    return (y, x.grad, stored.grad), expected(x.detach(), weight, gradient, recipe, key=7, **scales), state
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_products(name, dtype):
+    assert cuda.available(), cuda.status()
+    got, wanted, state = run(name, dtype=getattr(torch, dtype))
+    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
+        assert_close(actual, result, sums=sums)
+    if state is not None:
+        assert state.input_amax_history[0] == values((256, 512), 0, dtype=getattr(torch, dtype)).abs().max()
+        assert state.gradient_amax_history[0] == values((256, 384), 2, dtype=getattr(torch, dtype)).abs().max()
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("shape", [(144, 48, 80), (77, 33, 50), (1, 16, 16), (0, 32, 48), (400, 256, 144)])
+def test_ragged_shapes(name, shape):
+    got, wanted, _ = run(name, shape)
+    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
+        assert_close(actual, result, sums=sums)
+
+
+MIXED = {
+    "high-precision backward": {"gradient": Cast(None), "input_columnwise": Cast(None), "weight_columnwise": Cast(None)},
+    "e4m3 gradients": {"gradient": Cast("fp8_e4m3")},
+    "one-dimensional weight": {"weight": Cast("mxfp8_e4m3")},
+    "formats by direction": {"input": Cast("mxfp8_e4m3"), "input_columnwise": Cast("nvfp4")},
+    "fp32 block scales": {"weight": Cast("fp8_e4m3_128x128_fp32"), "input": Cast("fp8_e5m2_1x128_fp32")},
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed(case):
+    got, wanted, _ = run(recipes.fp8_current().replace(**MIXED[case]))
+    for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
+        assert_close(actual, result, sums=sums)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0), ("nvfp4", 0)]
+)
+def test_hopper_multiplies_codes(name, calls, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's table")
+    fast = []
+
+    def counted(*args, **options):
+        fast.append(options["use_fast_accum"])
+        return scaled_mm(*args, **options)
+
+    scaled_mm = F.scaled_mm
+    monkeypatch.setattr(products.F, "scaled_mm", counted)
+    run(name)
+    assert len(fast) == calls
+    assert fast == [True, False, False][:calls]
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "nvfp4"])
+def test_compiled_layers_have_eager_bits(name):
+    """The compiler finds the amaxes of fp8_current while it makes the activations: the codes must be the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = bfp.Linear(512, 256, recipe=name, device="cuda", dtype=torch.bfloat16)
+    compiled = bfp.Linear(512, 256, recipe=name, device="cuda", dtype=torch.bfloat16)
+    compiled.load_state_dict(layer.state_dict())
+    compiled.compile(fullgraph=True)
+    for seed in range(3):
+        x, gradient = values((128, 512), seed), values((128, 256), seed + 9)
+        pair = []
+        for one in (layer, compiled):
+            leaf = x.clone().requires_grad_()
+            y = one(leaf)
+            y.backward(gradient)
+            pair.append((y, leaf.grad, one.weight.grad, one.bias.grad, *one.buffers()))
+            one.zero_grad()
+            bfp.update_scales(one)
+        # The bias gradient is a float sum.
+        torch.testing.assert_close(pair[0][3], pair[1][3])
+        for i, (a, b) in enumerate(zip(*pair, strict=True)):
+            assert i == 3 or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
+def test_graph_of_a_layer(name):
+    layer = bfp.Linear(256, 128, recipe=name, device="cuda", dtype=torch.bfloat16)
+    x, gradient = values((64, 256), 0).requires_grad_(), values((64, 128), 1)
+
+    def step():
+        y = layer(x)
+        d_x, d_weight = torch.autograd.grad(y, (x, layer.weight), gradient)
+        return y, d_x, d_weight
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(values((64, 256), 5))
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,69 @@
+"""What a linear layer must give: products in float64 of the operands that the recipe names, each quantized on its own."""
+
+from typing import NamedTuple
+
+import torch
+
+import blockfp.torch as bfp
+from blockfp import numerics, recipes, rotation, rounding
+
+
+class Result(NamedTuple):
+    """A product in float64, and the sum of the magnitudes of its terms, which its rounding error is measured by."""
+
+    value: torch.Tensor
+    magnitude: torch.Tensor
+
+
+class Expected(NamedTuple):
+    y: Result
+    d_x: Result
+    d_weight: Result
+
+
+def quantized(x, cast, *, key=None, multiplier=None):
+    """Values of x as the cast leaves them, float64."""
+    if cast.format is None:
+        return x.double()
+    if cast.rotate:
+        x = rotation.rotate(x)
+    if multiplier is not None:
+        parts = numerics.quantize(x, cast.format, multiplier=multiplier)
+        return numerics.dequantize(*parts, cast.format, "float32", columns=x.shape[-1]).double()
+    return bfp.quantize(x, cast.format, key=key if cast.stochastic else None).dequantize(torch.float32).double()
+
+
+def product(a, b):
+    return Result(a @ b.mT, a.abs() @ b.abs().mT)
+
+
+def expected(x, weight, gradient, recipe, *, key=None, input_scale=None, gradient_scale=None):
+    """The three products of x [tokens, in], weight [out, in] values and gradient [tokens, out]."""
+    recipe = recipes.parse(recipe)
+    row_key, column_key = (None, None) if key is None else (rounding.fold_in(key, t) for t in (0, 1))
+    w = quantized(weight, recipe.weight)
+    across = w.mT if recipe.weight_columnwise.format is None else quantized(weight.mT.contiguous(), recipe.weight_columnwise)
+    g = quantized(gradient, recipe.gradient, key=row_key, multiplier=gradient_scale)
+    turned = gradient.mT.contiguous(), x.mT.contiguous()
+    return Expected(
+        product(quantized(x, recipe.input, multiplier=input_scale), w),
+        product(g, across),
+        product(
+            quantized(turned[0], recipe.gradient_columnwise, key=column_key, multiplier=gradient_scale),
+            quantized(turned[1], recipe.input_columnwise, multiplier=input_scale),
+        ),
+    )
+
+
+def assert_close(actual, result, *, sums, bias=0.0):
+    """A product within `sums` of the magnitude of its terms, and half a unit of its own dtype's last place.
+
+    Args:
+        sums: 2^-20 for sums in fp32, 2^-12 for those of tensor cores that accumulate fast.
+    """
+    unit = torch.finfo(actual.dtype).eps / 2
+    value = result.value + bias
+    bound = sums * result.magnitude + unit * value.abs() * 1.01 + torch.finfo(actual.dtype).tiny
+    error = (actual.detach().double() - value).abs()
+    assert actual.shape == value.shape
+    assert bool((error <= bound).all()), f"{(error / bound).max():.3} times the bound"

@@ -1,0 +1,73 @@
+"""`GroupedLinear`: one linear layer for each of several experts, over rows that are sorted by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockfp.recipes import Recipe
+
+from ..linear import Compute, apply
+from .weights import QuantizedLayer, Weights
+
+
+class GroupedLinear(QuantizedLayer):
+    """y of expert e is x of expert e @ weight[e]^T + bias[e], with weight [experts, out, in] stored quantized as one tensor.
+
+    Each expert's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row. So
+    the results are those of one `Linear` for each expert. In formats with one scale per tensor the experts' weights share it.
+
+    Args:
+        experts: how many.
+        in_features, out_features: lengths.
+        bias: whether there is a bias, [experts, out].
+        recipe, device, dtype, weights, compute, keep_init: as for `Linear`.
+
+    Example:
+        >>> layer = GroupedLinear(8, 1024, 4096, recipe="mxfp8")
+        >>> y = layer(x, counts=[3, 0, 17, 4, 0, 0, 1, 7])  # x [32, 1024], sorted by expert
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__(recipe, weights, compute, keep_init)
+        if experts < 1:
+            raise ValueError(f"experts must be 1 or more, got {experts}")
+        self.experts, self.in_features, self.out_features = experts, in_features, out_features
+        self.make_parameters((experts, out_features, in_features), bias, device, dtype)
+
+    def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+        """[tokens, out] of x [tokens, in].
+
+        Args:
+            x: the rows of expert 0, then those of expert 1, and so on.
+            counts: how many rows each expert has, [experts]; zero is fine. A tensor is read on the host, which waits for its
+                device.
+
+        Raises:
+            ValueError: counts don't add up to the rows of x, or there are not as many as experts.
+        """
+        counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+        if len(counts) != self.experts:
+            raise ValueError(f"counts must say how many rows each of {self.experts} experts has, got {len(counts)} numbers")
+        if x.ndim != 2 or sum(counts) != x.shape[0]:
+            raise ValueError(f"x must be [tokens, in] with as many rows as counts add up to, got {tuple(x.shape)} and {counts}")
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
+
+    def extra_repr(self) -> str:
+        sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {super().extra_repr()}"

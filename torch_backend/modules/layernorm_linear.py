@@ -1,0 +1,68 @@
+"""`LayerNormLinear`: a norm and the linear layer behind it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..linear import Compute
+from .linear import Linear
+from .weights import Weights
+
+Norm = Literal["layer_norm", "rms_norm"]
+
+
+def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    """torch's norm of that kind, over the last axis.
+
+    Raises:
+        ValueError: another kind.
+    """
+    kinds = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+    if kind not in kinds:
+        raise ValueError(f"norm must be one of {', '.join(kinds)}, got {kind!r}")
+    return kinds[kind](features, eps=eps, device=device, dtype=dtype)
+
+
+class LayerNormLinear(nn.Module):
+    """linear(norm(x)): the norm's output is quantized once, along both axes, and only its codes are kept for the backward.
+
+    Several layers that read the same norm are one layer with their outputs side by side, as query, key and value are.
+
+    Args:
+        in_features, out_features, bias: of the linear layer.
+        recipe: a `Recipe` or its name.
+        norm: "layer_norm" or "rms_norm".
+        eps: of the norm.
+        device, dtype, weights, compute, keep_init: as for `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        norm: Norm = "layer_norm",
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__()
+        self.norm = make_norm(norm, in_features, eps, device, dtype)
+        self.linear = Linear(
+            in_features, out_features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
+            keep_init=keep_init,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., out] of x [.., in]."""
+        return self.linear(self.norm(x))

@@ -1,0 +1,75 @@
+"""`LayerNormMLP`: a norm, two linear layers and the activation between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..linear import Compute
+from .layernorm_linear import LayerNormLinear, Norm
+from .linear import Linear
+from .weights import Weights
+
+Activation = Literal["gelu", "swiglu"]
+
+
+class LayerNormMLP(nn.Module):
+    """down(activation(up(norm(x)))).
+
+    With SwiGLU, up gives gate and value side by side, [.., 2 * ffn], from one product: silu(gate) * value goes on.
+
+    Args:
+        features: length of x's last axis.
+        ffn_features: length between the two layers.
+        bias: whether the linear layers have one.
+        recipe: a `Recipe` or its name.
+        norm: "layer_norm" or "rms_norm".
+        activation: "gelu" (its tanh approximation) or "swiglu".
+        eps, device, dtype, weights, compute, keep_init: as for `LayerNormLinear`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        ffn_features: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        norm: Norm = "layer_norm",
+        activation: Activation = "gelu",
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__()
+        if activation not in ("gelu", "swiglu"):
+            raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
+        self.activation = activation
+        width = 2 * ffn_features if activation == "swiglu" else ffn_features
+        self.up = LayerNormLinear(
+            features, width, bias, recipe=recipe, norm=norm, eps=eps, device=device, dtype=dtype, weights=weights,
+            compute=compute, keep_init=keep_init,
+        )  # fmt: skip
+        self.down = Linear(
+            ffn_features, features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
+            keep_init=keep_init,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., features] of x [.., features]."""
+        hidden = self.up(x)
+        if self.activation == "gelu":
+            return self.down(F.gelu(hidden, approximate="tanh"))
+        gate, value = hidden.chunk(2, dim=-1)
+        return self.down(F.silu(gate) * value)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
