@@ -120,18 +120,11 @@ def assert_is_part_of(model, optimizer, whole, whole_optimizer):
         else:
             assert torch.equal(local, own(param, reference.detach())), name
         if optimizer is not None:
-            kept, there = optimizer.state[param], whole_optimizer.state[reference]
-            assert kept.keys() == there.keys()
-            for entry, value in kept.items():
-                expected = there[entry] if entry == "step" else _own_state(param, there[entry])
-                assert torch.equal(value, expected), (name, entry)
+            shown = optimizer_state.portable(param, optimizer.state[param])
+            expected = optimizer_state.portable(reference, whole_optimizer.state[reference])
+            assert shown.keys() == expected.keys()
+            for entry, value in shown.items():
+                part = expected[entry] if entry == "step" else own(param, expected[entry])
+                assert torch.equal(sharding.local_of(value), part), (name, entry)
     for (name, buffer), reference in zip(model.named_buffers(), whole.buffers(), strict=True):
         assert torch.equal(buffer, reference), name
-
-
-def _own_state(param, whole):
-    if whole.shape == param.shape:
-        return own(param, whole)
-    # The scales of FP8 moments: one for each 128 columns of a row.
-    region = sharding.region_of(param)
-    return whole[region.slices[:-1]][..., region.start[-1] // 128 : -(-(region.start[-1] + region.shape[-1]) // 128)]

@@ -239,11 +239,17 @@ def _check_names(checkpoint: Path, index: Metadata, state: dict[str, Any]) -> No
                 f"{checkpoint} doesn't fit the {part}: it lacks {_some(missing)}, and has beyond it {_some(surplus)}"
             )
         for name, value in wanted.items():
-            saved = there[name]
-            if isinstance(value, Tensor) and isinstance(saved, TensorStorageMetadata) and value.shape != saved.size:
-                raise BadCheckpoint(
-                    f"{checkpoint}: {part}.{name} has shape {tuple(saved.size)}, here it has {tuple(value.shape)}"
-                )
+            if isinstance(value, Tensor) and isinstance(there[name], TensorStorageMetadata):
+                _check_tensor(f"{part}.{name}", value, there[name])
+
+
+def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> None:
+    if value.is_meta:
+        raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
+    kinds = (("shape", tuple(saved.size), tuple(value.shape)), ("dtype", saved.properties.dtype, value.dtype))
+    for what, there, here in kinds:
+        if there != here:
+            raise BadCheckpoint(f"{name} has {what} {there} in the checkpoint and {here} here")
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

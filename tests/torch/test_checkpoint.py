@@ -2,7 +2,6 @@
 
 import functools
 import math
-import re
 
 import pytest
 import threaded
@@ -12,10 +11,11 @@ from blockfp.torch_backend.adamw import AdamW
 from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.sharding import local_of
 from resumed import MESHES, assert_is_part_of, model_of, shard, train
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import FORMATS
 from blockfp.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
@@ -150,11 +150,10 @@ def _wrong_format(rank, folder):
     model = shard(model_of("mxfp8_e5m2_32x32", SHAPES), "fsdp2")
     before = [local_of(layer.weight).codes.clone() for layer in model]
     state = get_model_state_dict(model)
-    with pytest.raises(Exception, match=r"weight_format_mxfp8_e5m2_32x32"):
+    with pytest.raises(CheckpointException, match=r"weight_format_mxfp8_e5m2_32x32"):
         dcp.load({"model": state}, checkpoint_id=folder / "step-00000003")
-    with pytest.raises(
-        BadCheckpoint, match=r"0\.weight is mxfp8_e5m2_32x32 in the model and mxfp8_e4m3_32x32 in the checkpoint"
-    ):
+    both = r"0\.weight is mxfp8_e5m2_32x32 in the model and mxfp8_e4m3_32x32 in the checkpoint"
+    with pytest.raises(BadCheckpoint, match=both):
         load_checkpoint(folder, model)
     assert all(torch.equal(local_of(layer.weight).codes, old) for layer, old in zip(model, before, strict=True))
 
@@ -212,18 +211,11 @@ def test_what_does_not_fit_is_named(tmp_path):
         load_checkpoint(tmp_path, model)
     with pytest.raises(BadCheckpoint, match=r"lacks 4\.bias"):
         load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [*SHAPES, (4, 4)]))
-    with pytest.raises(BadCheckpoint, match=r"model\.0\.weight has shape \(64, 128\) there and \(65, 128\) here"):
+    with pytest.raises(BadCheckpoint, match=r"model\.0\.weight has shape \(64, 128\) in the checkpoint and \(65, 128\) here"):
         load_checkpoint(tmp_path, model_of("mxfp8_e4m3", [(65, 128), *SHAPES[1:]]))
+    save_checkpoint(tmp_path / "alone", model, step=1)
     with pytest.raises(BadCheckpoint, match=r"holds no optimizer"):
-        save_checkpoint(tmp_path / "alone", model, step=1)
         load_checkpoint(tmp_path / "alone", model, optimizer_of(model))
-    with pytest.raises(ValueError, match="meta device"):
-        with torch.device("meta"):
-            empty = model_of("mxfp8_e4m3", SHAPES)
+    empty = model_of("mxfp8_e4m3", SHAPES).to("meta")
+    with pytest.raises(BadCheckpoint, match=r"is on the meta device"):
         load_checkpoint(tmp_path, empty)
-
-
-def test_names_of_formats_and_parts_never_meet():
-    """No format's key is another part's."""
-    assert not [name for name in map(str, FORMATS) if re.fullmatch(r"(tensor_)?scale", name)]
-    assert Format.parse("nvfp4").name == "nvfp4"

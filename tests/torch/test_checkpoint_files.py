@@ -1,0 +1,183 @@
+"""Checkpoints that are cut short, altered, half written or still being written; real processes with gloo, killed or not."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from blockfp.torch_backend.adamw import AdamW
+from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.checkpoint_files import read_index
+from resumed import assert_is_part_of, model_of, shard, train
+
+from blockfp import manifest
+from blockfp.manifest import BadCheckpoint
+
+SHAPES = [(64, 128), (37, 40)]
+FORMAT = "mxfp8_e4m3_32x32"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run's folder with checkpoints of steps 1 and 2."""
+    model = model_of(FORMAT, SHAPES)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        train(model, optimizer, step - 1, step)
+        save_checkpoint(tmp_path / "run", model, optimizer, step=step)
+    return tmp_path / "run"
+
+
+def refused(run, match, **options):
+    """Loading raises, and leaves the model and the optimizer as they were."""
+    model, reference = model_of(FORMAT, SHAPES, seed=50), model_of(FORMAT, SHAPES, seed=50)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(BadCheckpoint, match=match):
+        load_checkpoint(run, model, optimizer, **options)
+    assert_is_part_of(model, None, reference, None)
+    assert not optimizer.state
+
+
+def test_a_file_that_is_cut_short_is_named(saved):
+    path = saved / "step-00000002" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused(saved, r"step-00000002/__0_0\.distcp has \d+ bytes and should have \d+")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_an_altered_file_is_named(saved, name):
+    path = saved / "step-00000002" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    refused(saved, rf"step-00000002/{name} is not what was saved: its SHA-256 differs")
+    refused(saved / "step-00000002", "SHA-256")
+    assert load_checkpoint(saved, model_of(FORMAT, SHAPES), step=1).step == 1
+
+
+def test_a_file_that_is_gone_is_named(saved):
+    (saved / "step-00000002" / "__0_0.distcp").unlink()
+    refused(saved, r"__0_0\.distcp: No such file")
+
+
+def test_a_manifest_that_is_none(saved):
+    path = saved / "step-00000002" / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text("{}")
+    refused(saved, r"manifest\.json is no manifest: KeyError")
+    path.write_text(json.dumps(content | {"version": 2}))
+    refused(saved, r"manifest\.json is of version 2; this blockfp reads version 1")
+    path.unlink()
+    refused(saved, r"manifest\.json: No such file")
+
+
+def test_what_is_there_and_what_is_not(saved, tmp_path):
+    refused(tmp_path, "holds no checkpoint")
+    refused(saved, r"has no checkpoint of step 7: there are 1, 2", step=7)
+    refused(saved / "step-00000002", r"is a checkpoint itself, not of step 1", step=1)
+    model = model_of(FORMAT, SHAPES)
+    with pytest.raises(FileExistsError, match="is never overwritten"):
+        save_checkpoint(saved, model, step=2)
+    with pytest.raises(ValueError, match="keep 1 or more"):
+        save_checkpoint(saved, model, step=3, keep=0)
+    with pytest.raises(ValueError, match="step must be 0 or more"):
+        save_checkpoint(saved, model, step=-1)
+
+
+def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
+    (saved / ".step-00000003.tmp").mkdir()
+    (saved / ".step-00000003.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (saved / "notes.txt").write_text("mine")
+    assert manifest.steps(saved) == [1, 2]
+    model = model_of(FORMAT, SHAPES)
+    save_checkpoint(saved, model, step=3, keep=2)
+    assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000002", "step-00000003"]
+
+
+def test_a_save_that_fails_leaves_what_was_there(saved, monkeypatch):
+    model = model_of(FORMAT, SHAPES)
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(BaseException, match="no space left"):
+        save_checkpoint(saved, model, step=3)
+    assert manifest.steps(saved) == [1, 2]
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("echo harm",)
+
+
+def test_an_index_that_would_run_something_is_refused(saved):
+    (saved / "step-00000002" / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(BadCheckpoint, match=r"it names posix\.system, which an index has no use for"):
+        read_index(saved / "step-00000002")
+
+
+def test_ten_kills_at_random_moments(tmp_path):
+    """After each, the last whole checkpoint loads, and is the one of its step to the bit."""
+    program = Path(__file__).with_name("killed_while_saving.py")
+    environment = {**os.environ, "PYTHONPATH": str(program.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, "3"], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rounds = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(rounds) == 10
+    # Some of the kills hit a checkpoint half written, and there was something to lose.
+    assert any(".tmp" in line for line in rounds)
+    assert any("," in line.split("]")[0] for line in rounds)
+
+
+def _with_gloo(rank, folder, results):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    model = shard(model_of("fp8_e4m3_128x128", SHAPES), "fsdp2")
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 3)
+    saving = save_checkpoint(folder / "run", model, optimizer, step=3, wait=False)
+    # The training goes on, with collectives of its own, while step 3 is written.
+    train(model, optimizer, 3, 6)
+    assert saving.wait() == folder / "run" / "step-00000003"
+    assert saving.done()
+    save_checkpoint(folder / "run", model, optimizer, step=6, wait=False)
+    train(model, optimizer, 6, 7)
+    save_checkpoint(folder / "run", model, optimizer, step=7)
+    for step in (3, 6, 7):
+        whole = model_of("fp8_e4m3_128x128", SHAPES)
+        whole_optimizer = AdamW(whole.parameters(), lr=0.1)
+        train(whole, whole_optimizer, 0, step)
+        other = shard(model_of("fp8_e4m3_128x128", SHAPES, seed=50), "fsdp2")
+        other_optimizer = AdamW(other.parameters(), lr=0.1)
+        load_checkpoint(folder / "run", other, other_optimizer, step=step)
+        assert_is_part_of(other, other_optimizer, whole, whole_optimizer)
+    # An error is the same on every rank, also where only one looks at the file that is broken.
+    if rank == 0:
+        path = folder / "run" / "step-00000007" / "__1_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1])
+    dist.barrier()
+    for action, match in (
+        (lambda: load_checkpoint(folder / "run", model), "__1_0.distcp has"),
+        (lambda: save_checkpoint(folder / "run", model, step=6), "is never overwritten"),
+    ):
+        with pytest.raises((BadCheckpoint, FileExistsError), match=match):
+            action()
+    results[rank] = 1
+    dist.barrier()
+    os._exit(0)
+
+
+def test_behind_the_trainings_back_with_gloo(tmp_path):
+    results = mp.get_context("fork").Array("i", 2)
+    ranks = [mp.get_context("fork").Process(target=_with_gloo, args=(rank, tmp_path, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+        rank.kill()
+    assert list(results) == [1, 1]
