@@ -116,7 +116,7 @@ def _flat(results: list[Quantized]) -> list[Tensor]:
     parts: list[Tensor] = []
     for part in (part for result in results for part in result if part is not None):
         shared = any(part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in parts)
-        parts.append(part.clone() if shared else part.contiguous())
+        parts.append(part.clone(memory_format=torch.contiguous_format) if shared else part.contiguous())
     return parts
 
 

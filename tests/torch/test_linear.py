@@ -1,0 +1,328 @@
+"""`linear`: every product against that of its quantized operands; shapes, saved memory, gradients left out, bad use."""
+
+import pytest
+import torch
+from blockfp.torch_backend import operand_ops, products
+from blockfp.torch_backend.keys import gradient_keys
+from blockfp.torch_backend.linear import LinearState
+from linear_reference import assert_close, expected, quantized
+
+import blockfp.torch as bfp
+from blockfp import numerics, recipes, rotation, rounding
+from blockfp.formats import Format
+from blockfp.recipes import Cast
+
+# Products on a CPU are sums in fp32.
+SUMS = 2.0**-20
+SCALES = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
+
+MIXED = {
+    "high-precision backward": {"gradient": Cast(None), "input_columnwise": Cast(None), "weight_columnwise": Cast(None)},
+    "high-precision weight": {"weight": Cast(None)},
+    "weight quantized in dgrad only": {"weight": Cast(None), "weight_columnwise": Cast("mxfp8_e4m3")},
+    "one-dimensional weight": {"weight": Cast("mxfp8_e4m3")},
+    "formats by direction": {"input": Cast("mxfp8_e4m3"), "input_columnwise": Cast("nvfp4")},
+    "stochastic one way": {"gradient": Cast("mxfp8_e4m3", stochastic=True), "gradient_columnwise": Cast("mxfp8_e4m3")},
+    "integers": {"input": Cast("mxint8"), "gradient": Cast("fp8_e5m2_1x128_fp32")},
+}
+
+
+def values(shape, seed, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def state_of(recipe):
+    if recipe.delayed is None:
+        return None
+    return LinearState(torch.zeros(4), SCALES["input_scale"].clone(), torch.zeros(4), SCALES["gradient_scale"].clone())
+
+
+def run(recipe, shape=(37, 24, 80), dtype=torch.float32):
+    """The results of one forward and backward with tokens, out, in; and what they must be."""
+    recipe = recipes.parse(recipe)
+    tokens, n, k = shape
+    x, weight, gradient = values((tokens, k), 0, dtype), values((n, k), 1, dtype, 0.1), values((tokens, n), 2, dtype)
+    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
+    leaf, stored = x.clone().requires_grad_(), stored.requires_grad_()
+    y = bfp.linear(leaf, stored, recipe=recipe, state=state_of(recipe), key=7)
+    y.backward(gradient)
+    scales = SCALES if recipe.delayed else {}
+    return (y, leaf.grad, stored.grad), expected(x, weight, gradient, recipe, key=7, **scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_products(name, dtype):
+    results, wanted = run(name, dtype=dtype)
+    for actual, result in zip(results, wanted, strict=True):
+        assert actual.dtype == dtype
+        assert_close(actual, result, sums=SUMS)
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed_recipes(case):
+    for base in (recipes.mxfp8(), recipes.fp8_current()):
+        results, wanted = run(base.replace(**MIXED[case]))
+        for actual, result in zip(results, wanted, strict=True):
+            assert_close(actual, result, sums=SUMS)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+@pytest.mark.parametrize("shape", [(0, 16, 32), (1, 16, 32), (130, 7, 33), (5, 1, 1)])
+def test_ragged_shapes(name, shape):
+    results, wanted = run(name, shape)
+    for actual, result in zip(results, wanted, strict=True):
+        assert_close(actual, result, sums=SUMS)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_operands_are_bit_for_bit_those_of_quantize(name):
+    """Codes and scales that reach the products: both directions, from one op."""
+    recipe = recipes.parse(name)
+    x = values((37, 80), 0)
+    keys = gradient_keys(torch.tensor([3, 4], dtype=torch.int32))[0]
+    for operand, multiplier in (("input", SCALES["input_scale"]), ("gradient", SCALES["gradient_scale"])):
+        row, column = recipe.cast(operand), recipe.cast(operand, "columnwise")
+        multiplier = multiplier if recipe.delayed else None
+        found = operand_ops.quantize_operand(
+            x, row.format, column.format, multiplier=multiplier, rotate=column.rotate,
+            row_key=keys[0] if row.stochastic else None, column_key=keys[1] if column.stochastic else None,
+        )  # fmt: skip
+        for parts, cast, matrix, t in ((found.row, row, x, 0), (found.column, column, x.mT.contiguous(), 1)):
+            matrix = rotation.rotate(matrix) if cast.rotate else matrix
+            key = rounding.fold_in((3, 4), t) if cast.stochastic else None
+            wanted = numerics.quantize(matrix, cast.format, key=key, multiplier=multiplier)
+            for part, want in zip(parts, [part for part in wanted if part is not None], strict=True):
+                assert torch.equal(part, want)
+
+
+def test_opcheck():
+    x = values((37, 80), 0)
+    key = torch.tensor([3, 4], dtype=torch.int32)
+    for arguments in (
+        (x, "mxfp8_e4m3", "mxfp8_e4m3"),
+        (x, "fp8_e4m3", "fp8_e4m3", None, torch.tensor(3.0)),
+        (x, "fp8_e4m3", None, torch.tensor([0x41000000], dtype=torch.int32)),
+        (x, "nvfp4", "nvfp4", None, None, key, key, True),
+        (x, None, "fp8_e5m2_1x128"),
+        (x[:0], "fp8_e4m3", "fp8_e4m3"),
+    ):
+        torch.library.opcheck(torch.ops.blockfp.quantize_operand.default, arguments)
+    torch.library.opcheck(torch.ops.blockfp.gradient_keys.default, (key, torch.tensor(5), [2], 3))
+    q = bfp.quantize(values((24, 80), 1), "mxfp8_e4m3_32x32")
+    arguments = ([x], None, [q.codes, q.scales], "mxfp8_e4m3_32x32", 24, 80, torch.ones(24), torch.float32)
+    torch.library.opcheck(products.product, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax_for_compilers_is_the_definitions(dtype):
+    x = values((5, 64), 0, dtype) * 100
+    x[0, :4] = torch.tensor([torch.nan, -torch.inf, 0.0, -0.0])
+    for case in (
+        x,
+        x[1:],
+        x[1:] * 0,
+        x[1:] * torch.finfo(dtype).smallest_normal / 8,
+        torch.full((1, 2), torch.nan, dtype=dtype),
+    ):
+        wanted = numerics.amax(case, "fp8_e4m3").blocks.reshape(1)
+        assert torch.equal(operand_ops.tensor_amax(case), wanted)
+
+
+def test_leading_axes_are_tokens():
+    x, weight = values((2, 5, 3, 32), 0).requires_grad_(), bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32").requires_grad_()
+    y = bfp.linear(x, weight, torch.ones(8), recipe="mxfp8")
+    flat = bfp.linear(x.reshape(-1, 32), weight, torch.ones(8), recipe="mxfp8")
+    assert torch.equal(y.reshape(-1, 8), flat)
+    assert bfp.linear(x[0, 0, 0], weight, recipe="mxfp8").shape == (8,)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_only_codes_and_scales_are_saved(name):
+    """Beside the weight, the backward keeps codes and scales of x columnwise; nothing where no weight gradient is wanted."""
+    recipe = recipes.parse(name)
+    x, weight = values((64, 96), 0), bfp.quantize(values((32, 96), 1), recipe.weight.format)
+
+    def saved(x_wants, weight_wants):
+        found = []
+        leaf, parameter = x.clone().requires_grad_(x_wants), weight.detach().requires_grad_(weight_wants)
+
+        def pack(tensor):
+            if not isinstance(tensor, bfp.QuantizedTensor):
+                found.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            bfp.linear(leaf, parameter, recipe=recipe, state=state_of(recipe), key=7)
+        return sum(tensor.nbytes for tensor in found)
+
+    column = bfp.quantize(x.mT.contiguous(), recipe.input_columnwise.format)
+    parts = [part for part in (column.codes, column.scales, column.tensor_scale) if part is not None]
+    assert saved(True, True) == saved(False, True) == sum(part.nbytes for part in parts)
+    assert saved(True, False) == 0
+
+
+def test_products_nobody_wants_are_not_run(monkeypatch):
+    ran = []
+
+    def counted(*arguments):
+        ran.append(arguments)
+        return product(*arguments)
+
+    product = products.product
+    from blockfp.torch_backend import linear_function
+
+    monkeypatch.setattr(linear_function, "product", counted)
+    weight = bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32")
+    for x_wants, weight_wants, count in ((True, True, 3), (False, True, 2), (True, False, 2), (False, False, 1)):
+        ran.clear()
+        y = bfp.linear(values((4, 32), 0).requires_grad_(x_wants), weight.detach().requires_grad_(weight_wants), recipe="mxfp8")
+        if y.requires_grad:
+            y.sum().backward()
+        assert len(ran) == count
+
+
+def test_microbatches_may_overtake_each_other():
+    """State that a backward writes is no saved tensor: two forwards before two backwards, and one graph twice."""
+    for name in ("fp8_delayed", "nvfp4"):
+        layer = bfp.Linear(32, 16, recipe=name)
+        first, second = (layer(values((4, 32), seed)) for seed in (0, 1))
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+        first.sum().backward()
+    assert layer.step == 3
+
+
+def test_high_precision_compute_multiplies_the_dequantized_weight():
+    x, gradient = values((6, 32), 0).requires_grad_(), values((6, 8), 2)
+    weight = bfp.quantize(values((8, 32), 1), "mxfp4_e2m1_32x32").requires_grad_()
+    bfp.linear(x, weight, recipe="mxfp4", compute="high_precision").backward(gradient)
+    torch.testing.assert_close(x.grad, gradient @ weight.detach().dequantize())
+    torch.testing.assert_close(weight.grad, gradient.mT @ x.detach())
+
+
+def test_values_as_weight_are_quantized_at_use():
+    x, weight, gradient = values((6, 32), 0).requires_grad_(), values((8, 32), 1).requires_grad_(), values((6, 8), 2)
+    bfp.linear(x, weight, recipe="mxfp8").backward(gradient)
+    other, stored = x.detach().requires_grad_(), bfp.quantize(weight.detach(), "mxfp8_e4m3_32x32").requires_grad_()
+    bfp.linear(other, stored, recipe="mxfp8").backward(gradient)
+    assert torch.equal(x.grad, other.grad)
+    assert torch.equal(weight.grad, stored.grad)
+
+
+def test_autocast():
+    x, bias = values((6, 32), 0).requires_grad_(), torch.ones(8, requires_grad=True)
+    weight = bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32").requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = bfp.linear(x, weight, bias, recipe="mxfp8")
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (torch.float32,) * 3
+    result = expected(x.detach().bfloat16(), weight.dequantize().detach(), torch.ones(6, 8), recipes.mxfp8()).y
+    assert_close(y, result, sums=SUMS, bias=1.0)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_overflow_reaches_the_loss_scaler(name, value):
+    """A float16 gradient that isn't finite leaves no finite gradient behind, though FP8 would saturate it."""
+    layer = bfp.Linear(32, 16, bias=False, recipe=name, dtype=torch.float16)
+    x = values((4, 32), 0, torch.float16).requires_grad_()
+    gradient = torch.ones(4, 16, dtype=torch.float16)
+    gradient[1, 3] = value
+    layer(x).backward(gradient)
+    assert not layer.weight.grad.isfinite().all()
+    assert not x.grad.isfinite().all()
+
+
+def test_stochastic_gradients_follow_the_key():
+    x, gradient = values((8, 32), 0), values((8, 16), 2)
+    weight = bfp.quantize(values((16, 32), 1), "nvfp4_16x16")
+
+    def grads(key):
+        parameter = weight.detach().requires_grad_()
+        bfp.linear(x, parameter, recipe="nvfp4", key=key).backward(gradient)
+        return parameter.grad
+
+    assert torch.equal(grads(5), grads(torch.tensor([0, 5])))
+    assert not torch.equal(grads(5), grads(6))
+
+
+def test_keys_of_a_step():
+    """fold_in of step, rank, direction and group, one after another."""
+    key = torch.tensor([11, 2**32 - 5], dtype=torch.int64)
+    keys = gradient_keys(key, step=torch.tensor(9), folds=(3,), groups=2)
+    words = rounding.fold_in(rounding.fold_in((11, 2**32 - 5), 9), 3)
+    for group in range(2):
+        for direction in range(2):
+            wanted = rounding.fold_in(rounding.fold_in(words, direction), group)
+            assert tuple(int(word) & 0xFFFFFFFF for word in keys[group, direction]) == tuple(wanted)
+    assert gradient_keys(key).shape == (1, 2, 2)
+
+
+WEIGHT = bfp.quantize(torch.ones(8, 32), "mxfp8_e4m3_32x32")
+X = torch.ones(4, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X, WEIGHT), {"recipe": "mxfp9"}, ValueError, "mxfp9"),
+        ((X, WEIGHT), {"recipe": "fp8_block"}, ValueError, "quantize it in that format"),
+        ((X[:, :16], WEIGHT), {"recipe": "mxfp8"}, ValueError, "share in"),
+        ((X, WEIGHT, torch.ones(3)), {"recipe": "mxfp8"}, ValueError, "bias must have shape"),
+        ((X.bfloat16(), WEIGHT), {"recipe": "mxfp8"}, TypeError, "autocast"),
+        ((X.double(), WEIGHT), {"recipe": "mxfp8"}, TypeError, "float64"),
+        ((WEIGHT, WEIGHT), {"recipe": "mxfp8"}, TypeError, "quantized already"),
+        ((X, WEIGHT), {"recipe": "mxfp8", "compute": "fast"}, ValueError, "compute must be"),
+        ((X, torch.ones(8, 32)), {"recipe": "fp8_delayed"}, ValueError, "state="),
+        ((X.clone().requires_grad_(), torch.ones(8, 32)), {"recipe": "nvfp4"}, ValueError, "key="),
+    ],
+)
+def test_bad_use(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        bfp.linear(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": Cast("nvfp4", stochastic=True)}, "only gradients"),
+        ({"input": Cast("nvfp4", rotate=True), "weight": Cast("nvfp4_16x16", rotate=True)}, "rotate"),
+        ({"delayed": recipes.Delayed()}, "one scale"),
+    ],
+)
+def test_recipes_that_no_layer_runs(changes, message):
+    with pytest.raises(ValueError, match=message):
+        bfp.linear(X, WEIGHT, recipe=recipes.mxfp8().replace(**changes))
+
+
+def test_matrix_units_get_what_they_read(monkeypatch):
+    """Blackwell's modes on a stand-in that takes codes and interleaved scales apart again."""
+    from blockfp import layout
+
+    def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *, output_dtype):
+        def back(codes, scales, format):
+            rows, columns = codes.shape[0], codes.shape[1] * (2 if format.element.packed else 1)
+            scales, tensor_scale = scales if isinstance(scales, list) else (scales, None)
+            grid = (rows, -(-columns // format.block[1]))
+            compact = layout.deinterleave_scales(scales.view(torch.uint8), grid)
+            parts = (codes.view(torch.uint8), compact, tensor_scale)
+            return numerics.dequantize(*parts, format, "float32", columns=columns)
+
+        return (back(a, scale_a, formats[0]) @ back(b.t(), scale_b, formats[1]).mT).to(output_dtype)
+
+    monkeypatch.setattr(products.F, "scaled_mm", scaled_mm)
+    x, weight = values((130, 64), 0), values((48, 64), 1)
+    for names, run in ((("mxfp8_e4m3", "mxfp8_e5m2_32x32"), products._mx), (("nvfp4", "nvfp4_16x16"), products._nvfp4)):
+        # Rows of a square block are rows of a 1-D one once their scales are repeated.
+        formats = [Format.parse(name.removesuffix("_32x32").removesuffix("_16x16")) for name in names]
+        operands = [
+            products.Operand(q.format, q.codes, q.scales, q.tensor_scale, 64)
+            for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
+        ]
+        y = run(*operands, torch.ones(48), torch.float32, False)
+        wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
+        torch.testing.assert_close(y, wanted.float())
