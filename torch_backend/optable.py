@@ -80,10 +80,24 @@ def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 @_implements(products.product)
 def _product(
-    a: Sequence[Tensor], a_format: str | None, b: Sequence[QuantizedTensor], b_format: str | None, *args: Any, **options: Any
+    a: Sequence[Tensor],
+    a_format: str | None,
+    b: Sequence[QuantizedTensor],
+    b_format: str | None,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+    columnwise: bool = False,
+    index: int | None = None,
+    origin: Sequence[int] = (0, 0),
+    a_origin: Sequence[int] = (0, 0),
 ) -> Tensor:
+    # b knows its own origin.
     (q,) = b
-    return products.product(a, a_format, _parts(q), b_format, *args, **options, origin=list(q.origin))
+    options = (bias, dtype, fast_accum, columnwise, index, list(q.origin), list(a_origin))
+    return products.product(a, a_format, _parts(q), b_format, n, k, *options)
 
 
 # ---- the same tensor again
