@@ -99,7 +99,8 @@ def apply(
     if parallel is not None and parallel.sequence:
         # Its tokens are more than x's, or fewer.
         return y.unflatten(0, (*x.shape[:-2], -1)) if x.ndim > 2 else y
-    return y.view(*x.shape[:-1], y.shape[-1])
+    # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[-1]])
 
 
 def check_recipe(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
