@@ -7,7 +7,19 @@ from . import formats, recipes
 from .array import QuantizedArray, fake_quantize, quantize
 from .formats import Format
 from .recipes import Recipe
+from .saving import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["Format", "QuantizedArray", "Recipe", "__version__", "fake_quantize", "formats", "quantize", "recipes"]
+__all__ = [
+    "Format",
+    "QuantizedArray",
+    "Recipe",
+    "__version__",
+    "fake_quantize",
+    "formats",
+    "load",
+    "quantize",
+    "recipes",
+    "save",
+]

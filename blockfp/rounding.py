@@ -134,8 +134,8 @@ def gradient_key(
     Args:
         key: of the layer and step; equal on all ranks.
         direction: `ROWWISE` or `COLUMNWISE`.
-        coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of their
-            own. Folded in first. None where no axis divides the batch; nothing is folded in then.
+        coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of
+            their own. Folded in first. None where no axis divides the batch; nothing is folded in then.
         group: number of the group, in a layer with a weight for each of several; folded in last. None in others.
     """
     key = fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
@@ -147,7 +147,7 @@ def random_bytes(
     rows: Array,
     columns: int,
     first_column: int | Array,
-    row_length: int,
+    row_length: int | Array,
     settle: Settle = as_it_is,
 ) -> Array:
     """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
@@ -167,7 +167,8 @@ def random_bytes(
     high, low = _multiply_wide(rows, row_length)
     start = low + first_column
     high = high + xp.astype(_less_unsigned(start, low), xp.int32)
-    aligned = row_length % 8 == 0 and isinstance(first_column, int) and first_column % 8 == 0
+    known = isinstance(row_length, int) and isinstance(first_column, int)
+    aligned = known and row_length % 8 == 0 and first_column % 8 == 0
     groups = -(-columns // 8) if aligned else (columns + 14) // 8
     counter_low = ((high << 29) | shift_right(start, 3))[:, None]
     counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]

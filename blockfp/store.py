@@ -47,9 +47,9 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
             _check_storable(model, tensor)
             entries.append(Entry(tensor.name, tensor.dtype, tensor.shape))
             continue
-        entries += _quantized_entries(tensor.name, tensor.shape, format)
+        entries += quantized_entries(tensor.name, tensor.shape, format)
         described[tensor.name] = {"format": format.name, "shape": list(tensor.shape), "dtype": tensor.dtype.name}
-    _check_names(model, entries)
+    check_names(model.path, entries)
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for tensor in model.tensors:
@@ -57,7 +57,7 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
                 yield tensor.name, tensor.read()
             else:
                 q = quantize(tensor.read(), format)
-                for entry, part in zip(_quantized_entries(tensor.name, tensor.shape, format), _parts(q), strict=True):
+                for entry, part in zip(quantized_entries(tensor.name, tensor.shape, format), _parts(q), strict=True):
                     yield entry.name, part
             done(tensor)
 
@@ -72,11 +72,8 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
     Raises:
         BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; nothing is written then.
     """
-    described = _description(model)
+    quantized, others = _parted(model, _description(model))
     tensors = {tensor.name: tensor for tensor in model.tensors}
-    quantized = {name: _Stored(model, tensors, name, what) for name, what in described.items()}
-    taken = {name for stored in quantized.values() for name in stored.keys}
-    others = {name: tensor for name, tensor in tensors.items() if name not in taken}
     entries = [Entry(t.name, t.dtype, t.shape) for t in others.values()]
     entries += [Entry(name, DTYPES[dtype or stored.dtype], stored.shape) for name, stored in quantized.items()]
 
@@ -93,7 +90,30 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
         write_safetensors(temporary, entries, arrays(), metadata)
 
 
-def _quantized_entries(name: str, shape: tuple[int, ...], format: Format) -> list[Entry]:
+def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
+    """(name, array) of each tensor of a file, quantized or not.
+
+    Raises:
+        BadFile: a tensor can't be read, or its codes and scales don't fit each other.
+    """
+    quantized, others = _parted(model, _description(model) if KEY in model.metadata else {})
+    for name, stored in quantized.items():
+        yield name, stored.read()
+    for name, tensor in others.items():
+        yield name, tensor.read()
+
+
+def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored], dict[str, Tensor]]:
+    """The quantized tensors of a file, and the others."""
+    tensors = {tensor.name: tensor for tensor in model.tensors}
+    quantized = {name: _Stored(model, tensors, name, what) for name, what in described.items()}
+    taken = {name for stored in quantized.values() for name in stored.keys}
+    return quantized, {name: tensor for name, tensor in tensors.items() if name not in taken}
+
+
+def quantized_entries(name: str, shape: tuple[int, ...], format: Format) -> list[Entry]:
+    """What a quantized tensor consists of in a file."""
+    """What a file has of a quantized tensor."""
     entries = [
         Entry(name, np.dtype(np.uint8), layout.codes_shape(shape, format)),
         Entry(f"{name}_scale", np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
@@ -112,11 +132,12 @@ def _check_storable(model: Model, tensor: Tensor) -> None:
         raise BadFile(model.path, f"dtype {tensor.dtype} can't be stored in a .safetensors file", tensor.name)
 
 
-def _check_names(model: Model, entries: list[Entry]) -> None:
+def check_names(path: Path, entries: list[Entry]) -> None:
+    """Raises BadFile where two tensors would have one name."""
     names: set[str] = set()
     for entry in entries:
         if entry.name in names:
-            raise BadFile(model.path, "its name is needed for the scales of another tensor", entry.name)
+            raise BadFile(path, "its name is needed for the scales of another tensor", entry.name)
         names.add(entry.name)
 
 
@@ -147,7 +168,7 @@ class _Stored:
             raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
         self.keys: list[str] = []
         self._tensors: list[Tensor] = []
-        for entry in _quantized_entries(name, self.shape, self.format):
+        for entry in quantized_entries(name, self.shape, self.format):
             tensor = tensors.get(entry.name)
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
             if tensor is None or (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):

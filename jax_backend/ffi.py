@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import bits, cuda, layout, native
+from blockfp import bits, cuda, layout
 from blockfp.formats import Format
+from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Quantized
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
@@ -93,10 +94,10 @@ def _quantize(x, format, key, nominal, amax, *, rows: bool, columns: bool) -> tu
         _absent(jnp.int32) if amax is None else amax.reshape(1),
         _absent(jnp.int32),
         _absent(jnp.uint32) if key is None else key,
-        **dict(zip(_FORMAT, native._spec(format), strict=True)),
+        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
         measure=0,
         eps_bits=0,
-        largest_bits=native._fp8_limits(format, 0.0, nominal or bits.dtype_name(x)),
+        largest_bits=largest_multiplier(format, 0.0, nominal or bits.dtype_name(x)),
         rotate_t=0,
         row=0,
         column=0,
@@ -127,7 +128,7 @@ def dequantize(
         codes,
         scales,
         _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
-        **dict(zip(_FORMAT, native._spec(format), strict=True)),
+        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
         row=origin[0],
         column=origin[1],
     )

@@ -202,10 +202,11 @@ def _backward(how: _How, kept, cotangents):
     fast = recipe.fast_accum
     summed = (lies.tensor,) if lies.kind == "column" and lies.tensor and not lies.sequence else ()
     dx = product(gradient_row, _across(lies.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
-    dx = replication.sum_like(lies.sum_input(dx), types.x, summed)
+    dx = replication.sum_like(lies.sum_input(passing_overflow(dx, g)), types.x, summed)
     dw = db = ds = None
     if types.carrier is not None:
         dw = product(gradient_column, column, how.weight_dtype, fast="wgrad" in fast)
+        dw = passing_overflow(dw, g)
         rest = [name for name in lies.data_axes if name not in lies.fsdp]
         dw = replication.sum_like(lies.scatter_weight(dw, weight.format if lies.fsdp else None), types.carrier, rest)
     if bias is not None:
@@ -227,6 +228,16 @@ def _backward(how: _How, kept, cotangents):
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def passing_overflow(product: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The product of a float16 gradient, NaN where that holds an Inf.
+
+    FP8 saturates Inf at its largest finite value, behind which loss scaling would not see that its scale was too large.
+    """
+    if gradient.dtype != jnp.float16 or gradient.size == 0:
+        return product
+    return jnp.where(jnp.isinf(gradient).any(), jnp.full_like(product, jnp.nan), product)
 
 
 def _across(weight: Operand, recipe: Recipe) -> Operand:

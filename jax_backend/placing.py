@@ -6,6 +6,7 @@ ranks' stores one after another: rows that don't divide evenly and blocks that s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +47,9 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
             raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
         if not is_quantized(leaf):
             for size, entry in zip(leaf.shape, spec, strict=False):
-                names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-                ranks = int(np.prod([plan.axis_size(name) for name in names]))
+                ranks = math.prod(plan.axis_size(name) for name in _names(entry))
                 if size % ranks:
-                    raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {names} ({ranks} ranks)")
+                    raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {entry!r} ({ranks} ranks)")
             return jax.device_put(leaf, NamedSharding(mesh, spec))
         if leaf.sharding is not None:
             raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
@@ -128,18 +128,53 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 
 
 def unshard_params(tree: Any) -> Any:
-    """The tree with whole quantized leaves, as they were before `shard_params`; every device gets all of them.
+    """The tree with whole quantized leaves, as they were before `shard_params`: what checkpoints hold, and other meshes take.
 
-    Where only codes and scales are wanted in the file's layout, as for a checkpoint, this moves 1 byte an element of 8 bits.
+    Their codes and scales are JAX arrays of the whole's shape, which stay cut over the devices where that divides them evenly.
     """
 
     def whole(path: str, leaf):
         if not is_quantized(leaf) or leaf.sharding is None:
             return leaf
-        mesh = leaf.codes.sharding.mesh
-        return jax.jit(_whole, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
+        shapes = jax.eval_shape(_whole, leaf)
+        mesh, specs = leaf.codes.sharding.mesh, _specs_of(leaf)
+
+        def even(part, spec):
+            entries = (*spec, *(None,) * (part.ndim - len(spec)))
+            sizes = (math.prod(mesh.shape[name] for name in _names(entry)) for entry in entries)
+            kept = (entry if size % n == 0 else None for entry, size, n in zip(entries, part.shape, sizes, strict=True))
+            return NamedSharding(mesh, PartitionSpec(*kept))
+
+        specs = specs.replace(sharding=None, columns=shapes.columns, tangent=None)
+        return jax.jit(_whole, out_shardings=jax.tree.map(even, shapes, specs))(leaf)
 
     return map_with_path(whole, tree)
+
+
+def unshard_state(state: Any, params: Any) -> Any:
+    """An optimizer's state as `shard_state` took it: whole masters and moments.
+
+    Args:
+        state: a state that lies like `params`.
+        params: the sharded parameters.
+    """
+    structure = jax.tree.structure(params, is_leaf=_is_leaf)
+
+    def like_params(tree) -> bool:
+        return jax.tree.structure(tree, is_leaf=_is_leaf) == structure
+
+    def whole(x, param):
+        if x is None or not is_quantized(param) or param.sharding is None:
+            return x
+        for dim in (0, 1):
+            places = _element_places(param.sharding, dim)
+            x = x if (places >= 0).all() else jnp.take(x, np.flatnonzero(places >= 0), axis=dim - 2)
+        return x
+
+    def gather(tree):
+        return jax.tree.map(whole, tree, params, is_leaf=_is_leaf) if like_params(tree) else tree
+
+    return jax.tree.map(gather, state, is_leaf=like_params)
 
 
 def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
@@ -159,6 +194,11 @@ def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Shar
             f"spec {spec} cuts a leading axis of {shape}, and a mesh cuts the matrices of a stack, its last two axes"
         )
     return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:

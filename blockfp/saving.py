@@ -1,0 +1,204 @@
+"""`save` and `load`: named arrays, quantized or not, in .safetensors files that NumPy, JAX and PyTorch read alike.
+
+One file, or several with an index, as the Hugging Face libraries write and read them:
+
+    model.safetensors                       everything
+    model-00001-of-00003.safetensors, ..    parts of it, each a file of its own
+    model.safetensors.index.json            which tensor is in which part
+
+`blockfp.store` says what a quantized tensor looks like in a file. Its codes and scales are always in the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import layout
+from .array import QuantizedArray
+from .atomic import replacing
+from .bits import dtype_name
+
+INDEX = ".index.json"
+
+
+def save(
+    path: str | PathLike[str],
+    tensors: Mapping[str, np.ndarray | QuantizedArray],
+    *,
+    file_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes named arrays to a .safetensors file, or to several.
+
+    Whatever is at `path` stays until the new file is whole.
+
+    Args:
+        path: name of the file, ending in .safetensors.
+        tensors: NumPy arrays and quantized ones, by name.
+        file_bytes: begin another file where one would get larger, and write an index; None writes one file.
+        metadata: further strings for the file's header.
+
+    Raises:
+        ValueError: a name that is needed for another tensor's scales, or a dtype that can't be stored.
+        ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> blockfp.save("model.safetensors", {"layer.weight": blockfp.quantize(w, "mxfp8_e4m3_32x32"), "layer.bias": b})
+    """
+    write(Path(path), tensors, lambda part: np.asarray(part), file_bytes, metadata or {})
+
+
+def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
+    """Reads what `save` of any framework wrote, or any other .safetensors file, one or several.
+
+    Args:
+        path: a .safetensors file, its .index.json, or a folder that has model.safetensors or its index.
+
+    Returns:
+        Arrays and quantized arrays by name.
+
+    Raises:
+        blockfp.modelfile.BadFile: no such file, or one that is cut short, corrupt or of another kind.
+        ImportError: the package safetensors is not installed.
+    """
+    return dict(read(Path(path)))
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, Any],
+    to_numpy: Callable[[Any], np.ndarray],
+    file_bytes: int | None,
+    metadata: Mapping[str, str],
+) -> None:
+    """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
+    from . import store
+    from .modelfile import BadFile, Entry, write_safetensors
+
+    if path.suffix != ".safetensors":
+        raise BadFile(path, "the name must end in .safetensors")
+    if store.KEY in metadata:
+        raise ValueError(f"metadata: {store.KEY!r} is blockfp's own")
+    if file_bytes is not None and file_bytes < 1:
+        raise ValueError(f"file_bytes must be 1 or more, got {file_bytes}")
+    entries: dict[str, list[Entry]] = {}
+    for name, tensor in tensors.items():
+        entries[name] = _entries(path, name, tensor)
+    store.check_names(path, [entry for parts in entries.values() for entry in parts])
+
+    def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name in names:
+            for entry, part in zip(entries[name], _parts(tensors[name]), strict=True):
+                yield entry.name, to_numpy(part)
+
+    def write_one(target: Path, names: list[str]) -> None:
+        described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
+        own = dict(metadata)
+        if described:
+            own[store.KEY] = json.dumps({"version": store.VERSION, "tensors": described})
+        with replacing(target) as temporary:
+            write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), own)
+
+    index = path.with_name(path.name + INDEX)
+    if file_bytes is None:
+        write_one(path, list(entries))
+        index.unlink(missing_ok=True)
+        return
+    files = _divided(entries, file_bytes)
+    where: dict[str, str] = {}
+    for i, names in enumerate(files, 1):
+        target = path.with_name(f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors")
+        write_one(target, names)
+        where |= {entry.name: target.name for name in names for entry in entries[name]}
+    total = sum(_size(parts) for parts in entries.values())
+    with replacing(index) as temporary:
+        temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+    path.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
+    """(name, array) of everything in a file or several, one at a time."""
+    from . import store
+    from .modelfile import BadFile, open_model
+
+    if path.is_dir():
+        path = path / "model.safetensors"
+    index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+    if path != index and (path.exists() or not index.exists()):
+        yield from store.read_model(open_model(path))
+        return
+    try:
+        where = json.loads(index.read_text())["weight_map"]
+        files = sorted(set(where.values()))
+        if any(Path(name).name != name for name in files):
+            raise ValueError("it names files outside its folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFile(index, f"is not an index of .safetensors files: {error}") from error
+    found: set[str] = set()
+    for name in files:
+        model = open_model(index.with_name(name))
+        found |= {tensor.name for tensor in model.tensors}
+        yield from store.read_model(model)
+    missing = sorted(set(where) - found)
+    if missing:
+        raise BadFile(index, f"names tensors that its files lack: {', '.join(missing[:3])}")
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "codes") and hasattr(tensor, "format")
+
+
+def _parts(tensor: Any) -> list[Any]:
+    if not _is_quantized(tensor):
+        return [tensor]
+    return [part for part in (tensor.codes, tensor.scales, tensor.tensor_scale) if part is not None]
+
+
+def _entries(path: Path, name: str, tensor: Any) -> list:
+    from . import store
+    from .modelfile import TAGS, BadFile, Entry
+
+    if _is_quantized(tensor):
+        if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
+            raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
+        if tuple(tensor.scales.shape) != layout.scales_shape(tensor.shape, tensor.format):
+            problem = f"it is a stack of {tensor.format} arrays, each with a scale of its own: save each under its own name"
+            raise BadFile(path, problem, name)
+        return store.quantized_entries(name, tuple(tensor.shape), tensor.format)
+    if not hasattr(tensor, "dtype"):
+        raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
+    known = dtype_name(tensor)
+    dtype = np.dtype(getattr(ml_dtypes, known, known))
+    if dtype not in TAGS:
+        raise BadFile(path, f"dtype {known} can't be stored in a .safetensors file", name)
+    return [Entry(name, dtype, tuple(tensor.shape))]
+
+
+def _description(tensor: Any) -> dict[str, object]:
+    return {"format": tensor.format.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor)}
+
+
+def _size(entries: list) -> int:
+    return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+
+
+def _divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:
+    """Names file by file, in their order; a file holds more than `file_bytes` only where one tensor does."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, parts in entries.items():
+        size = _size(parts)
+        if files[-1] and filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files

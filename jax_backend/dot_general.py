@@ -1,0 +1,85 @@
+"""`dot_general`: `lax.dot_general` with quantized operands, for libraries whose layers take such a function."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from blockfp.recipes import Recipe
+from blockfp.rounding import Key, fold_in
+
+from . import ops
+from .array import QuantizedArray
+from .linear import linear
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array | QuantizedArray,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Recipe | str,
+    key: Key | None = None,
+) -> jax.Array:
+    """`jax.lax.dot_general` with the operands of the product and of its gradients quantized as a recipe says.
+
+    lhs is the recipe's input and rhs its weight: free axes are flattened, contracted ones too, and then it is `linear` of
+    [tokens, in] and [out, in]; of each pair of matrices, where there are batch axes.
+
+    Args:
+        lhs: float32, float16 or bfloat16.
+        rhs: as lhs; or quantized, a matrix that is contracted along its last axis (along its first: in square blocks).
+        dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)).
+        precision: must be None or a default: a recipe says how products accumulate.
+        preferred_element_type: dtype of the result; lhs's by default.
+        recipe: a `Recipe` or its name; not one with delayed scaling, whose state `linear` takes.
+        key: as for `linear`.
+
+    Raises:
+        TypeError, ValueError: as `linear`; a quantized rhs that isn't contracted as its blocks allow.
+
+    Example:
+        >>> layer = flax.nnx.Linear(64, 256, rngs=rngs, dot_general=functools.partial(bfp.dot_general, recipe="mxfp8"))
+    """
+    if precision not in (None, jax.lax.Precision.DEFAULT, (None, None)):
+        raise ValueError(f"precision = {precision}: the recipe's fast_accum says how products accumulate; leave it None")
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    batch = tuple(lhs.shape[axis] for axis in lhs_batch)
+    x, tokens = _as_matrices(lhs, tuple(lhs_contract), tuple(lhs_batch))
+    if isinstance(rhs, QuantizedArray):
+        w, features = _quantized_matrix(rhs, tuple(rhs_contract), tuple(rhs_batch))
+    else:
+        w, features = _as_matrices(rhs, tuple(rhs_contract), tuple(rhs_batch))
+    if not batch:
+        y = linear(x, w, recipe=recipe, key=key)
+    else:
+        # Each matrix is a tensor of its own, with a key of its own.
+        words = None if key is None else jnp.asarray(ops.key_array(key))
+        count = math.prod(batch)
+        keys = None if words is None else jax.vmap(lambda i: fold_in(words, i))(jnp.arange(count, dtype=jnp.int32))
+        each = jax.vmap(lambda x, w, key: linear(x, w, recipe=recipe, key=key), in_axes=(0, 0, None if key is None else 0))
+        y = each(x.reshape(count, *x.shape[-2:]), w.reshape(count, *w.shape[-2:]), keys)
+    y = y.reshape(*batch, *tokens, *features)
+    return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+def _as_matrices(x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """([batch.., free, contracted], lengths of the free axes)."""
+    free = tuple(axis for axis in range(x.ndim) if axis not in contract and axis not in batch)
+    lengths = tuple(x.shape[axis] for axis in free)
+    moved = jnp.transpose(x, (*batch, *free, *contract))
+    shape = (*(x.shape[axis] for axis in batch), math.prod(lengths), math.prod(x.shape[axis] for axis in contract))
+    return moved.reshape(shape), lengths
+
+
+def _quantized_matrix(rhs: QuantizedArray, contract: tuple[int, ...], batch: tuple[int, ...]):
+    if rhs.ndim != 2 or batch or len(contract) != 1:
+        raise ValueError(f"a quantized rhs must be a matrix with one contracted axis, got shape {rhs.shape} and {contract}")
+    if contract[0] % 2 == 0:
+        rhs = rhs.mT
+    return rhs, (rhs.shape[0],)

@@ -1,0 +1,85 @@
+"""Parameter trees in .safetensors files, the same that NumPy and PyTorch read (`blockfp.saving`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp import saving
+from blockfp.array import QuantizedArray as NumpyArray
+
+from .array import QuantizedArray, is_quantized
+from .params import map_with_path, path_name
+from .placing import unshard_params
+
+
+def save(
+    path: str | PathLike[str],
+    tree: Any,
+    *,
+    file_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a tree of arrays, quantized or not, to a .safetensors file, or to several; see `blockfp.save`.
+
+    A leaf's name is its path with dots between ("layers.0.weight"). Sharded leaves are put together first, one at a time.
+    In a program of several processes each must be able to see every array.
+
+    Args:
+        path: name of the file, ending in .safetensors.
+        tree: the arrays.
+        file_bytes, metadata: as for `blockfp.save`.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
+    tensors = {path_name(where): unshard_params(leaf) for where, leaf in leaves}
+    if len(tensors) < len(leaves):
+        raise ValueError("two leaves have the same path once it is written with dots")
+    saving.write(Path(path), tensors, np.asarray, file_bytes, metadata or {})
+
+
+def load(path: str | PathLike[str], like: Any = None) -> Any:
+    """Reads what `save` of any framework wrote.
+
+    Args:
+        path: as for `blockfp.load`.
+        like: a tree of arrays, quantized arrays or their shapes (`jax.eval_shape`), whole; by default the result is a
+            dictionary by name.
+
+    Returns:
+        The arrays, on the default device: as a tree like `like`, or by name.
+
+    Raises:
+        blockfp.modelfile.BadFile: see `blockfp.load`.
+        ValueError: a leaf of `like` that isn't in the file, or is there with another shape, dtype or format; the message names
+            its path.
+    """
+    found = {name: _to_jax(array) for name, array in saving.read(Path(path))}
+    if like is None:
+        return found
+
+    def pick(name: str, leaf):
+        if name not in found:
+            raise ValueError(f"{path} has no such tensor")
+        got, wanted = (_description(x) for x in (found[name], leaf))
+        if got != wanted:
+            raise ValueError(f"{path} has it as {got}, expected {wanted}")
+        return found[name]
+
+    return map_with_path(pick, like)
+
+
+def _to_jax(array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:
+    if not isinstance(array, NumpyArray):
+        return jnp.asarray(array)
+    parts = (None if part is None else jnp.asarray(part) for part in (array.codes, array.scales, array.tensor_scale))
+    return QuantizedArray(*parts, array.format, array.columns, array.dtype)
+
+
+def _description(x: Any) -> str:
+    return f"{f'{x.format} of ' if is_quantized(x) else ''}{x.dtype} {tuple(x.shape)}"
