@@ -266,3 +266,18 @@ def test_plans_are_values_and_print():
     ):
         assert text in str(plans.gather_activation("nvfp4", activation, ("tp",), **options))
     assert "send the pieces" in str(plans.reshard("nvfp4", sharding, sharding))
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3_32x32", "fp8_e4m3_128x128", "nvfp4_16x16", "fp8_e4m3"])
+@pytest.mark.parametrize("rows", [128, 150, 301])
+def test_a_shard_that_is_sharded_further_is_gathered_alike(format, rows):
+    """FSDP knows of a tensor-parallel shard only where it begins: its scales are joined as in the plan of both meshes."""
+    whole, axes = sharding_of("strided2x2", (rows, 64))
+    (expected,) = plans.gather_weight(format, whole, axes).steps
+    for rank in range(4):
+        fsdp, tp = whole.mesh.coordinate(rank)
+        cut = Sharding((rows, 64), Mesh((2,), ("tp",)), (Shard(0),)).region(tp)
+        shard = Sharding(cut.shape, Mesh((2,), ("fsdp",)), (Shard(0),))
+        (step,) = plans.gather_weight(format, shard, ("fsdp",), origin=cut.origin).steps
+        assert step.scales(fsdp).runs == expected.scales(rank).runs
+        assert step.elements(fsdp).runs == expected.elements(rank).runs
