@@ -1,4 +1,4 @@
-"""The `blockfp` command: info, check, quantize, dequantize. Loads the backends that are installed."""
+"""The `blockfp` command: info, check, quantize, dequantize, export. Loads the backends that are installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.text import Text
 
+    from . import compressed_tensors, export
     from .modelfile import BadFile, Model, Tensor, open_model
     from .report import Findings, format_table, tensor_table, to_json
     from .store import dequantize_model, quantize_model
@@ -73,13 +74,15 @@ def _kernels() -> Backend:
     return Kernels()
 
 
-def _installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
-    def load() -> Backend:
-        if importlib.util.find_spec(library) is None:
-            raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
-        return getattr(importlib.import_module(f"blockfp.{adapter}"), name)()
+def _find(library: str, module: str, name: str) -> Any:
+    """Something of a backend's; raises ImportError where its library is not installed."""
+    if importlib.util.find_spec(library) is None:
+        raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
+    return getattr(importlib.import_module(f"blockfp.{module}"), name)
 
-    return load
+
+def _installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
+    return lambda: _find(library, adapter, name)()
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
@@ -315,3 +318,61 @@ def dequantize_command(
     _check_output(target, ".safetensors", "OUT", force=force)
     model = _open(source)
     _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
+
+
+LAYOUTS = ("quantized", "high-precision", "compressed-tensors")
+
+
+@app.command("export")
+def export_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A run's folder, one of its checkpoints, or any DCP folder.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file; a folder for compressed-tensors.")],
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(LAYOUTS)}.")] = "quantized",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's nominal one."),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
+    prefix: Annotated[
+        str, typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose.")
+    ] = "model.",
+    force: Force = False,
+) -> None:
+    """Writes the model of a training checkpoint: its codes as they are, or values from the optimizer's fp32 weights."""
+    if to not in LAYOUTS:
+        raise _refused(f"--to {to}: must be one of {', '.join(LAYOUTS)}")
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
+    if dtype and to != "high-precision":
+        raise _refused(f"--dtype {dtype}: goes with --to high-precision; codes have no dtype to choose")
+    folder = to == "compressed-tensors"
+    if folder and target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
+        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites what is called the same in it")
+    if not folder:
+        _check_output(target, ".safetensors", "OUT", force=force)
+    try:
+        open_checkpoint = _find("torch", "torch_backend.dcp_model", "open_checkpoint")
+    except ImportError as error:
+        raise _refused(f"a checkpoint of PyTorch can't be read: {error}") from error
+    with _progress() as progress:
+        try:
+            model = export.contents(open_checkpoint(source, step), prefix)
+            task = progress.add_task(escape(target.name), total=model.size)
+
+            def done(_: Tensor) -> None:
+                progress.advance(task)
+
+            if folder:
+                target.mkdir(parents=True, exist_ok=True)
+                compressed_tensors.export(model, target, done)
+            elif to == "quantized":
+                export.export_quantized(model, target, done)
+            else:
+                export.export_values(model, target, dtype, done)
+        except BadFile as error:
+            raise _refused(error) from error
+    without = [name for name, weight in model.weights.items() if weight.master is None]
+    if to == "high-precision" and without:
+        some = ", ".join(without[:4]) + (" .." if len(without) > 4 else "")
+        say(f"values of codes, since the checkpoint has no fp32 weight: {len(without)} weights ({some})")
+    say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")

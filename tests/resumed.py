@@ -96,7 +96,7 @@ def train(model, optimizer, first, last):
     """Steps first .. last with gradients that depend on nothing but the step and the parameter, and buffers that move."""
     for step in range(first, last):
         for i, param in enumerate(model.parameters()):
-            local = own(param, values(tuple(param.shape), 1000 * step + i)).clone()
+            local = own(param, values(tuple(param.shape), 1000 * step + i)).to(param.dtype, copy=True)
             param.grad = placed(param, local)
         optimizer.step()
         for layer in model:

@@ -1,0 +1,223 @@
+"""`blockfp export`: a checkpoint's model as a file, in blockfp's layout, in high precision, and in that of compressed-tensors."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
+
+import threaded  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from blockfp.torch_backend.adamw import AdamW  # noqa: E402
+from blockfp.torch_backend.checkpoint import save_checkpoint  # noqa: E402
+from resumed import model_of, shard, train  # noqa: E402
+
+import blockfp.torch as bfp  # noqa: E402
+from blockfp import compressed_tensors  # noqa: E402
+from blockfp.cli import app  # noqa: E402
+from blockfp.export import contents, export_quantized  # noqa: E402
+from blockfp.formats import FORMATS, Format  # noqa: E402
+from blockfp.modelfile import BadFile, open_model  # noqa: E402
+
+SHAPES = [(64, 128), (37, 128)]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def save(rank, folder, format, mesh="strided", dtype=torch.float32):
+    model = shard(model_of(format, SHAPES, dtype=dtype), mesh)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 2)
+    save_checkpoint(folder, model, optimizer, step=2)
+
+
+def unsharded(format, dtype=torch.float32):
+    model = model_of(format, SHAPES, dtype=dtype)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 2)
+    return model, optimizer
+
+
+def read(path):
+    return {tensor.name: tensor.read() for tensor in open_model(path).tensors}
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def numpy(tensor):
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16"])
+def test_quantized(format, tmp_path):
+    """From four ranks to one file, which `blockfp dequantize` reads as the unsharded model's values."""
+    threaded.run(4, save, tmp_path / "run", format)
+    result = run("export", tmp_path / "run", tmp_path / "model.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "2 quantized weights and 2 other tensors of step-00000002" in result.output
+    assert run("dequantize", tmp_path / "model.safetensors", tmp_path / "values.safetensors").exit_code == 0
+    model, _ = unsharded(format)
+    values = read(tmp_path / "values.safetensors")
+    assert set(values) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for i, layer in enumerate(model):
+        np.testing.assert_array_equal(bits(values[f"{i}.weight"]), bits(layer.weight.detach().dequantize().numpy()))
+        np.testing.assert_array_equal(bits(values[f"{i}.bias"]), bits(layer.bias.detach().numpy()))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_high_precision_comes_from_the_masters(dtype, tmp_path):
+    threaded.run(2, save, tmp_path / "run", "mxfp8_e4m3_32x32", "fsdp2", torch.bfloat16)
+    options = [] if dtype is None else ["--dtype", dtype]
+    result = run("export", tmp_path / "run", tmp_path / "model.safetensors", "--to", "high-precision", *options)
+    assert result.exit_code == 0, result.output
+    assert "values of codes" not in result.output
+    model, optimizer = unsharded("mxfp8_e4m3_32x32", torch.bfloat16)
+    values = read(tmp_path / "model.safetensors")
+    for i, layer in enumerate(model):
+        expected = optimizer.state[layer.weight]["master"].to(torch.float32 if dtype == "float32" else torch.bfloat16)
+        np.testing.assert_array_equal(bits(values[f"{i}.weight"]), bits(numpy(expected)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
+    model = model_of("nvfp4", SHAPES)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+    assert run("export", tmp_path / "dcp", tmp_path / "model.safetensors").exit_code == 2
+    result = run("export", tmp_path / "dcp", tmp_path / "m.safetensors", "--prefix", "", "--to", "high-precision")
+    assert result.exit_code == 0, result.output
+    assert "since the checkpoint has no fp32 weight: 2 weights (0.weight, 1.weight)" in result.output
+    values = read(tmp_path / "m.safetensors")
+    np.testing.assert_array_equal(bits(values["0.weight"]), bits(model[0].weight.detach().dequantize().numpy()))
+
+
+def test_bad_use(tmp_path):
+    threaded.run(2, save, tmp_path / "run", "mxint8", "fsdp2")
+    out = tmp_path / "out.safetensors"
+    for arguments, message in (
+        ((tmp_path / "nowhere", out), "holds no checkpoint"),
+        ((tmp_path / "run", out, "--step", "7"), "has no checkpoint of step 7: there are 2"),
+        ((tmp_path / "run", out, "--to", "onnx"), "--to onnx: must be one of"),
+        ((tmp_path / "run", out, "--dtype", "float32"), "goes with --to high-precision"),
+        ((tmp_path / "run", out, "--to", "high-precision", "--dtype", "int8"), "must be float32, float16 or bfloat16"),
+        ((tmp_path / "run", tmp_path / "out.bin"), "must end in .safetensors"),
+        ((tmp_path / "run", out, "--prefix", "module."), "no name begins with 'module.'"),
+        ((tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors"), "has no layout for mxint8"),
+        ((tmp_path / "run", tmp_path / "run", "--to", "compressed-tensors"), "must be a new or empty folder"),
+    ):
+        result = run("export", *arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert message in result.output.replace("\n", ""), (arguments, result.output)
+        assert not out.exists()
+    path = tmp_path / "run" / "step-00000002" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "__0_0.distcp has" in run("export", tmp_path / "run", out).output.replace("\n", "")
+
+
+def test_what_compressed_tensors_has_no_layout_for(tmp_path):
+    without = {format.name for format in FORMATS if compressed_tensors.scheme(format) is None}
+    assert without == {f.name for f in FORMATS if f.element.name not in ("e4m3", "e2m1")}
+
+
+# ---- held against the library, where it is installed
+
+
+@pytest.fixture(scope="module")
+def library():
+    return pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+
+
+COVERED = [format.name for format in FORMATS if compressed_tensors.scheme(format)]
+
+
+@pytest.mark.parametrize("format", COVERED)
+def test_compressed_tensors_loads_it(format, library, tmp_path):
+    """Through its own configuration, compression and decompression of a model's modules."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from safetensors.torch import load_file
+
+    save(0, tmp_path / "run", format, "one", torch.bfloat16)
+    result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
+    assert result.exit_code == 0, result.output
+    trained, _ = unsharded(format, torch.bfloat16)
+    config = QuantizationConfig.model_validate(json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"])
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, rows) for rows, _ in SHAPES))
+    apply_quantization_config(model, config)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    entries = load_file(tmp_path / "ct" / "model.safetensors")
+    missing, unexpected = model.load_state_dict(entries, strict=False)
+    assert (missing, unexpected) == ([], [])
+    # It loads into parameters that the library made: none of them rounds what is in the file.
+    for i, layer in enumerate(model):
+        for name, entry in list(layer.named_parameters(recurse=False)):
+            assert torch.equal(entry.to(torch.float64), entries[f"{i}.{name}"].to(torch.float64)), name
+    compressor.decompress_model(model)
+    for got, layer in zip(model, trained, strict=True):
+        expected = layer.weight.detach().dequantize(torch.float32)
+        if layer.weight.format.scale.two_level:
+            _within_an_ulp_of_bfloat16(got.weight, expected)
+        else:
+            assert torch.equal(got.weight.to(torch.float32), expected.to(got.weight.dtype).to(torch.float32))
+
+
+def _within_an_ulp_of_bfloat16(got, expected):
+    ours = expected.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+    assert (got.detach().to(torch.bfloat16).view(torch.int16).to(torch.int32) - ours).abs().max() <= 1
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_16x16"])
+def test_nvfp4_in_fp32_is_within_2_ulp(format, library, tmp_path):
+    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from safetensors.torch import load_file
+
+    save(0, tmp_path / "run", format, "one")
+    assert run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors").exit_code == 0
+    entries = load_file(tmp_path / "ct" / "model.safetensors")
+    arguments = QuantizationArgs(**compressed_tensors.scheme(Format.parse(format)).weights)
+    trained, _ = unsharded(format)
+    for i, layer in enumerate(trained):
+        packed = entries[f"{i}.weight_packed"]
+        values = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], torch.float32)
+        got = dequantize(
+            values,
+            entries[f"{i}.weight_scale"].to(torch.float32),
+            args=arguments,
+            dtype=torch.float32,
+            global_scale=entries[f"{i}.weight_global_scale"],
+        )
+        ulps = got.view(torch.int32) - layer.weight.detach().dequantize(torch.float32).view(torch.int32)
+        assert 0 <= ulps.abs().max() <= 2
+
+
+def test_a_nan_scale_is_refused(tmp_path):
+    model = model_of("mxfp4_e2m1", SHAPES)
+    with torch.no_grad():
+        model[0].weight = torch.nn.Parameter(bfp.quantize(torch.full((64, 128), float("nan")), "mxfp4_e2m1"))
+    save_checkpoint(tmp_path / "run", model, step=1)
+    result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
+    assert result.exit_code == 2
+    assert "has NaN scales" in result.output
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_that_is_missing_is_named(tmp_path):
+    from blockfp.torch_backend.dcp_model import open_checkpoint
+
+    state = model_of("nvfp4", SHAPES).state_dict()
+    del state["1.weight_tensor_scale"]
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp")
+    with pytest.raises(BadFile, match=r"tensor '1\.weight_tensor_scale': is missing, nvfp4 of shape \(37, 128\) needs float32"):
+        export_quantized(contents(open_checkpoint(tmp_path / "dcp"), "model."), tmp_path / "m.safetensors", lambda _: None)

@@ -1,0 +1,67 @@
+"""A checkpoint of torch's DCP as a file of tensors, one of them in memory at a time, without a process group."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from blockfp import manifest
+from blockfp.manifest import BadCheckpoint
+from blockfp.modelfile import BadFile, Model, Tensor
+
+from .checkpoint_files import problems, read_index
+
+
+def open_checkpoint(folder: Path, step: int | None = None) -> Model:
+    """A checkpoint's tensors; what is no tensor is left out.
+
+    Args:
+        folder: a run's folder, a checkpoint that `save_checkpoint` wrote (its checksums are looked at), or any folder of DCP's.
+        step: which checkpoint of a run; by default the last.
+
+    Raises:
+        BadFile: there is no checkpoint, or a file is missing, truncated or altered.
+    """
+    try:
+        if step is not None or not (folder / ".metadata").is_file():
+            folder = manifest.find(folder, step)
+        found = problems(folder) if (folder / manifest.MANIFEST).is_file() else []
+        index = read_index(folder)
+    except BadCheckpoint as error:
+        raise BadFile(folder, error) from error
+    if found:
+        raise BadFile(folder, "; ".join(found))
+    tensors = []
+    for name, what in index.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata):
+            dtype = _numpy_dtype(what.properties.dtype)
+            tensors.append(Tensor(name, dtype, tuple(what.size), partial(_read, folder, index, name, what)))
+    return Model(folder, tuple(tensors))
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    name = str(dtype).removeprefix("torch.")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _read(folder: Path, index: Metadata, name: str, what: TensorStorageMetadata) -> np.ndarray:
+    whole = torch.empty(what.size, dtype=what.properties.dtype)
+    for chunk in what.chunks:
+        where = index.storage_data[MetadataIndex(name, chunk.offsets)]
+        if where.transform_descriptors:
+            raise BadFile(folder, f"is stored through {where.transform_descriptors}, which is not read here", name)
+        try:
+            with (folder / where.relative_path).open("rb") as file:
+                file.seek(where.offset)
+                part = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise BadFile(folder / where.relative_path, error, name) from error
+        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[box] = part
+    return whole.reshape(-1).view(torch.uint8).numpy().view(_numpy_dtype(whole.dtype)).reshape(what.size)
