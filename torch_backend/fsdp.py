@@ -169,10 +169,19 @@ def data_rank(mesh: DeviceMesh) -> int:
     coordinate = root.get_coordinate()
     if root.ndim == 1 or coordinate is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
         return mesh.get_local_rank()
+    name = mesh.mesh_dim_names[-1]
+    innermost = root.mesh_dim_names.index(name) if name in root.mesh_dim_names else _innermost_axis(root, mesh)
     rank = 0
-    for axis in range(root.mesh_dim_names.index(mesh.mesh_dim_names[-1]) + 1):
+    for axis in range(innermost + 1):
         rank = rank * root.size(axis) + coordinate[axis]
     return rank
+
+
+def _innermost_axis(root: DeviceMesh, mesh: DeviceMesh) -> int:
+    """The last axis of the root mesh that a mesh flattened from several of its axes runs along."""
+    ranks = mesh.mesh.flatten()
+    first, last = ((root.mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
+    return max((axis for axis in range(root.ndim) if first[axis] != last[axis]), default=0)
 
 
 @lru_cache(maxsize=4096)
