@@ -146,12 +146,12 @@ def _unless(condition: Any, old: Array, new: Array) -> Array:
     return array_namespace(old).where(condition, old, new)
 
 
-def rounding_key(key: Key, step: int | Array, parameter: int, what: int) -> tuple[int, int] | Array:
+def rounding_key(key: Key, step: int | Array, parameter: int | Array, what: int | Array) -> tuple[int, int] | Array:
     """The key of one rounding: fold_in of the step, then of the parameter's number, then of WEIGHT, FIRST or SECOND.
 
     Args:
-        key: the optimizer's key; equal on all ranks. An array where `step` is one.
-        step: number of the step, from 1; an int or a 0-d integer array.
+        key: the optimizer's key; equal on all ranks. An array where one of the others is: those are then 0-d integer arrays.
+        step: number of the step, from 1.
         parameter: position of the parameter among all that the optimizer has.
         what: WEIGHT, FIRST or SECOND.
     """

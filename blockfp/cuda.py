@@ -366,8 +366,8 @@ def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
     from .step_table import pack
 
     if steps:
-        device = steps[0].weight.device
-        library().adamw(pack(steps, key, partial(_address, device)), device.index)
+        weight = steps[0].weight
+        library().adamw(pack(steps, key, partial(_address, weight.device)), weight.detach())
 
 
 def _address(device: Any, x: Array, dtype: str | tuple[str, ...], count: int) -> int:

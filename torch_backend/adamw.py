@@ -25,7 +25,6 @@ from blockfp.rounding import Key, key_words
 from blockfp.step_table import Step, one_pass
 
 from . import sharding
-from .keys import key_tensor
 from .ops import name_of
 from .optimizer_state import (
     MOMENT_NAMES,
@@ -251,7 +250,9 @@ class _Todo:
     def key(self, key: tuple[int, int], what: int) -> Any:
         if isinstance(self.step, int):
             return adamw.rounding_key(key, self.step, self.number, what)
-        return adamw.rounding_key(key_tensor(key, self.step.device), self.step.to(torch.int32), self.number, what)
+        # Filled in on the device: nothing may be copied there while a graph is captured.
+        words = [torch.full((), number, dtype=torch.int64, device=self.step.device) for number in (*key, self.number, what)]
+        return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
 
 
 def _plain(part: Part) -> bool:

@@ -19,8 +19,9 @@
 //       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
-//   adamw(table, device)
-//       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word.
+//   adamw(table, x)
+//       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
+//       its device and the caller's stream.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
@@ -55,16 +56,12 @@ T* data_of(const MaybeTensor& tensor) {
 
 bool has(const MaybeTensor& tensor) { return tensor.has_value() && tensor.value().numel() > 0; }
 
-int cuda_device(const TensorView& x) {
-  check(x.device().device_type == kDLCUDA, "arrays must be on a CUDA device");
-  return x.device().device_id;
-}
-
 // The device of x and its current stream, for the length of a call.
 class OnDevice {
  public:
-  explicit OnDevice(const TensorView& x) : OnDevice(cuda_device(x)) {}
-  explicit OnDevice(int device) : device_(device) {
+  explicit OnDevice(const TensorView& x) {
+    check(x.device().device_type == kDLCUDA, "arrays must be on a CUDA device");
+    device_ = x.device().device_id;
     if (cudaGetDevice(&before_) != cudaSuccess) before_ = device_;
     if (before_ != device_) check(cudaSetDevice(device_) == cudaSuccess, "the device of x can't be used");
     stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device_));
@@ -315,11 +312,11 @@ void interleave(TensorView scales, TensorView out, int64_t rows, int64_t repeat)
                                 static_cast<int>(repeat), device.stream));
 }
 
-void adamw(TensorView table, int64_t device) {
+void adamw(TensorView table, TensorView x) {
   check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
             table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
         "the table's rows must be those of this library: rebuild it");
-  const OnDevice on(static_cast<int>(device));
+  const OnDevice device(x);
   const StepEntry* entries = data_of<const StepEntry>(table);
   for (int64_t i = 0; i < table.size(0); ++i) {
     const StepEntry& e = entries[i];
@@ -327,7 +324,7 @@ void adamw(TensorView table, int64_t device) {
     const Format f = format_of(e.element, e.block_rows, e.block_columns, e.rule);
     check(!f.per_tensor() && f.rule != ScaleRule::kE4m3, "codes with an amax of the whole tensor take a second pass");
   }
-  on.done(launch_adamw(entries, table.size(0), on.stream));
+  device.done(launch_adamw(entries, table.size(0), device.stream));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
