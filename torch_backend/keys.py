@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from blockfp.rounding import Key, fold_in, key_words
 
+from .sharding import local_of
 from .tensor import QuantizedTensor
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
@@ -95,6 +96,7 @@ def data_rank(weight: Tensor) -> int:
 
     FSDP2's is what the gathered weight was gathered over, DDP's that in the process group of the model whose forward this is.
     """
+    weight = local_of(weight)
     rank = weight.geometry.data_rank if isinstance(weight, QuantizedTensor) else 0
     model = DistributedDataParallel._get_active_ddp_module()
     return rank if model is None else model.process_group.rank()

@@ -92,8 +92,9 @@ def apply(
     """`linear` with a recipe from `check_recipe`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
-    x [tokens, in]; each group's rows are a tensor of their own.
+    x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
     """
+    parallel = None if parallel is None else parallel.of(x.shape)
     _check_tensors(x, weight, bias, grouped=counts is not None)
     y = _run(x.reshape(-1, x.shape[-1]), weight, bias, recipe, state or LinearState(), key, counts, parallel)
     if parallel is not None and parallel.sequence:

@@ -230,11 +230,16 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """The keys of this backward, which moves the step on."""
     call: Call = ctx.call
     groups = len(ctx.counts) if call.grouped else None
+    own = slice(None)
+    if groups is not None and call.parallel is not None and call.parallel.style == "experts":
+        # Experts are numbered over all ranks.
+        own = slice(call.parallel.first, call.parallel.first + groups)
+        groups = call.parallel.features
     if call.rank is None:
-        return gradient_keys(ctx.key, groups=groups)
+        return gradient_keys(ctx.key, groups=groups)[own]
     keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
     ctx.step.add_(1)
-    return keys
+    return keys[own]
 
 
 def passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:

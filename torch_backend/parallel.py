@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from blockfp.formats import Format
 
 from .activations import COLUMNS, ROWS, Place
 
-Style = Literal["column", "row"]
+Style = Literal["column", "row", "experts"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,10 @@ class Parallel:
         group: name of the process group.
         ranks: how many ranks it has.
         rank: this rank's number in it.
-        style: "column" cuts the weight's rows (out), "row" its columns (in).
+        style: "column" cuts the weight's rows (out), "row" its columns (in), "experts" its groups.
         features: length of what is cut, on all ranks together.
         sequence: whether tokens are cut where they would be whole otherwise: a column's input, a row's output.
+        sequence_dim: which axis of x and of the output is cut then: -2, behind axes of sequences, or 0.
         runs: sequences that x is of, where tokens are cut.
         length: tokens of one sequence on all ranks together; None where all have the same number.
         reduce_format: in which the terms of a reduce-scatter travel; None for the output's own dtype.
@@ -37,13 +41,29 @@ class Parallel:
     style: Style
     features: int
     sequence: bool = False
+    sequence_dim: int = -2
     runs: int = 1
     length: int | None = None
     reduce_format: Format | None = None
 
     def __post_init__(self):
         if self.style not in get_args(Style):
-            raise ValueError(f"style must be 'column' or 'row', got {self.style!r}")
+            raise ValueError(f"style must be one of {get_args(Style)}, got {self.style!r}")
+        if self.sequence and self.style == "experts":
+            raise ValueError("experts get the tokens that are sent to them: sequence must be False")
+
+    def of(self, shape: Sequence[int]) -> Parallel:
+        """The same for x of a shape [.., in]: how many sequences its rows are of.
+
+        Raises:
+            ValueError: x doesn't have the axis that is cut.
+        """
+        if not self.sequence:
+            return self
+        dim = self.sequence_dim % len(shape)
+        if len(shape) < 2 or dim > len(shape) - 2:
+            raise ValueError(f"x must have its tokens on axis {self.sequence_dim}, before the last, got shape {tuple(shape)}")
+        return replace(self, sequence_dim=dim, runs=math.prod(operator.index(size) for size in shape[:dim]))
 
     @property
     def gathers_input(self) -> bool:
@@ -54,6 +74,11 @@ class Parallel:
     def gathers_gradient(self) -> bool:
         """Whether the output's gradient does."""
         return self.style == "row" and self.sequence
+
+    @property
+    def first(self) -> int:
+        """Number of this rank's first expert."""
+        return min(self.rank * -(-self.features // self.ranks), self.features)
 
     @property
     def tokens(self) -> Place:

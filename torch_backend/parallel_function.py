@@ -5,6 +5,7 @@
       + sequence                     rows cut: gathered
     row           columns cut        columns cut        terms: all-reduced  whole
       + sequence                                        reduce-scattered    rows cut: gathered
+    experts       groups cut         each rank has the tokens of its own experts
 
 Operands are quantized as parts of the whole (operands.py), so every rank multiplies codes and scales that one process would.
 What is gathered travels as codes: rowwise in the forward, columnwise (for the weight's gradient) in the backward, begun before
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
-from . import outputs
+from . import ops, outputs
 from .activations import Place
 from .linear_function import (
     Call,
@@ -172,7 +173,10 @@ def _weight(weight: Tensor, call: Call) -> Matrix:
     if call.stored is not None or cast.format is None:
         # A quantized tensor knows its own origin.
         return Matrix([weight], call.stored)
-    return quantized(_matrix(weight), "weight", cast, HIGH_PRECISION, Scaling(0.0), _parallel(call).cut_weight)[0]
+    parallel = _parallel(call)
+    if parallel.style == "experts" and not (cast.format.per_tensor or cast.format.scale.two_level):
+        return Matrix(ops.quantize(weight, cast.format.name), cast.format)
+    return quantized(_matrix(weight), "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0]
 
 
 def _matrix(weight: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute, apply
+from ..linear import Compute
+from ..sharding import local_of
 from .weights import QuantizedLayer, Weights
 
 
@@ -56,17 +57,18 @@ class GroupedLinear(QuantizedLayer):
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.
             counts: how many rows each expert has, [experts]; zero is fine. A tensor is read on the host, which waits for its
-                device.
+                device. Where the experts are cut over a tensor-parallel group, only this rank's count.
 
         Raises:
             ValueError: counts don't add up to the rows of x, or there are not as many as experts.
         """
         counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        if len(counts) != self.experts:
-            raise ValueError(f"counts must say how many rows each of {self.experts} experts has, got {len(counts)} numbers")
+        experts = local_of(self.weight).shape[0]
+        if len(counts) != experts:
+            raise ValueError(f"counts must say how many rows each of {experts} experts has, got {len(counts)} numbers")
         if x.ndim != 2 or sum(counts) != x.shape[0]:
             raise ValueError(f"x must be [tokens, in] with as many rows as counts add up to, got {tuple(x.shape)} and {counts}")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
+        return self.multiply(x, counts)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

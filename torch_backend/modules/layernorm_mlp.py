@@ -21,7 +21,8 @@ Activation = Literal["gelu", "swiglu"]
 class LayerNormMLP(nn.Module):
     """down(activation(up(norm(x)))).
 
-    With SwiGLU, up gives gate and value side by side, [.., 2 * ffn], from one product: silu(gate) * value goes on.
+    With SwiGLU, up gives gate and value from one product, [.., 2 * ffn]: silu(gate) * value goes on. They alternate, gate
+    first, so that tensor parallelism cuts between pairs.
 
     Args:
         features: length of x's last axis.
@@ -68,7 +69,7 @@ class LayerNormMLP(nn.Module):
         hidden = self.up(x)
         if self.activation == "gelu":
             return self.down(F.gelu(hidden, approximate="tanh"))
-        gate, value = hidden.chunk(2, dim=-1)
+        gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(F.silu(gate) * value)
 
     def extra_repr(self) -> str:

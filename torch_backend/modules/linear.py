@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute, apply
+from ..linear import Compute
 from .weights import QuantizedLayer, Weights
 
 
@@ -69,7 +69,7 @@ class Linear(QuantizedLayer):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply(x, self.weight, self.bias, self.checked, state=self.state())
+        return self.multiply(x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"

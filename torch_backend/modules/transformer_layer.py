@@ -18,7 +18,9 @@ from .weights import Weights
 class TransformerLayer(nn.Module):
     """x + out(attention(qkv(norm(x)))), and to that the MLP of its norm.
 
-    Attention is torch's causal `scaled_dot_product_attention`, in high precision.
+    Attention is torch's causal `scaled_dot_product_attention`, in high precision. The rows of `qkv.linear.weight` are
+    [heads, 3, features / heads]: query, key and value of the first head, then those of the next, so that tensor parallelism
+    cuts between heads.
 
     Args:
         features: length of x's last axis.
@@ -51,7 +53,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         if heads < 1 or features % heads:
             raise ValueError(f"heads must divide features = {features}, got {heads}")
-        self.heads = heads
+        self.heads, self.head_features = heads, features // heads
         self.qkv = LayerNormLinear(
             features, 3 * features, bias, recipe=recipe, norm=norm, eps=eps, device=device, dtype=dtype, weights=weights,
             compute=compute, keep_init=keep_init,
@@ -67,7 +69,8 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, features] of x [batch, length, features]."""
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3)
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_features)).transpose(-4, -3)
+        query, key, value = heads.unbind(-2)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(-2, -3).flatten(-2))
         return x + self.mlp(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -13,9 +14,12 @@ from blockfp.recipes import Recipe
 from .. import sharding
 from ..cast_weight import CastWeight
 from ..keys import data_rank, random_key
-from ..linear import Compute, LinearState, check_recipe
+from ..linear import Compute, LinearState, apply, check_recipe
 from ..loading import accept_high_precision, load_high_precision_
+from ..parallel import Parallel
 from ..quantize import quantize
+from ..shared_layers import multiply_shared
+from ..state_dict import save_in_parts
 from ..tensor import QuantizedTensor
 
 Weights = Literal["quantized", "high_precision"]
@@ -31,6 +35,7 @@ class QuantizedLayer(nn.Module):
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         observed: figures that `observe` gathers, or None.
+        parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
     """
 
     weight: nn.Parameter
@@ -50,6 +55,8 @@ class QuantizedLayer(nn.Module):
         self.recipe = self.checked if isinstance(recipe, str) and compute == "quantized" else check_recipe(recipe)
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
         self.observed: Tensor | None = None
+        self.parallel: Parallel | None = None
+        save_in_parts(self)
         accept_high_precision(self)
 
     def make_parameters(
@@ -104,6 +111,12 @@ class QuantizedLayer(nn.Module):
             0 if self.rng_key is None else data_rank(self.weight),
             self.observed,
         )
+
+    def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """`linear` of x and of this layer's parameters, as they lie."""
+        if self.parallel is not None:
+            return multiply_shared(self, self.parallel, x, counts)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
