@@ -41,7 +41,7 @@ class Coefficients(NamedTuple):
 
     Attributes:
         decay: 1 - lr * weight_decay for AdamW, 1 for Adam.
-        l2: weight_decay for Adam, 0 for AdamW; a Python number.
+        l2: weight_decay for Adam, 0 for AdamW.
         weight1: 1 - beta1.
         beta2: beta2.
         weight2: 1 - beta2.
@@ -53,12 +53,12 @@ class Coefficients(NamedTuple):
     """
 
     decay: Any
-    l2: float
-    weight1: float
-    beta2: float
-    weight2: float
+    l2: Any
+    weight1: Any
+    beta2: Any
+    weight2: Any
     unbias2: Any
-    eps: float
+    eps: Any
     rate: Any
     unscale: Any = 1.0
     skip: Any = 0.0

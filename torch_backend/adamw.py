@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -19,32 +18,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from blockfp import adamw, cuda, native
-from blockfp.adamw import WEIGHT, Coefficients
+from blockfp import adamw
+from blockfp.adamw import Coefficients
 from blockfp.rounding import Key, key_words
-from blockfp.step_table import Step, one_pass
 
 from . import sharding
-from .ops import name_of
-from .optimizer_state import (
-    MOMENT_NAMES,
-    SCALE_NAMES,
-    Part,
-    load_moment,
-    matrices,
-    needs_master,
-    new_master,
-    new_moments,
-    part_of,
-    portable,
-    restore,
-    store_moment,
-)
-from .requantize import requantize_
+from .optimizer_state import needs_master, new_master, new_moments, part_of, portable, restore
+from .optimizer_step import Todo, carry_out
 from .tensor import QuantizedTensor
 
-# Weights without a master are dequantized for the length of a step, so many elements (of the whole parameters) at a time.
-_TRANSIENT = 1 << 26
+_NOT_YET = Coefficients(1.0, *([0.0] * 7))
 
 
 class _Adam(Optimizer):
@@ -86,7 +69,7 @@ class _Adam(Optimizer):
                 loss = closure()
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
-        todo: list[_Todo] = []
+        todo: list[Todo] = []
         for group in self.param_groups:
             group_todo = []
             for param in group["params"]:
@@ -96,10 +79,10 @@ class _Adam(Optimizer):
             if group_todo and not self._begin(group, group_todo, found, scale):
                 return loss
             todo += group_todo
-        _carry_out(todo, self._key)
+        carry_out(todo, self._key)
         return loss
 
-    def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> _Todo:
+    def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
         part, state = part_of(param), self.state[param]
         if not state:
             on = part.local.device if group["capturable"] else "cpu"
@@ -107,11 +90,11 @@ class _Adam(Optimizer):
             state |= new_moments(part, group["moments"])
         if "master" not in state and needs_master(part, group["master"]):
             state["master"] = new_master(part)
-        if not needs_master(part, group["master"]) and part.local.dtype == torch.float16 and _plain(part):
+        if "master" not in state and part.local.dtype == torch.float16 and not isinstance(part.local, QuantizedTensor):
             raise ValueError("master=None is for quantized, bfloat16 and float32 parameters: float16 ones need a master")
-        return _Todo(part, state, _local_gradient(param), number)
+        return Todo(part, state, _local_gradient(param), number, _NOT_YET, 0)
 
-    def _begin(self, group: dict[str, Any], todo: list[_Todo], found: Tensor | None, scale: Tensor | None) -> bool:
+    def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
         """Counts the step and works out its constants; False where the host knows that there is none to take."""
         steps: list[Tensor] = [one.state["step"] for one in todo]
         lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
@@ -122,7 +105,7 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        torch._foreach_add_(steps, 1)
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
         known: dict[int, Coefficients] = {}
         for one, step in zip(todo, steps, strict=True):
             one.step = int(step.item())
@@ -199,66 +182,6 @@ class Adam(_Adam):
         super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
 
 
-@dataclass
-class _Todo:
-    """One parameter's step.
-
-    Attributes:
-        part: what this rank holds.
-        state: its state.
-        gradient: local, contiguous.
-        number: the parameter's position in the optimizer.
-        coefficients: numbers, or where only the device knows them float32 of their order.
-        step: the step's number, likewise.
-    """
-
-    part: Part
-    state: dict[str, Tensor]
-    gradient: Tensor
-    number: int
-    coefficients: Coefficients | Tensor = ()  # type: ignore[assignment]
-    step: int | Tensor = 0
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The fp32 weight that the step changes: the master, or a plain fp32 parameter itself."""
-        if "master" in self.state:
-            return self.state["master"]
-        return self.part.local.detach() if _plain(self.part) and self.part.local.dtype == torch.float32 else None
-
-    @property
-    def scalars(self) -> Coefficients:
-        """The constants one by one."""
-        c = self.coefficients
-        return c if isinstance(c, Coefficients) else Coefficients(*c.unbind())
-
-    def moves(self) -> bool | Tensor:
-        """Whether the weight may move at all."""
-        c = self.scalars
-        if isinstance(self.coefficients, Coefficients):
-            return not (adamw.stands_still(c) or c.skip)
-        return ~adamw.stands_still(c) & (c.skip == 0)
-
-    @cached_property
-    def in_one_pass(self) -> bool:
-        """Whether a kernel writes the codes while it updates the master; the same on every rank that shares the parameter."""
-        q = self.part.local
-        if not isinstance(q, QuantizedTensor) or q.format.block is None or not one_pass(q.format):
-            return False
-        return _kernels(q.device) is not None and not self.part.cuts_blocks(q.format.block)
-
-    def key(self, key: tuple[int, int], what: int) -> Any:
-        if isinstance(self.step, int):
-            return adamw.rounding_key(key, self.step, self.number, what)
-        # Filled in on the device: nothing may be copied there while a graph is captured.
-        words = [torch.full((), number, dtype=torch.int64, device=self.step.device) for number in (*key, self.number, what)]
-        return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
-
-
-def _plain(part: Part) -> bool:
-    return not isinstance(part.local, QuantizedTensor)
-
-
 def _local_gradient(param: Tensor) -> Tensor:
     gradient = param.grad
     assert gradient is not None
@@ -280,7 +203,7 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
     for device, places in by_device.items():
         counts = [steps[i] for i in places]
         skip = torch.zeros((), device=device) if found is None else (found.to(device) != 0).to(torch.float32)
-        torch._foreach_add_(counts, [1 - skip] * len(counts))
+        torch._foreach_add_(counts, [1 - skip] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
         step = torch.stack(counts).to(torch.float64)
         rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
         c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
@@ -293,161 +216,6 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
         table = torch.stack(columns, dim=1).to(torch.float32)
         for i, row in zip(places, table.unbind(), strict=True):
             todo[i].coefficients, todo[i].step = row, steps[i]
-
-
-def _carry_out(todo: list[_Todo], key: tuple[int, int]) -> None:
-    """The steps of all parameters, then the codes that one pass can't write."""
-    masters = [one for one in todo if one.weight is not None]
-    _update_masters(masters, key)
-    later = [one for one in masters if not _plain(one.part) and not one.in_one_pass]
-    _requantize(later, [_weight_of(one) for one in later])
-    transient = [one for one in todo if one.weight is None]
-    for one in transient:
-        if _plain(one.part):
-            _round_in_place(one, key)
-    _step_without_masters([one for one in transient if not _plain(one.part)], key)
-
-
-def _weight_of(one: _Todo) -> Tensor:
-    weight = one.weight
-    assert weight is not None
-    return weight
-
-
-def _kernels(device: torch.device) -> Any:
-    if device.type == "cuda" and cuda.available():
-        return cuda
-    return native if device.type == "cpu" and native.available() else None
-
-
-def _update_masters(todo: list[_Todo], key: tuple[int, int]) -> None:
-    """Masters and moments, copies in 16 bits, and codes where one pass writes them."""
-    by_device: dict[torch.device, list[Step]] = {}
-    for one in todo:
-        local = one.part.local
-        if _kernels(local.device) is None or not _contiguous(one):
-            _update_by_definition(one, _weight_of(one), key)
-            if _plain(one.part) and local.dtype != torch.float32:
-                _copy_where(one.moves(), local.detach(), _weight_of(one))
-        else:
-            by_device.setdefault(local.device, []).append(_step(one))
-    for device, steps in by_device.items():
-        _kernels(device).adamw(steps, key)
-
-
-def _contiguous(one: _Todo) -> bool:
-    return _weight_of(one).is_contiguous() and (not _plain(one.part) or one.part.local.is_contiguous())
-
-
-def _step(one: _Todo) -> Step:
-    part, state, local = one.part, one.state, one.part.local
-    out = out_scales = format = None
-    if isinstance(local, QuantizedTensor):
-        if one.in_one_pass:
-            _check_not_gathered(local)
-            out, out_scales, format = local.codes, local.scales, local.format
-    elif local.dtype != torch.float32:
-        out = matrices(local.detach())
-    first, second = (matrices(state[name]) for name in MOMENT_NAMES)
-    scales = (state.get(name) for name in SCALE_NAMES)
-    place = (name_of(local.dtype), part.start, part.whole)
-    weight, gradient = matrices(_weight_of(one)), matrices(one.gradient)
-    return Step(
-        gradient, weight, first, second, *scales, one.coefficients, one.step, one.number, out, out_scales, format, *place
-    )
-
-
-def _check_not_gathered(q: QuantizedTensor) -> None:
-    if q.geometry.gathered:
-        raise ValueError(
-            "params hold FSDP's gathered copy of a sharded weight, which the next reshard throws away: give the optimizer "
-            "model.parameters() after fully_shard, before a forward"
-        )
-
-
-def _update_by_definition(one: _Todo, weight: Tensor, key: tuple[int, int]) -> None:
-    moments = [load_moment(one.part, one.state, which) for which in range(2)]
-    gradient = one.gradient.to(torch.float32)
-    moved, *moments = adamw.update(weight, *moments, gradient, one.scalars)
-    skip = one.scalars.skip
-    for which, (name, values) in enumerate(zip(MOMENT_NAMES, moments, strict=True)):
-        kept = one.state[name]
-        before = None if isinstance(skip, float) or kept.dtype == torch.float32 else _moment_parts(one, which)
-        store_moment(one.part, one.state, which, values, one.key(key, which + 3))
-        for part, old in before or ():  # rounding again what was kept is no change, but for NaN
-            part.copy_(torch.where(skip != 0, old, part))
-    weight.copy_(moved)
-
-
-def _moment_parts(one: _Todo, which: int) -> list[tuple[Tensor, Tensor]]:
-    names = (MOMENT_NAMES[which], SCALE_NAMES[which])
-    return [(one.state[name], one.state[name].clone()) for name in names if name in one.state]
-
-
-def _copy_where(condition: bool | Tensor, out: Tensor, values: Tensor) -> None:
-    if isinstance(condition, Tensor):
-        out.copy_(torch.where(condition, values.to(out.dtype), out))
-    elif condition:
-        out.copy_(values)
-
-
-def _requantize(todo: list[_Todo], values: list[Tensor], keys: list[Any] | None = None) -> None:
-    """Codes and scales of the parameters that may have moved: all in one go, for the sake of the reductions."""
-    chosen = [i for i, one in enumerate(todo) if one.moves() is not False]
-    before = [_parts_before(todo[i]) for i in chosen]
-    new_keys = None if keys is None else [keys[i] for i in chosen]
-    requantize_([todo[i].part.param for i in chosen], [values[i] for i in chosen], keys=new_keys)
-    for i, parts in zip(chosen, before, strict=True):
-        for part, old in parts:
-            part.copy_(torch.where(todo[i].moves(), part, old))  # pyright: ignore[reportArgumentType]
-
-
-def _parts_before(one: _Todo) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales with copies of what they are, where only the device knows whether they are to change."""
-    q = one.part.local
-    assert isinstance(q, QuantizedTensor)
-    if isinstance(one.moves(), bool):
-        return []
-    return [(part, part.clone()) for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
-
-
-def _step_without_masters(todo: list[_Todo], key: tuple[int, int]) -> None:
-    """Quantized weights that have no master: dequantized, updated, and rounded stochastically to their format."""
-    batch: list[_Todo] = []
-    elements = 0
-    for one in chain(todo, (None,)):
-        if batch and (one is None or elements + one.part.param.numel() > _TRANSIENT):
-            weights = [x.part.local.detach().dequantize(torch.float32) for x in batch]  # pyright: ignore[reportCallIssue]
-            for x, weight in zip(batch, weights, strict=True):
-                _update_transient(x, weight, key)
-            _requantize(batch, weights, [x.key(key, WEIGHT) for x in batch])
-            batch, elements = [], 0
-        if one is not None:
-            batch.append(one)
-            elements += one.part.param.numel()
-
-
-def _update_transient(one: _Todo, weight: Tensor, key: tuple[int, int]) -> None:
-    kernels = _kernels(weight.device)
-    if kernels is None:
-        _update_by_definition(one, weight, key)
-        return
-    first, second = (matrices(one.state[name]) for name in MOMENT_NAMES)
-    scales = (one.state.get(name) for name in SCALE_NAMES)
-    place = (name_of(one.part.local.dtype), one.part.start, one.part.whole)
-    gradient, weight = matrices(one.gradient), matrices(weight)
-    step = Step(gradient, weight, first, second, *scales, one.coefficients, one.step, one.number, None, None, None, *place)
-    kernels.adamw([step], key)
-
-
-def _round_in_place(one: _Todo, key: tuple[int, int]) -> None:
-    """A bfloat16 parameter without a master."""
-    local = one.part.local.detach()
-    weight = local.to(torch.float32, copy=True).contiguous()
-    _update_transient(one, weight, key)
-    place = {"origin": one.part.origin, "shape": one.part.whole}
-    rounded = adamw.round_to_bfloat16(matrices(weight), one.key(key, WEIGHT), **place).reshape(local.shape)
-    _copy_where(one.moves(), local, rounded)
 
 
 @dataclass

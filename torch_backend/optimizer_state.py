@@ -156,7 +156,7 @@ def new_master(part: Part) -> Tensor:
     if not isinstance(q, QuantizedTensor):
         return q.detach().to(torch.float32, copy=True).contiguous()
     if q.initial is None:
-        return q.detach().dequantize(torch.float32)
+        return q.detach().dequantize(torch.float32)  # pyright: ignore[reportCallIssue]
     master = q.initial.to(q.device, torch.float32, copy=True).contiguous()
     q.initial = None
     return master

@@ -6,7 +6,7 @@ import gc
 import numpy as np
 import pytest
 import torch
-from blockfp.torch_backend import adamw as module
+from blockfp.torch_backend import optimizer_step as module
 from torch import nn
 
 import blockfp.torch as bfp

@@ -3,7 +3,7 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend import adamw as module
+from blockfp.torch_backend import optimizer_step as module
 from blockfp.torch_backend import sharding
 from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
