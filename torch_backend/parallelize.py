@@ -21,8 +21,8 @@ from blockfp import parts
 from blockfp.formats import Format
 from blockfp.placement import Mesh, Shard, Sharding
 
-from . import outputs
-from .cast_weight import CastWeight
+from . import outputs, state_dict
+from .cast_weight import CastWeight, Cut
 from .geometry import Geometry
 from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
@@ -32,7 +32,6 @@ from .modules.weights import QuantizedLayer
 from .parallel import Parallel
 from .sharding import mesh_of
 from .shared_layers import SHARED_NORMS
-from .state_dict import cut
 from .tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -209,7 +208,8 @@ class _Cutter:
             assert lies is not None
             return part_of(whole, lies, self.rank)
         if isinstance(whole, CastWeight):
-            raise NotImplementedError
+            cut = Cut(self.group, self.ranks, self.rank, dim, whole.shape[dim])
+            return CastWeight.from_values(self.part(whole.values, dim), whole.format, cut)
         chunk = -(-whole.shape[dim] // self.ranks)
         first = min(self.rank * chunk, whole.shape[dim])
         return whole.narrow(dim, first, min(chunk, whole.shape[dim] - first)).clone(memory_format=torch.contiguous_format)
@@ -218,7 +218,9 @@ class _Cutter:
 def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
     """What one rank holds of a whole quantized tensor, in memory of its own; rows and columns inside blocks and bytes too."""
     region = lies.region(rank)
-    own = {part.name: cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)}
+    own = {
+        part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)
+    }
     initial = None if q.initial is None else q.initial[region.slices].clone()
     geometry = Geometry(region.origin, initial=initial)
     return q.with_parts(own["codes"], own["scales"], own.get("tensor_scale"), columns=region.shape[-1], geometry=geometry)
