@@ -333,6 +333,9 @@ def export_command(
         typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's nominal one."),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
+    file_bytes: Annotated[
+        int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
+    ] = None,
     prefix: Annotated[
         str, typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose.")
     ] = "model.",
@@ -357,18 +360,19 @@ def export_command(
     with _progress() as progress:
         try:
             model = export.contents(open_checkpoint(source, step), prefix)
-            task = progress.add_task(escape(target.name), total=model.size)
+            each = (1 if to == "high-precision" else len(weight.parts) for weight in model.weights.values())
+            task = progress.add_task(escape(target.name), total=len(model.others) + sum(each))
 
             def done(_: Tensor) -> None:
                 progress.advance(task)
 
             if folder:
                 target.mkdir(parents=True, exist_ok=True)
-                compressed_tensors.export(model, target, done)
+                compressed_tensors.export(model, target, file_bytes, done)
             elif to == "quantized":
-                export.export_quantized(model, target, done)
+                export.export_quantized(model, target, file_bytes, done)
             else:
-                export.export_values(model, target, dtype, done)
+                export.export_values(model, target, dtype, file_bytes, done)
         except BadFile as error:
             raise _refused(error) from error
     without = [name for name, weight in model.weights.items() if weight.master is None]

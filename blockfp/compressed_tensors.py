@@ -1,24 +1,24 @@
 """Export to the layout of compressed-tensors, which vLLM and transformers read.
 
-| format | `quantization_config` says | entries of a weight NAME.weight [out, in] |
-|---|---|---|
-| fp8_e4m3, .._pow2 | float-quantized, strategy tensor | weight F8_E4M3, weight_scale F32 [1] |
-| fp8_e4m3_128x128, .._fp32 | float-quantized, strategy block | weight F8_E4M3, weight_scale F32 [out/128, in/128], rounded up |
-| fp8_e4m3_1x128, .._fp32 | float-quantized, strategy group, 128 | weight F8_E4M3, weight_scale F32 [out, in/128] |
-| mxfp8_e4m3, .._32x32, .._floor | mxfp8-quantized, strategy group, 32 | weight F8_E4M3, weight_scale U8 [out, in/32] |
-| mxfp4_e2m1, .._32x32, .._floor | mxfp4-pack-quantized, strategy group, 32 | weight_packed U8 [out, in/2], weight_scale U8 [out, in/32] |
-| nvfp4, nvfp4_16x16 | nvfp4-pack-quantized, tensor_group, 16 | weight_packed U8, weight_scale F8_E4M3 [out, in/16], weight_global_scale F32 [1] |
+| format | `quantization_config` says | weight | weight_scale |
+|---|---|---|---|
+| fp8_e4m3, .._pow2 | float-quantized, strategy tensor | F8_E4M3 | F32 [1] |
+| fp8_e4m3_128x128, .._fp32 | float-quantized, strategy block | F8_E4M3 | F32 [out/128, in/128], rounded up |
+| fp8_e4m3_1x128, .._fp32 | float-quantized, strategy group, 128 | F8_E4M3 | F32 [out, in/128] |
+| mxfp8_e4m3, .._32x32, .._floor | mxfp8-quantized, strategy group, 32 | F8_E4M3 | U8 [out, in/32] |
+| mxfp4_e2m1, .._32x32, .._floor | mxfp4-pack-quantized, strategy group, 32 | U8 weight_packed | U8 [out, in/32] |
+| nvfp4, nvfp4_16x16 | nvfp4-pack-quantized, strategy tensor_group, 16 | U8 weight_packed | F8_E4M3 [out, in/16] |
 
-Codes are the same bytes. Scales of square blocks of 16 and 32 are repeated for each row. The global scale of NVFP4 is
-div(1, tensor_scale), which readers divide by. FP8 and MX values come out as here, to the bit; those of NVFP4 differ by up to 2 ulp
-of fp32, because compressed-tensors computes code * (s_b / global_scale), and blockfp code * (s_b * tensor_scale).
+NVFP4 has a weight_global_scale F32 [1] beside them, div(1, tensor_scale), by which readers divide. Codes are the same bytes.
+Scales of square blocks of 16 and 32 are repeated for each row. FP8 and MX values come out to the bit; those of NVFP4 within
+2 ulp of fp32, because compressed-tensors computes code * (s_b / global_scale), and blockfp code * (s_b * tensor_scale).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ import numpy as np
 
 from . import layout
 from .atomic import replacing
-from .export import Contents, Progress, Weight, other_arrays, write
+from .export import Contents, Progress, Weight, write
 from .formats import E2M1, E4M3, Format
-from .modelfile import BadFile, Entry
+from .modelfile import BadFile, Tensor
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -73,26 +73,24 @@ def scheme(format: Format) -> Scheme | None:
     return None
 
 
-def export(model: Contents, folder: Path, done: Progress) -> None:
+def export(model: Contents, folder: Path, file_bytes: int | None, done: Progress) -> None:
     """Writes model.safetensors and config.json, whose "quantization_config" belongs into the model's own config.json.
 
+    Args:
+        model: what to write.
+        folder: where to.
+        file_bytes: as for `blockfp.save`.
+        done: called with each tensor.
+
     Raises:
-        BadFile: a weight in a format, of a shape, or with a NaN scale that compressed-tensors has no layout for, or one that isn't
-            called "..weight"; nothing is written then.
+        BadFile: compressed-tensors has no layout for a weight, for its format, its shape, its name (which must be "..weight")
+            or its NaN scales; nothing is written then.
     """
     schemes = {name: _checked(model, weight) for name, weight in model.weights.items()}
-    entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in model.others.items()]
+    tensors = dict(model.others)
     for name, weight in model.weights.items():
-        entries += [entry for entry, _ in _laid_out(name, weight, schemes[name])]
-
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        yield from other_arrays(model, done)
-        for name, weight in model.weights.items():
-            for entry, read in _laid_out(name, weight, schemes[name]):
-                yield entry.name, np.ascontiguousarray(read())
-            done(weight.parts[0])
-
-    write(folder / "model.safetensors", entries, arrays(), {"format": "pt"})
+        tensors |= {tensor.name: tensor for tensor in _laid_out(name, weight, schemes[name])}
+    write(folder / "model.safetensors", tensors, file_bytes, done, {"format": "pt"})
     with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps({"quantization_config": _config(schemes)}, indent=1) + "\n")
 
@@ -106,36 +104,38 @@ def _checked(model: Contents, weight: Weight) -> Scheme:
         problem = f"compressed-tensors quantizes matrices called '..weight'; this one has shape {weight.shape}"
     elif known.group and weight.shape[1] % known.group:
         problem = f"compressed-tensors needs rows of a multiple of {known.group} columns, got {weight.shape[1]}"
-    elif weight.format.scale.nan_code is not None and (weight.parts[1].read() == weight.format.scale.nan_code).any():
+    elif weight.format.scale.nan_code is not None and (weight.scales.read() == weight.format.scale.nan_code).any():
         problem = "has NaN scales, which compressed-tensors would read as numbers"
     if known is None or problem:
         raise BadFile(model.path, problem, weight.name)
     return known
 
 
-def _laid_out(name: str, weight: Weight, known: Scheme) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
-    """The entries of a weight, and what reads each."""
+def _laid_out(name: str, weight: Weight, known: Scheme) -> list[Tensor]:
+    """The entries of a weight."""
     rows, columns = weight.shape
-    codes, scales, *rest = weight.parts
-    where = f"{name}_packed" if known.packed else name
+    codes, scales, tensor_scale = weight.codes, weight.scales, weight.tensor_scale
     byte = np.dtype(np.uint8) if known.packed else _FP8
-    laid = [(Entry(where, byte, codes.shape), lambda: codes.read().view(byte))]
+    where = f"{name}_packed" if known.packed else name
+    laid = [Tensor(where, byte, codes.shape, lambda: codes.read().view(byte))]
     if known.group is None:
         shape = (1,) if weight.format.block is None else scales.shape
-        laid.append((Entry(f"{name}_scale", scales.dtype, shape), lambda: scales.read().reshape(shape)))
-        return laid
-    dtype = _FP8 if weight.format.scale.two_level else scales.dtype
+        return [*laid, Tensor(f"{name}_scale", scales.dtype, shape, lambda: scales.read().reshape(shape))]
+    dtype = _FP8 if tensor_scale is not None else scales.dtype
     block_rows = (weight.format.block or (1, 1))[0]
-    laid.append(
-        (
-            Entry(f"{name}_scale", dtype, (rows, columns // known.group)),
-            lambda: np.asarray(layout.repeat_scales(scales.read(), block_rows, rows)).view(dtype),
-        )
-    )
-    if rest:
-        entry = Entry(f"{name}_global_scale", np.dtype(np.float32), (1,))
-        laid.append((entry, lambda: (np.float32(1) / rest[0].read()).reshape(1)))
+
+    def repeated() -> np.ndarray:
+        return np.asarray(layout.repeat_scales(scales.read(), block_rows, rows)).view(dtype)
+
+    laid.append(Tensor(f"{name}_scale", dtype, (rows, columns // known.group), repeated))
+    if tensor_scale is not None:
+        inverse = partial(_inverse, tensor_scale)
+        laid.append(Tensor(f"{name}_global_scale", np.dtype(np.float32), (1,), inverse))
     return laid
+
+
+def _inverse(tensor_scale: Tensor) -> np.ndarray:
+    return (np.float32(1) / tensor_scale.read()).reshape(1)
 
 
 def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:

@@ -7,19 +7,18 @@ nominal one; the optimizer's fp32 weight, if there is one, is `optimizer.state.N
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from . import store
+from . import saving, store
 from .array import DTYPES, QuantizedArray
-from .atomic import replacing
 from .formats import Format
-from .modelfile import TAGS, BadFile, Entry, Model, Tensor, write_safetensors
-from .parts import FORMAT, SUFFIXES
+from .modelfile import BadFile, Model, Tensor
+from .parts import FORMAT
 
 Progress = Callable[[Tensor], None]
 """Called with each tensor when it is done."""
@@ -30,14 +29,11 @@ _TRAINING = ("input_amax_history", "input_scale", "gradient_amax_history", "grad
 
 @dataclass(frozen=True)
 class Weight:
-    """A quantized weight in a checkpoint.
+    """A quantized weight in a checkpoint, as a `QuantizedArray` that is not read yet.
 
     Attributes:
         name: of the parameter.
-        format: of its codes.
-        shape: of the weight.
-        dtype: the nominal dtype.
-        parts: codes, scales and, for NVFP4, the tensor scale, not read yet.
+        format, shape, dtype, codes, scales, tensor_scale: those of the array.
         master: the optimizer's fp32 weight, where there is one.
     """
 
@@ -45,17 +41,25 @@ class Weight:
     format: Format
     shape: tuple[int, ...]
     dtype: np.dtype
-    parts: tuple[Tensor, ...]
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
     master: Tensor | None
 
-    def read(self) -> QuantizedArray:
-        """The quantized array."""
-        codes, scales, *rest = (part.read() for part in self.parts)
-        return QuantizedArray(codes, scales, rest[0] if rest else None, self.format, self.shape[-1], self.dtype)
+    origin = (0, 0)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Codes, scales and, for NVFP4, the tensor scale."""
+        return (self.codes, self.scales) if self.tensor_scale is None else (self.codes, self.scales, self.tensor_scale)
 
     def values(self, dtype: np.dtype) -> np.ndarray:
         """The master rounded to `dtype`, or where there is none the values of the codes."""
-        return self.read().dequantize(dtype) if self.master is None else self.master.read().astype(dtype)
+        if self.master is not None:
+            return self.master.read().astype(dtype)
+        codes, scales, *rest = (part.read() for part in self.parts)
+        q = QuantizedArray(codes, scales, rest[0] if rest else None, self.format, self.shape[-1], self.dtype)
+        return q.dequantize(dtype)
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,6 @@ class Contents:
     path: Path
     weights: dict[str, Weight]
     others: dict[str, Tensor]
-
-    @property
-    def size(self) -> int:
-        """How many tensors there are."""
-        return len(self.weights) + len(self.others)
 
 
 def contents(checkpoint: Model, prefix: str) -> Contents:
@@ -112,7 +111,8 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
             needs = f"{format} of shape {shape} needs {entry.dtype} of shape {entry.shape}"
             raise BadFile(checkpoint.path, f"is {found}, {needs}", entry.name)
         parts.append(part)
-    return Weight(name, parsed, shape, marker.dtype, tuple(parts), master)
+    codes, scales, *rest = parts
+    return Weight(name, parsed, shape, marker.dtype, codes, scales, rest[0] if rest else None, master)
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
@@ -120,68 +120,50 @@ def _only_training(name: str, own: dict[str, Tensor]) -> bool:
     return last in _TRAINING or (last == "step" and f"{layer}{dot}rng_key" in own)
 
 
-def export_quantized(model: Contents, path: Path, done: Progress) -> None:
-    """Writes codes and scales as they are, in blockfp's own layout (`blockfp.store`).
-
-    Raises:
-        BadFile: a tensor can't be read or stored; nothing is written then.
-    """
-    entries = _other_entries(model)
-    described = {}
-    for name, weight in model.weights.items():
-        entries += store.quantized_entries(name, weight.shape, weight.format)
-        described[name] = {"format": weight.format.name, "shape": list(weight.shape), "dtype": weight.dtype.name}
-
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        yield from other_arrays(model, done)
-        for name, weight in model.weights.items():
-            for part, suffix in zip(weight.parts, SUFFIXES.values(), strict=False):
-                yield name + suffix, part.read()
-            done(weight.parts[0])
-
-    metadata = {store.KEY: json.dumps({"version": store.VERSION, "tensors": described})} if described else {}
-    write(path, entries, arrays(), metadata)
-
-
-def export_values(model: Contents, path: Path, dtype: str | None, done: Progress) -> None:
-    """Writes every weight in high precision: from the optimizer's masters, or from the codes where it has none.
+def export_quantized(model: Contents, path: Path, file_bytes: int | None, done: Progress) -> None:
+    """Writes codes and scales as they are, in blockfp's own layout, which `blockfp.load` reads in every framework.
 
     Args:
         model: what to write.
         path: the .safetensors file.
-        dtype: "float32", "float16" or "bfloat16"; None for each weight's nominal one.
+        file_bytes: as for `blockfp.save`.
         done: called with each tensor.
 
     Raises:
         BadFile: a tensor can't be read or stored; nothing is written then.
     """
-    dtypes = {name: weight.dtype if dtype is None else DTYPES[dtype] for name, weight in model.weights.items()}
-    entries = _other_entries(model) + [Entry(name, dtypes[name], weight.shape) for name, weight in model.weights.items()]
-
-    def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        yield from other_arrays(model, done)
-        for name, weight in model.weights.items():
-            yield name, weight.values(dtypes[name])
-            done(weight.parts[0])
-
-    write(path, entries, arrays(), {})
+    write(path, {**model.others, **model.weights}, file_bytes, done)
 
 
-def _other_entries(model: Contents) -> list[Entry]:
-    for name, tensor in model.others.items():
-        if tensor.dtype not in TAGS:
-            raise BadFile(model.path, f"dtype {tensor.dtype} can't be stored in a .safetensors file", name)
-    return [Entry(name, tensor.dtype, tensor.shape) for name, tensor in model.others.items()]
+def export_values(model: Contents, path: Path, dtype: str | None, file_bytes: int | None, done: Progress) -> None:
+    """Writes every weight in high precision: from the optimizer's masters, or from the codes where it has none.
+
+    Args:
+        dtype: "float32", "float16" or "bfloat16"; None for each weight's nominal one.
+        model, path, file_bytes, done: as for `export_quantized`.
+
+    Raises:
+        BadFile: a tensor can't be read or stored; nothing is written then.
+    """
+    values = {}
+    for name, weight in model.weights.items():
+        chosen = weight.dtype if dtype is None else DTYPES[dtype]
+        values[name] = Tensor(name, chosen, weight.shape, partial(weight.values, chosen))
+    write(path, {**model.others, **values}, file_bytes, done)
 
 
-def other_arrays(model: Contents, done: Progress) -> Iterator[tuple[str, np.ndarray]]:
-    """What is not quantized, as it is."""
-    for name, tensor in model.others.items():
-        yield name, tensor.read()
+def write(
+    path: Path,
+    tensors: Mapping[str, Tensor | Weight],
+    file_bytes: int | None,
+    done: Progress,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes tensors to one .safetensors file or several, one tensor in memory at a time."""
+
+    def read(tensor: Tensor) -> np.ndarray:
+        array = np.ascontiguousarray(tensor.read())
         done(tensor)
+        return array.reshape(tensor.shape)
 
-
-def write(path: Path, entries: Sequence[Entry], arrays: Iterator[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
-    """Writes a .safetensors file that is there whole or not at all."""
-    with replacing(path) as temporary:
-        write_safetensors(temporary, entries, arrays, metadata)
+    saving.write(path, tensors, read, file_bytes, metadata or {})

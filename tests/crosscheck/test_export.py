@@ -1,4 +1,4 @@
-"""`blockfp export`: a checkpoint's model as a file, in blockfp's layout, in high precision, and in that of compressed-tensors."""
+"""`blockfp export`: a checkpoint's model as a file, in blockfp's layout, high precision, or that of compressed-tensors."""
 
 import json
 
@@ -18,7 +18,7 @@ from resumed import model_of, shard, train  # noqa: E402
 import blockfp.torch as bfp  # noqa: E402
 from blockfp import compressed_tensors  # noqa: E402
 from blockfp.cli import app  # noqa: E402
-from blockfp.export import contents, export_quantized  # noqa: E402
+from blockfp.export import contents  # noqa: E402
 from blockfp.formats import FORMATS, Format  # noqa: E402
 from blockfp.modelfile import BadFile, open_model  # noqa: E402
 
@@ -220,4 +220,4 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     del state["1.weight_tensor_scale"]
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(BadFile, match=r"tensor '1\.weight_tensor_scale': is missing, nvfp4 of shape \(37, 128\) needs float32"):
-        export_quantized(contents(open_checkpoint(tmp_path / "dcp"), "model."), tmp_path / "m.safetensors", lambda _: None)
+        contents(open_checkpoint(tmp_path / "dcp"), "model.")
