@@ -20,8 +20,9 @@ import time
 import torch
 from gpu_peers import peers
 
-from blockfp import bits, cuda, layout, native, numerics, rotation
+from blockfp import bits, cuda, layout, numerics, rotation
 from blockfp.formats import FORMATS, Format
+from blockfp.kernel_formats import format_numbers
 
 SHAPES = ((16384, 8192), (4096, 4096), (8190, 4094))
 
@@ -108,8 +109,8 @@ class Case:
 
     def _run(self, measure: bool):
         cuda.library().quantize(
-            self.x, self.amax, None, self.key, *self.row, self.tensor_scale, *self.column, *native._spec(self.format), measure,
-            0, bits.LARGEST_FINITE["bfloat16"], self.rotate, 0, 0, 0, 0,
+            self.x, self.amax, None, self.key, *self.row, self.tensor_scale, *self.column, *format_numbers(self.format),
+            measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate, 0, 0, 0, 0,
         )  # fmt: skip
 
     def __call__(self):
@@ -180,7 +181,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
             out.view(torch.int16).fill_(0x5A5A)
 
             def run(q=q, out=out, format=format):
-                cuda.library().dequantize(*q, out, *native._spec(format), 0, 0)
+                cuda.library().dequantize(*q, out, *format_numbers(format), 0, 0)
 
             run()
             expected = numerics.dequantize(*q, format, dtype, columns=shape[1])

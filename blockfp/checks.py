@@ -41,6 +41,15 @@ def check_output_dtype(dtype: str) -> None:
         raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
 
 
+def check_square(format: Format) -> None:
+    """Raises ValueError where the codes of a transposed array are not the codes transposed."""
+    if format.block is not None and not format.square:
+        raise ValueError(
+            f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "
+            "use a format with square blocks, or dequantize, transpose and quantize again"
+        )
+
+
 def check_codes(codes: Array, columns: int, format: Format) -> None:
     """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":

@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import bits, layout, native
+from . import bits, layout
 from .bits import Array
-from .checks import check_codes, check_input, check_scales
-from .cuda_build import device_count, find_or_build
+from .checks import check_codes, check_input, check_output_dtype, check_scales, check_square
+from .cuda_build import device_count, find_or_build, where
 from .formats import Format
+from .kernel_formats import format_numbers, largest_multiplier
 from .numerics import Amax, Origin, Quantized
 from .rounding import key_words
 
 if TYPE_CHECKING:
     from .step_table import Step
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_NO_DEVICE = "no CUDA device is here"
 
 _library: Any = None
 _why_not = ""
@@ -36,10 +37,20 @@ def available() -> bool:
 
 
 def status() -> str:
-    """One line: which library is loaded, or why there is none."""
-    if not available():
-        return f"no CUDA kernels: {_why_not}; the definition runs instead, with the same bits"
-    return str(_library.path)
+    """One line: which library runs or would run, or why there is none. It loads and builds nothing."""
+    if _library is not None:
+        return str(_library.path)
+    if not _why_not and device_count() > 0:
+        try:
+            path = where()
+        except (OSError, RuntimeError) as error:
+            return _missing(f"{type(error).__name__}: {error}")
+        return str(path) if path.is_file() else f"not built yet: their first use builds {path}"
+    return _missing(_why_not or _NO_DEVICE)
+
+
+def _missing(why: str) -> str:
+    return f"no CUDA kernels: {why}; the definition runs instead, with the same bits"
 
 
 class _Library:
@@ -64,7 +75,7 @@ def _load() -> Any:
     global _library, _why_not
     if _library is None and not _why_not:
         if device_count() == 0:
-            _why_not = "no CUDA device is here"
+            _why_not = _NO_DEVICE
             return None
         try:
             _library = _Library(find_or_build())
@@ -121,7 +132,9 @@ def _key(key: Any, x: Array) -> Any:
         return None
     torch = _torch()
     if isinstance(key, torch.Tensor):
-        return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(x.device, torch.int32)
+        if key.device != x.device:
+            raise ValueError(f"key is on {key.device} and x on {x.device}: pass key.to(x.device)")
+        return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
     words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
@@ -134,7 +147,7 @@ def _outputs(x: Array, shape, format: Format, origin: Origin) -> tuple[Array, Ar
 
 
 def _limits(x: Array, format: Format, eps: float, nominal: str | None) -> tuple[int, int]:
-    largest = native._fp8_limits(format, eps, nominal or bits.dtype_name(x))
+    largest = largest_multiplier(format, eps, nominal or bits.dtype_name(x))
     return bits.constant_bits(eps), largest
 
 
@@ -149,7 +162,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(_stack(x), blocks, nan, tensor, *native._spec(format), *origin)
+    library().amax_blocks(_stack(x), blocks, nan, tensor, *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -233,7 +246,7 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if columns:
         codes_t, scales_t = _outputs(x, shape_t, format, (origin[1], origin[0]))
     run.quantize(
-        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *native._spec(format),
+        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *format_numbers(format),
         measure, eps_bits, largest, rotate, *place,
     )  # fmt: skip
     row_scale = column_scale = tensor_scale
@@ -244,7 +257,7 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
     blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
-    run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *native._spec(format), eps_bits, largest, *place)
+    run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
 
 
 def quantize_scaled(
@@ -279,7 +292,7 @@ def quantize_scaled(
     recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
     given = amax.reshape(1) if multiplier is None else multiplier.reshape(1)
     run.quantize(
-        x, given, recorded, None, codes, scales, None, codes_t, scales_t, *native._spec(format), False, eps_bits, largest,
+        x, given, recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format), False, eps_bits, largest,
         False, 0, 0, 0, 0,
     )  # fmt: skip
     return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
@@ -301,7 +314,7 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=_torch().uint8)
     library().encode(
-        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *native._spec(format), 0, 0,
+        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -319,21 +332,19 @@ def dequantize(
 ) -> Array:
     """The values of codes and scales on a CUDA device; see `numerics.dequantize`."""
     format = Format.parse(format)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
     out = codes.new_empty(shape, dtype=getattr(_torch(), dtype))
-    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *native._spec(format), *origin)
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
     return out
 
 
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    if not format.square:
-        raise ValueError(f"{format} has no exact transpose of its codes: use a format with square blocks")
+    check_square(format)
     check_codes(codes, columns, format)
     run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
     out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))

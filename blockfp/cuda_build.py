@@ -51,22 +51,24 @@ def _architecture() -> str:
     return f"{major.value}{minor.value}a"
 
 
-def find_or_build() -> Path:
-    """The library: the installed one, or one from the cache, built now if it is not there."""
+def where() -> Path:
+    """Where the library is, or would be built: the installed one, else one of the cache."""
     from importlib import metadata
 
     for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
         if place is not None and place.is_file():
             return place
-    sources = _sources()
-    architecture = _architecture()
-    flags = flags_for(architecture)
-    path = _cache() / _digest(sources, flags) / LIBRARY
+    return _cache() / _digest(_sources(), flags_for(_architecture())) / LIBRARY
+
+
+def find_or_build() -> Path:
+    """The library, built now if it is not there."""
+    path = where()
     if not path.is_file():
-        print(
-            f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}", file=sys.stderr, flush=True
-        )
-        build(path, flags)
+        architecture = _architecture()
+        message = f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}"
+        print(message, file=sys.stderr, flush=True)
+        build(path, flags_for(architecture))
     return path
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from . import bits, checks, layout
 from .bits import Array
 from .formats import Format
+from .kernel_formats import DTYPES, format_numbers, largest_multiplier
 from .numerics import Amax, Origin, Quantized
 from .rounding import Key, key_words
 
@@ -29,16 +30,11 @@ if TYPE_CHECKING:
 
 LIBRARY = "libblockfp_cpu.so"
 
-# What the library calls things: kernels/include/blockfp/elements.h, scales.h and dtypes.h.
-_ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
-_RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3"))}
-_DTYPES = {name: index for index, name in enumerate(("float32", "float16", "bfloat16"))}
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32", "float16")} | {"bfloat16": _BFLOAT16}
 
 _library: Any = None
 _why_not = ""
-_specs: dict[Format, tuple[int, int, int, int]] = {}
 _dtype_names: dict[Any, str] = {}
 
 
@@ -146,7 +142,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     blocks = arrays.empty(grid, "int32")
     nan = None if format.element.has_nan else arrays.empty(grid, "int32")
     tensor = arrays.empty((), "int32") if format.scale.two_level else None
-    library.amax(arrays.lend(x), blocks, nan, tensor, _DTYPES[dtype], *_spec(format), *origin)
+    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPES[dtype], *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -169,7 +165,7 @@ def quantize(
     """
     library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
     dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
-    largest = _fp8_limits(format, eps, nominal or dtype)
+    largest = largest_multiplier(format, eps, nominal or dtype)
     rows, columns = x.shape[-2:]
     codes = arrays.empty(layout.codes_shape(x.shape, format), "uint8")
     scales = arrays.empty(grid, format.scale.dtype)
@@ -182,8 +178,8 @@ def quantize(
         scales,
         tensor_scale,
         *((None, None, None) if amax is None else _given(amax, grid, format)),
-        _DTYPES[dtype],
-        *_spec(format),
+        DTYPES[dtype],
+        *format_numbers(format),
         largest,
         eps,
         key is not None,
@@ -223,8 +219,8 @@ def dequantize(
         arrays.contiguous(scales),
         1.0 if tensor_scale is None else float(tensor_scale),
         arrays.lend(out),
-        _DTYPES[dtype],
-        *_spec(format),
+        DTYPES[dtype],
+        *format_numbers(format),
         *origin,
     )
     return out
@@ -239,7 +235,7 @@ def rotate(x: Array) -> Array:
     library, arrays = _loaded(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
-    library.rotate(arrays.lend(x), arrays.lend(out), _DTYPES[dtype])
+    library.rotate(arrays.lend(x), arrays.lend(out), DTYPES[dtype])
     return out
 
 
@@ -270,21 +266,6 @@ def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
     if size != count or not arrays.is_contiguous(x):
         raise ValueError(f"a step's array must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
     return arrays.address(x)
-
-
-def _fp8_limits(format: Format, eps: float, nominal: str) -> int:
-    """Bits of the value that replaces an infinite multiplier, after the checks that the definition makes."""
-    checks.check_limits(format, eps, nominal)
-    return bits.LARGEST_FINITE[nominal] if format.scale.dtype == "float32" else bits.FP32_MAX
-
-
-def _spec(format: Format) -> tuple[int, int, int, int]:
-    """The format as the library takes it: element, block rows, block columns (0, 0 for the whole tensor), scale rule."""
-    spec = _specs.get(format)
-    if spec is None:
-        rows, columns = format.block or (0, 0)
-        spec = _specs[format] = (_ELEMENTS[format.element.name], rows, columns, _RULES[format.scale.name])
-    return spec
 
 
 def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:

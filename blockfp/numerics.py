@@ -18,7 +18,7 @@ from array_api_compat import array_namespace
 
 from . import bits, layout, scaling
 from .bits import Array
-from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales
+from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .formats import E4M3, ElementFormat, Format
 from .layout import Settle, as_it_is
 from .rounding import Key, random_bytes, round_to_element
@@ -397,11 +397,7 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
         ValueError: the format's blocks are not square, so no transpose of its codes is exact.
     """
     format = Format.parse(format)
-    if not format.square:
-        raise ValueError(
-            f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "  # pyright: ignore[reportOptionalSubscript]
-            "use a format with square blocks, or dequantize, transpose and quantize again"
-        )
+    check_square(format)
     check_codes(codes, columns, format)
     element = format.element
     flipped = layout.pack(layout.swap_matrix(layout.unpack(codes, element.bits, columns)), element.bits)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import bits, layout, native
+from . import bits, layout
 from .adamw import Coefficients
 from .bits import Array
 from .formats import Format
+from .kernel_formats import DTYPES, format_numbers
 
 _MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
 _NONE, _COPY, _CODES = 0, 1, 2
-_DTYPES = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
 # kernels/include/blockfp/adamw.h, StepEntry.
 _POINTERS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
@@ -94,12 +94,12 @@ def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
     if s.format is not None:
         if not one_pass(s.format):
             raise ValueError(f"{s.format} has an amax of the whole tensor: step without codes, then quantize")
-        output, (element, block_rows, block_columns, rule) = _CODES, native._spec(s.format)
+        output, (element, block_rows, block_columns, rule) = _CODES, format_numbers(s.format)
         out_count, out_type = math.prod(layout.codes_shape(shape, s.format)), "uint8"
         scale_count, scale_dtype = math.prod(layout.scales_shape(shape, s.format)), s.format.scale.dtype
     elif s.out is not None:
         output, out_count, out_type = _COPY, count, bits.dtype_name(s.out)
-        out_dtype = _DTYPES[out_type]
+        out_dtype = DTYPES[out_type]
     else:
         out_type = ""
     known = isinstance(s.coefficients, Coefficients)
@@ -118,7 +118,7 @@ def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
         *(math.prod(leading), height, width),
         *s.start,
         *s.shape,
-        *(_DTYPES[bits.dtype_name(s.gradient)], moments, output, out_dtype),
+        *(DTYPES[bits.dtype_name(s.gradient)], moments, output, out_dtype),
         *(element, block_rows, block_columns, rule),
         bits.LARGEST_FINITE[s.nominal],
         s.step if isinstance(s.step, int) else 0,

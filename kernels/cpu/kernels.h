@@ -2,43 +2,13 @@
 #pragma once
 
 #include "adamw_tasks.h"
+#include "blockfp/dispatch.h"
 #include "blockfp/hadamard.h"
 #include "dequantize_tasks.h"
 #include "quantize_tasks.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
-
-// Calls body with a value of the struct that `id` stands for.
-template <class Body>
-BLOCKFP_HD void with_element(int id, Body body) {
-  switch (id) {
-    case E4M3::kId:
-      return body(E4M3{});
-    case E5M2::kId:
-      return body(E5M2{});
-    case E3M2::kId:
-      return body(E3M2{});
-    case E2M3::kId:
-      return body(E2M3{});
-    case E2M1::kId:
-      return body(E2M1{});
-    case Int8::kId:
-      return body(Int8{});
-  }
-}
-
-template <class Body>
-BLOCKFP_HD void with_dtype(int id, Body body) {
-  switch (id) {
-    case Fp32::kId:
-      return body(Fp32{});
-    case Fp16::kId:
-      return body(Fp16{});
-    case Bf16::kId:
-      return body(Bf16{});
-  }
-}
 
 void tensor_amax(const AmaxJob& job, int64_t task, void* scratch) {
   with_dtype(job.x.dtype, [&](auto dtype) { tensor_amax_task<decltype(dtype)>(job, task, scratch); });

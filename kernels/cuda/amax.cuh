@@ -1,6 +1,7 @@
 // The largest magnitude of a tensor, and of each block of a grid: integer maxima, NaN ignored.
 #pragma once
 
+#include "rotate.cuh"
 #include "tile.cuh"
 
 namespace blockfp {
@@ -8,28 +9,30 @@ namespace cuda {
 
 constexpr int kAmaxThreads = 512;
 
-// Contiguous and aligned: eights of eight elements, `Unroll` a thread at a time.
+// Contiguous and aligned: `Unroll` eights of eight elements a thread. The last of x come first, so that what the cache still holds at the
+// end is what a cast reads first.
 template <class T, int Unroll>
 __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw* x, int64_t eights, int32_t* out) {
-  uint32_t word = 0;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kAmaxThreads * Unroll;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kAmaxThreads * Unroll + threadIdx.x; first < eights; first += step) {
-    Eight<T> part[Unroll];
+  __shared__ int32_t warps[kAmaxThreads / 32];
+  const int64_t first = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * (kAmaxThreads * Unroll) + threadIdx.x;
+  Eight<T> part[Unroll];
 #pragma unroll
-    for (int u = 0; u < Unroll; ++u) {
-      const int64_t index = first + u * kAmaxThreads;
-      part[u] = index < eights ? load_vector<T>(x + 8 * index) : zeros<T>();
-    }
-#pragma unroll
-    for (int u = 0; u < Unroll; ++u) {
-#pragma unroll
-      for (int i = 0; i < kWords<T>; ++i) word = larger_magnitude<T, false>(word, part[u].word[i]);
-    }
+  for (int u = 0; u < Unroll; ++u) {
+    const int64_t index = first + u * kAmaxThreads;
+    part[u] = index < eights ? load_vector<T>(x + 8 * index) : zeros<T>();
   }
-  int32_t most = magnitude_bits<T, false>(word, 0);
-  if constexpr (T::kId != Fp32::kId) most = max(most, magnitude_bits<T, false>(word, 1));
-  most = lanes_max<32>(most);
-  if (threadIdx.x % 32 == 0 && most > 0) atomicMax(out, most);
+#pragma unroll
+  for (int u = 1; u < Unroll; ++u) {
+#pragma unroll
+    for (int i = 0; i < kWords<T>; ++i) part[0].word[i] = larger_magnitude<T, false>(part[0].word[i], part[u].word[i]);
+  }
+  const int32_t of_warp = lanes_max<32>(largest<T, false>(part[0]));
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int32_t most = lanes_max<32>(threadIdx.x < kAmaxThreads / 32 ? warps[threadIdx.x] : 0);
+  // Most blocks have nothing larger than what is there already, and spare the others a wait.
+  if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
 // The amax of x and of its rotated columns: a thread takes eight columns of sixteen rows.

@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "blockfp/adamw.h"
-#include "blockfp/dtypes.h"
+#include "blockfp/dispatch.h"
 #include "blockfp/scales.h"
 
 namespace blockfp {
@@ -59,6 +59,7 @@ struct QuantizeArguments {
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
+  bool scales_by_tile;          // scales go where order_scales.cuh expects them
 };
 
 struct EncodeArguments {
@@ -95,6 +96,13 @@ struct DequantizeArguments {
   int dtype;
 };
 
+// Scales of lines (rows or columns) that lie by tiles of 128 x 128, a word for each line and tile.
+struct ScalesByTile {
+  uint32_t* words;
+  int64_t lines;  // of all matrices
+  int tiles;      // along a line
+};
+
 cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
 // out: the amax of x, and that of x after the Hadamard transform of its columns.
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
@@ -104,6 +112,10 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
 // Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
 cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,
                              cudaStream_t stream);
+// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them.
+cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, cudaStream_t stream);
+// Whether launch_order_scales can: lines come in whole bands, and a band fits into shared memory.
+bool can_order_scales(int64_t rows, int64_t columns);
 // One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
 cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, int64_t rows, int64_t m, int64_t n,
                               int repeat, cudaStream_t stream);
@@ -115,37 +127,6 @@ template <class E>
 cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
-
-// Calls body with the struct that an id stands for.
-template <class Body>
-auto with_element(int id, Body body) {
-  switch (id) {
-    case E4M3::kId:
-      return body(E4M3{});
-    case E5M2::kId:
-      return body(E5M2{});
-    case E3M2::kId:
-      return body(E3M2{});
-    case E2M3::kId:
-      return body(E2M3{});
-    case E2M1::kId:
-      return body(E2M1{});
-    default:
-      return body(Int8{});
-  }
-}
-
-template <class Body>
-auto with_dtype(int id, Body body) {
-  switch (id) {
-    case Fp32::kId:
-      return body(Fp32{});
-    case Fp16::kId:
-      return body(Fp16{});
-    default:
-      return body(Bf16{});
-  }
-}
 
 }  // namespace cuda
 }  // namespace blockfp

@@ -47,13 +47,25 @@ __device__ __forceinline__ float e4m3_value(uint32_t code) {
   return out;
 }
 
+// As fp8_scale for powers of two, without its divisions: MAX is 1.75 times a power of two, so the quotient's exponent follows from that of
+// the amax and from whether its mantissa is above 1.75. (No such quotient rounds up to the next power.)
+template <class E>
+__device__ __forceinline__ BlockScale<float> fp8_power_scale(int32_t amax, int32_t eps_bits, int32_t largest) {
+  static_assert((E::kMaxBits & 0x7FFFFF) == 0x600000, "MAX is 1.75 times a power of two");
+  amax = max(amax, eps_bits);
+  int32_t exponent = 127 + (E::kMaxBits >> 23) - (amax >> 23) - ((amax & 0x7FFFFF) > 0x600000 ? 1 : 0);
+  exponent = exponent > 254 ? largest >> 23 : exponent;
+  if (amax == 0 || amax == kInfinity) exponent = 127;
+  return {max((254 - exponent) << 23, 0x400000), from_bits<float>(exponent << 23)};
+}
+
 // The stored scale of a block (a byte, or fp32 bits) and the number its elements are multiplied with.
 template <class E, int Block>
 __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const QuantizeArguments& a, const TensorScale& t) {
   if constexpr (Block == 0) {
     return {__float_as_int(t.decode), t.multiplier};
   } else if constexpr (Block == 128) {
-    return a.format.rule == ScaleRule::kPow2 ? fp8_scale<E, ScaleRule::kPow2, float>(amax, a.eps_bits, a.largest_bits)
+    return a.format.rule == ScaleRule::kPow2 ? fp8_power_scale<E>(amax, a.eps_bits, a.largest_bits)
                                              : fp8_scale<E, ScaleRule::kFp32, float>(amax, a.eps_bits, a.largest_bits);
   } else if constexpr (Block == 32) {
     // As e8m0_scale, in fewer steps: a carry out of the mantissa raises the exponent, of Inf too.

@@ -4,6 +4,8 @@
 // and E2M3 of E4M3, spacing below the smallest normal included, once the number is multiplied with 2^-12 or 2^-6.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
 #include "random.cuh"
@@ -32,7 +34,18 @@ __device__ __forceinline__ uint32_t convert_pair(float low, float high) {
 
 template <bool Wide>
 __device__ __forceinline__ uint32_t convert_four(const float* y) {
-  return __byte_perm(convert_pair<Wide>(y[0], y[1]), convert_pair<Wide>(y[2], y[3]), 0x5410);
+  uint32_t out;
+  // The second conversion takes the first one's word along: written as one piece, it costs no step of its own.
+  if constexpr (Wide) {
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+        : "=r"(out)
+        : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
+  } else {
+    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+        : "=r"(out)
+        : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
+  }
+  return out;
 }
 
 // Four 8-bit codes of a prescaled number as four 6-bit ones: 24 bits.
@@ -44,21 +57,18 @@ __device__ __forceinline__ uint32_t narrow_to_six(uint32_t codes) {
   return (twelve & 0xFFFu) | ((twelve >> 4) & 0xFFF000u);
 }
 
-template <int RoundDown>
-__device__ __forceinline__ float fused(float a, float b, float c) {
-  return RoundDown ? __fmaf_rd(a, b, c) : __fmaf_rn(a, b, c);
+__device__ __forceinline__ float saturated(float a, float b, float c) {
+  float out;
+  asm("fma.rn.sat.f32 %0, %1, %2, %3;" : "=f"(out) : "f"(a), "f"(b), "f"(c));
+  return out;
 }
 
 // A float whose low bits are the E2M1 magnitude of |y|, NaN as 0: the code is the concave function
-// min(2 y, y + 2, y / 2 + 4, 7) rounded, summed here as three pieces that saturate, onto a number whose last place is 1, or
-// 1/512 rounded down.
-template <bool RoundDown>
-__device__ __forceinline__ uint32_t e2m1_magnitude(float y, float base) {
-  const float half = __fmul_rn(fabsf(y), 0.5f);
-  const float first = __saturatef(half), second = __saturatef(__fadd_rn(half, -1.0f)), third = __saturatef(__fadd_rn(half, -2.0f));
-  float sum = fused<RoundDown>(first, 4.0f, base);
-  sum = fused<RoundDown>(second, 2.0f, sum);
-  return __float_as_uint(fused<RoundDown>(third, 1.0f, sum));
+// min(2 y, y + 2, y / 2 + 4, 7) rounded, summed here as three pieces that saturate, onto a number whose last place is 1.
+__device__ __forceinline__ float e2m1_magnitude(float y) {
+  y = fabsf(y);
+  const float first = __saturatef(__fmul_rn(y, 0.5f)), second = saturated(y, 0.5f, -1.0f), third = saturated(y, 0.5f, -2.0f);
+  return __fadd_rn(__fmaf_rn(second, 2.0f, __fmaf_rn(first, 4.0f, 0x1.8p23f)), third);
 }
 
 // Sign bits of eight floats, each at the top of its nibble.
@@ -92,29 +102,41 @@ __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
   } else {
     uint32_t word = 0;
 #pragma unroll
-    for (int i = 7; i >= 0; --i) word = word * 16 + e2m1_magnitude<false>(y[i], 0x1.8p23f);
+    for (int i = 7; i >= 0; --i) word = word * 16 + __float_as_uint(e2m1_magnitude(y[i]));
     // Eight times the bits of the base, each in its place.
     constexpr uint32_t kBase = 0x4B400000u * 0x11111111u;
     return {word - kBase + nibble_signs(y), 0};
   }
 }
 
-// The same with random bytes (eight, little-endian) for E2M1: 9 bits of the fraction are kept, rounded down, and decide.
-__device__ __forceinline__ uint2 encode_eight_stochastic(const float (&y)[8], uint2 random) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int i = 7; i >= 0; --i) {
-    const uint32_t byte = ((i < 4 ? random.x : random.y) >> (8 * (i % 4))) & 0xFF;
-    const uint32_t sum = e2m1_magnitude<true>(y[i], 24576.0f + 1.0f / 512) + 2 * byte;
-    word = word * 16 + ((sum >> 9) & 7);
-  }
-  return {word + nibble_signs(y), 0};
+// Two numbers in fp16, rounded toward zero: `low` in the lower half.
+__device__ __forceinline__ uint32_t halves_toward_zero(float low, float high) {
+  uint32_t out;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
 }
 
-// Random bytes and codes in one place: inlined for every eight of a tile, they would outgrow the instruction cache.
-static __device__ __noinline__ uint32_t encode_eight_at(float4 first, float4 second, const uint32_t* key, uint64_t index) {
-  const float y[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-  return encode_eight_stochastic(y, random_aligned(key, index)).x;
+// The same with random bytes (eight, little-endian) for E2M1, of numbers that have been divided by 2^14.
+//
+// fp16 numbers below 2^-14 are evenly spaced, as E2M1's are below 1: y / 2^14 in fp16, toward zero, is E2M1's code with the nine bits of the
+// fraction that decide below it. Element i shares a word with element i + 4, in 16-bit fields that hold code, fraction and three zeros.
+// Products rather than shifts, because integer products have a pipeline that is free here.
+__device__ __forceinline__ uint32_t encode_eight_stochastic(const float (&y)[8], uint2 random) {
+  const uint32_t bytes[2] = {__byte_perm(random.x, random.y, 0x5410), __byte_perm(random.x, random.y, 0x7632)};
+  uint32_t nibble[4];  // sign and code at the top of each field
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t halves = halves_toward_zero(y[i], y[i + 4]);
+    // 0x0E00: the largest code. NaN becomes it, too.
+    const __half2 largest = bit_cast<__half2>(0x0E000E00u);
+    const uint32_t magnitude = bit_cast<uint32_t>(__hmin2(__habs2(bit_cast<__half2>(halves)), largest));
+    const uint32_t byte = (i % 2 == 0 ? bytes[i / 2] : bytes[i / 2] >> 8) & 0x00FF00FFu;
+    // Plus 2 u + 1, u the random byte, in eighths.
+    nibble[i] = (byte * 16 + (magnitude * 8 + 0x00080008u)) | (halves & 0x80008000u);
+  }
+  const uint32_t low = (nibble[1] & 0xF000F000u) | ((nibble[0] >> 4) & 0x0FFF0FFFu);
+  const uint32_t high = (nibble[3] & 0xF000F000u) | ((nibble[2] >> 4) & 0x0FFF0FFFu);
+  return __byte_perm(low, high, 0x7351);
 }
 
 // Codes of any element by elements.h, with random bytes. By value: an array would have to lie in memory for every caller.
@@ -142,28 +164,21 @@ __device__ __forceinline__ uint32_t mark_nan(uint32_t codes, const float (&y)[8]
 // How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told.
 enum class Rounding { kNearest, kStochastic, kGeneral };
 
-// Codes of eight numbers times a block's multiplier. With kStochastic, E is E2M1 and `index` a multiple of eight.
+// Codes of eight numbers times a block's multiplier; `key` and `index` matter to kGeneral alone.
 //
 // `nan`: some block of these elements holds a NaN.
 template <class E, Rounding R, class Value>
 __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
-  const bool stochastic = R == Rounding::kStochastic || (R == Rounding::kGeneral && key != nullptr);
-  const bool slowly = R == Rounding::kGeneral && stochastic;
-  const float factor = slowly ? multiplier : prescaled<E>(multiplier);
+  static_assert(R != Rounding::kStochastic, "see stochastic.cuh");
+  const bool stochastic = R == Rounding::kGeneral && key != nullptr;
+  const float factor = stochastic ? multiplier : prescaled<E>(multiplier);
   float y[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) y[i] = multiply(value_of(i), factor);
-  uint2 random{};
-  if constexpr (R == Rounding::kGeneral) {
-    if (stochastic) random = random_eight(key, index);
+  if (stochastic) {
+    return encode_eight_slowly<E>({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, random_eight(key, index));
   }
-  if (slowly) return encode_eight_slowly<E>({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, random);
-  uint2 codes;
-  if constexpr (R == Rounding::kStochastic) {
-    codes = {encode_eight_at({y[0], y[1], y[2], y[3]}, {y[4], y[5], y[6], y[7]}, key, index), 0};
-  } else {
-    codes = encode_eight<E>(y);
-  }
+  uint2 codes = encode_eight<E>(y);
   if constexpr (E::kId == E2M1::kId) {
     if (nan) codes.x = mark_nan(codes.x, y);
   }

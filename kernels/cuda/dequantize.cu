@@ -14,25 +14,26 @@ int log2_of(int power) {
 
 template <class E, class T, int Block>
 cudaError_t flat(const DequantizeArguments& a, cudaStream_t stream) {
-  const int64_t row_groups = a.columns / 8, lines = a.batches * a.rows;
+  constexpr int kGroups = kFlatGroups<E, T>;
+  const int64_t row_groups = a.columns / kGroupSize<T>, lines = a.batches * a.rows;
   if (Block != 0 && a.format.square()) {
     const uint32_t spans = ceil_div(row_groups, kDequantizeThreads);
-    const int64_t blocks = spans * (lines / kFlatGroups);
+    const int64_t blocks = spans * (lines / kGroups);
     if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
     dequantize_flat<E, T, Block, true><<<blocks, kDequantizeThreads, 0, stream>>>(a, spans, row_groups);
   } else {
-    const int64_t groups = lines * row_groups, blocks = ceil_div(groups, kDequantizeThreads * kFlatGroups);
+    const int64_t groups = lines * row_groups, blocks = ceil_div(groups, kDequantizeThreads * kGroups);
     if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
     dequantize_flat<E, T, Block, false><<<blocks, kDequantizeThreads, 0, stream>>>(a, 1, groups);
   }
   return cudaGetLastError();
 }
 
-// Whether the flat kernel takes it: 16-bit values (fp32 is faster in the general one, an H200: 0.85 against 0.65 of the copy), every
-// block whole, every vector aligned, and, in square blocks, a row long enough for a block of threads.
+// Whether the flat kernel takes it: every block whole, every vector aligned, and, in square blocks, a row long enough for a block of
+// threads.
 bool is_flat(const DequantizeArguments& a) {
   const int block = a.format.per_tensor() ? 8 : a.format.block_columns;
-  if (a.dtype == Fp32::kId || a.columns % block != 0 || !aligned(a.out) || !aligned(a.codes, 8)) return false;
+  if (a.columns % block != 0 || !aligned(a.out) || !aligned(a.codes, 8)) return false;
   if (a.window.row_phase != 0 || a.window.column_phase != 0) return false;
   return a.format.per_tensor() || !a.format.square() || (a.rows % block == 0 && a.columns >= 8 * kDequantizeThreads);
 }
@@ -62,10 +63,10 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
   if (is_flat(a)) {
     return with_element(a.format.element, [&](auto element) {
       using E = decltype(element);
-      return a.dtype == Fp16::kId ? flat_by_block<E, Fp16>(a, stream) : flat_by_block<E, Bf16>(a, stream);
+      return with_dtype(a.dtype, [&](auto dtype) { return flat_by_block<E, decltype(dtype)>(a, stream); });
     });
   }
-  int shift = 1;  // lanes come in pairs
+  int shift = 0;
   while (shift < 8 && (int64_t{1} << shift) < groups) ++shift;
   const int64_t spans = ceil_div(groups, int64_t{1} << shift);
   const int64_t blocks = spans * ceil_div(lines, (kDequantizeThreads >> shift) * kDequantizeRows);

@@ -92,76 +92,63 @@ __device__ __forceinline__ uint2 load_codes(const uint8_t* codes, int count, boo
   return out;
 }
 
-// Whether one of eight values, as they are stored, is a NaN.
-template <class T>
-__device__ __forceinline__ bool holds_nan(const uint32_t (&word)[8]) {
-  uint32_t most = larger_magnitude<T, true>(word[0], word[1]);
-#pragma unroll
-  for (int i = 2; i < kWords<T>; ++i) most = larger_magnitude<T, true>(most, word[i]);
-  if constexpr (T::kId == Fp32::kId) {
-    return (most & kMagnitude) > kInfinity;
-  } else if constexpr (T::kId == Bf16::kId) {
-    const __nv_bfloat162 pair = bit_cast<__nv_bfloat162>(most);
-    return !__hbeq2(pair, pair);
-  } else {
-    const __half2 pair = bit_cast<__half2>(most);
-    return !__hbeq2(pair, pair);
-  }
-}
+// Values as they are stored, two 16-bit ones in a word.
+template <class T, int Count>
+struct StoredValues {
+  static constexpr int kPerWord = T::kId == Fp32::kId ? 1 : 2;
+  uint32_t word[Count / kPerWord];
 
-// Eight values, NaN canonical, to out[0 .. count - 1]. Neighbouring lanes hold neighbouring eights, and all of a warp come here
-// together where `vectors`.
-template <class T>
-__device__ __forceinline__ void store_values(typename T::Raw* out, float (&y)[8], int count, bool vectors) {
-  uint32_t word[8];
+  // NaN becomes the canonical one.
+  __device__ __forceinline__ explicit StoredValues(const float (&y)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    if constexpr (T::kId == Fp32::kId) {
-      word[i] = __float_as_uint(y[i]), word[i + 1] = __float_as_uint(y[i + 1]);
-    } else if constexpr (T::kId == Bf16::kId) {
-      word[i / 2] = bit_cast<uint32_t>(__floats2bfloat162_rn(y[i], y[i + 1]));
-    } else {
-      word[i / 2] = bit_cast<uint32_t>(__floats2half2_rn(y[i], y[i + 1]));
+    for (int i = 0; i < Count; i += 2) {
+      if constexpr (T::kId == Fp32::kId) {
+        word[i] = __float_as_uint(y[i]), word[i + 1] = __float_as_uint(y[i + 1]);
+      } else if constexpr (T::kId == Bf16::kId) {
+        word[i / 2] = bit_cast<uint32_t>(__floats2bfloat162_rn(y[i], y[i + 1]));
+      } else {
+        word[i / 2] = bit_cast<uint32_t>(__floats2half2_rn(y[i], y[i + 1]));
+      }
     }
-  }
-  constexpr int kPerWord = T::kId == Fp32::kId ? 1 : 2;
-  if (holds_nan<T>(word)) {
+    if (!holds_nan()) return;
     constexpr uint32_t kCanonical = T::kId == Fp32::kId ? kNan : (T::kId == Bf16::kId ? 0x7FC0 : 0x7E00);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < Count; ++i) {
       if (y[i] == y[i]) continue;
       const int shift = 16 * (i % kPerWord);
       word[i / kPerWord] = (word[i / kPerWord] & ~((kPerWord == 1 ? 0xFFFFFFFFu : 0xFFFFu) << shift)) | (kCanonical << shift);
     }
   }
-  if (vectors && kPerWord == 2 && count == 8) {
-    *reinterpret_cast<uint4*>(out) = {word[0], word[1], word[2], word[3]};
-    return;
-  }
-  if constexpr (kPerWord == 1) {
-    if (vectors) {
-      // Two lanes trade halves, so that each store fills 32 neighbouring bytes.
-      const bool odd = threadIdx.x % 2 != 0;
-      uint4 mine, other;
-      uint32_t* keep = &mine.x;
-      uint32_t* take = &other.x;
+
+  __device__ __forceinline__ bool holds_nan() const {
+    uint32_t most = word[0];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        keep[i] = odd ? word[i + 4] : word[i];
-        take[i] = __shfl_xor_sync(0xFFFFFFFFu, odd ? word[i] : word[i + 4], 1);
-      }
-      const int partner = __shfl_xor_sync(0xFFFFFFFFu, count, 1);
-      uint4* first = reinterpret_cast<uint4*>(out - (odd ? 8 : 0)) + (odd ? 1 : 0);
-      if ((odd ? partner : count) == 8) first[0] = odd ? other : mine;
-      if ((odd ? count : partner) == 8) first[2] = odd ? mine : other;
-      return;
+    for (int i = 1; i < Count / kPerWord; ++i) most = larger_magnitude<T, true>(most, word[i]);
+    if constexpr (T::kId == Fp32::kId) {
+      return (most & kMagnitude) > kInfinity;
+    } else if constexpr (T::kId == Bf16::kId) {
+      const __nv_bfloat162 pair = bit_cast<__nv_bfloat162>(most);
+      return !__hbeq2(pair, pair);
+    } else {
+      const __half2 pair = bit_cast<__half2>(most);
+      return !__hbeq2(pair, pair);
     }
   }
+
+  __device__ __forceinline__ void store_vectors(typename T::Raw* out) const {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < count) out[i] = static_cast<typename T::Raw>(word[i / kPerWord] >> (16 * (i % kPerWord)));
+    for (int i = 0; i < Count / kPerWord; i += 4) {
+      reinterpret_cast<uint4*>(out)[i / 4] = {word[i], word[i + 1], word[i + 2], word[i + 3]};
+    }
   }
-}
+
+  __device__ __forceinline__ void store_some(typename T::Raw* out, int count) const {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      if (i < count) out[i] = static_cast<typename T::Raw>(word[i / kPerWord] >> (16 * (i % kPerWord)));
+    }
+  }
+};
 
 __device__ __forceinline__ float stored_value(const DequantizeArguments& a, int64_t block) {
   switch (a.format.rule) {
@@ -214,18 +201,24 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   for (int u = 0; u < kDequantizeRows; ++u) {
     const int64_t line = first_row + u * rows_below;
     const int count = line < lines ? in_row : 0;
-    if (!vectors && count == 0) continue;
+    if (count == 0) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (!Eights) {
         const int64_t at = min(column + i, a.columns - 1);
-        if (count > 0) scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
+        scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
       }
       y[i] = multiply(y[i], scale[u]);
     }
-    store_values<T>(static_cast<Raw*>(a.out) + line * a.columns + column, y, count, vectors);
+    const StoredValues<T, 8> values(y);
+    Raw* out = static_cast<Raw*>(a.out) + line * a.columns + column;
+    if (vectors && count == 8) {
+      values.store_vectors(out);
+    } else {
+      values.store_some(out, count);
+    }
   }
 }
 

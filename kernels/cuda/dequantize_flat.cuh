@@ -1,4 +1,5 @@
-// Dequantizing whole blocks of contiguous codes: no group of eight asks where it lies.
+// Dequantizing whole blocks of contiguous codes: no group asks where it lies. A group is what one 16-byte store holds, so that the
+// stores of a warp lie side by side.
 //
 // Flat: blocks along the rows, or one scale: the matrix is one long row. Square: a thread's rows lie in one block, whose scale it reads once.
 #pragma once
@@ -8,74 +9,82 @@
 namespace blockfp {
 namespace cuda {
 
-// Groups of eight that a thread reads before it writes the first.
-constexpr int kFlatGroups = 2;
+// Elements of a group: eight of 16 bits, four of 32.
+template <class T>
+constexpr int kGroupSize = 16 / sizeof(typename T::Raw);
+
+// Groups that a thread reads before it writes the first.
+template <class E, class T>
+constexpr int kFlatGroups = T::kId == Fp32::kId || E::kBits == 6 ? 4 : 2;
 
 // The value of a stored scale, for scales of blocks of this many elements.
 template <int Block>
-__device__ __forceinline__ float block_value(const DequantizeArguments& a, int64_t block) {
+__device__ __forceinline__ float block_value(const void* scales, const float* tensor_scale, int64_t block) {
   if constexpr (Block == 0 || Block == 128) {
-    return __ldg(static_cast<const float*>(a.scales) + block);
+    return __ldg(static_cast<const float*>(scales) + block);
   } else if constexpr (Block == 16) {
-    return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), __ldg(a.tensor_scale));
+    return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(scales) + block)), __ldg(tensor_scale));
   } else {
-    const uint32_t byte = __ldg(static_cast<const uint8_t*>(a.scales) + block);
+    const uint32_t byte = __ldg(static_cast<const uint8_t*>(scales) + block);
     return __uint_as_float(byte == 0xFF ? kNan : max(byte << 23, 0x400000u));
   }
 }
 
-// Codes of group `group`. Six-bit groups begin at every other word, and are put together from the two words that hold them.
-template <int Bits>
-__device__ __forceinline__ uint2 load_group(const uint8_t* codes, int64_t group) {
-  if constexpr (Bits == 8) {
+// Codes of group `group`. Six-bit groups lie across words, and are put together from the two that hold them.
+template <int Bits, int Size>
+__device__ __forceinline__ uint2 load_group(const uint8_t* codes, uint32_t group) {
+  if constexpr (Bits * Size == 64) {
     return __ldg(reinterpret_cast<const uint2*>(codes) + group);
-  } else if constexpr (Bits == 4) {
+  } else if constexpr (Bits * Size == 32) {
     return {__ldg(reinterpret_cast<const uint32_t*>(codes) + group), 0};
+  } else if constexpr (Bits * Size == 16) {
+    return {__ldg(reinterpret_cast<const uint16_t*>(codes) + group), 0};
   } else {
-    const bool odd = group & 1;
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(codes) + (group >> 1) * 3 + odd;
-    const uint32_t low = __ldg(words), high = __ldg(words + 1);
-    return odd ? uint2{__funnelshift_r(low, high, 16), high >> 16} : uint2{low, high & 0xFFFFu};
+    constexpr uint32_t kBytes = Bits * Size / 8;
+    const uint32_t first = group * kBytes, inside = first % 4;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(codes) + first / 4;
+    const uint32_t low = __ldg(words), high = inside + kBytes > 4 ? __ldg(words + 1) : 0;
+    return {__funnelshift_r(low, high, 8 * inside), high >> (8 * inside)};
   }
 }
 
 template <class E, class T, int Block, bool Square>
 __global__ void __launch_bounds__(kDequantizeThreads)
     dequantize_flat(const __grid_constant__ DequantizeArguments a, uint32_t spans, int64_t groups) {
+  constexpr int kSize = kGroupSize<T>, kGroups = kFlatGroups<E, T>;
+  constexpr int kInBlock = Block == 0 ? 1 : Block / kSize;  // groups of a block, side by side
   // Flat: one span, and `groups` counts the array. Square: `groups` counts a row, and spans of the threads lie side by side.
-  const uint32_t band = Square ? blockIdx.x / spans : blockIdx.x;
-  const int64_t in_row = Square ? static_cast<int64_t>(blockIdx.x - band * spans) * kDequantizeThreads + threadIdx.x : 0;
-  const int64_t first = Square ? static_cast<int64_t>(band) * kFlatGroups * groups + in_row
-                               : static_cast<int64_t>(band) * (kDequantizeThreads * kFlatGroups) + threadIdx.x;
+  const uint32_t band = Square ? blockIdx.x / spans : blockIdx.x, span = Square ? blockIdx.x - band * spans : 0;
+  const int64_t first = Square ? static_cast<int64_t>(band) * kGroups * groups + span * kDequantizeThreads
+                               : static_cast<int64_t>(band) * (kDequantizeThreads * kGroups);
+  const int64_t left = Square ? groups - static_cast<int64_t>(span) * kDequantizeThreads : groups - first;
   const int64_t step = Square ? groups : kDequantizeThreads;
-  constexpr int kShift = Block == 16 ? 1 : (Block == 32 ? 2 : 4);  // groups of a block, side by side
-  uint2 codes[kFlatGroups];
-  float scale[kFlatGroups];
-  bool inside[kFlatGroups];
+  const uint32_t inside = static_cast<uint32_t>(min(left, int64_t{1} << 30));
+  const auto is_inside = [&](int u) { return threadIdx.x + (Square ? 0 : u * kDequantizeThreads) < inside; };
+  uint2 codes[kGroups];
+  float scale[Square || Block == 0 ? 1 : kGroups];
 #pragma unroll
-  for (int u = 0; u < kFlatGroups; ++u) {
-    const int64_t group = first + u * step;
-    inside[u] = Square ? in_row < groups : group < groups;
+  for (int u = 0; u < kGroups; ++u) {
     codes[u] = {};
-    scale[u] = 0.0f;
-    if (!inside[u]) continue;
-    codes[u] = load_group<E::kBits>(a.codes, group);
-    if (Block == 0 || Square) continue;
-    scale[u] = block_value<Block>(a, group >> kShift);
-  }
-  if (Block == 0) {
-    scale[0] = block_value<Block>(a, 0);
-  } else if (Square) {
-    if (inside[0]) scale[0] = block_value<Block>(a, static_cast<int64_t>(band / (Block / kFlatGroups)) * (groups >> kShift) + (in_row >> kShift));
+    const uint8_t* from = a.codes + (first + u * step) * (E::kBits * kSize) / 8;
+    if (is_inside(u)) codes[u] = load_group<E::kBits, kSize>(from, threadIdx.x);
   }
 #pragma unroll
-  for (int u = 0; u < kFlatGroups; ++u) {
+  for (int u = 0; u < (Square || Block == 0 ? 1 : kGroups); ++u) {
+    scale[u] = 0.0f;
+    if (!is_inside(u)) continue;
+    const int64_t row = Square ? static_cast<int64_t>(band / (Block == 0 ? 1 : Block / kGroups)) * (groups / kInBlock) : 0;
+    const int64_t before = Square ? static_cast<int64_t>(span) * kDequantizeThreads : first + u * step;
+    scale[u] = block_value<Block>(a.scales, a.tensor_scale, Block == 0 ? 0 : row + before / kInBlock + threadIdx.x / kInBlock);
+  }
+#pragma unroll
+  for (int u = 0; u < kGroups; ++u) {
+    if (!is_inside(u)) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
-    const float by = scale[Block == 0 || Square ? 0 : u];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = multiply(y[i], by);
-    store_values<T>(static_cast<typename T::Raw*>(a.out) + (first + u * step) * 8, y, inside[u] ? 8 : 0, true);
+    for (int i = 0; i < kSize; ++i) y[i] = multiply(y[i], scale[Square || Block == 0 ? 0 : u]);
+    StoredValues<T, kSize>(y).store_vectors(static_cast<typename T::Raw*>(a.out) + (first + u * step + threadIdx.x) * kSize);
   }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_scale.cuh"
-#include "vectors.cuh"
+#include "stochastic.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -45,9 +45,21 @@ struct RowPiece {
     return most;
   }
 
+  // Codes of its groups, the first of which begins at element `index`.
   template <Rounding R>
-  __device__ __forceinline__ uint2 encode(int group, float multiplier, bool nan, const uint32_t* key, uint64_t index) const {
-    return encode_scaled<E, R>([&](int i) { return value<T>(x[group], i); }, multiplier, nan, key, index);
+  __device__ __forceinline__ void encode(float multiplier, bool nan, const TensorScale& tensor, const uint32_t* key, uint64_t index,
+                                         uint2 (&codes)[kGroups]) const {
+    if constexpr (R == Rounding::kStochastic) {
+      const bool careful = nan || is_huge(tensor);
+      const TwoGroups groups{{multiplier, multiplier}, {__ldg(key), __ldg(key + 1)}, {index / 8, index / 8 + 1}, careful};
+      const uint2 both = encode_stochastic_groups<T>(x[0], x[1], groups);
+      codes[0] = {both.x, 0}, codes[1] = {both.y, 0};
+    } else {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        codes[g] = encode_scaled<E, R>([&](int i) { return value<T>(x[g], i); }, multiplier, nan, key, index + 8 * g);
+      }
+    }
   }
 };
 
@@ -118,10 +130,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     }
     const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
     uint2 codes[Piece::kGroups];
-#pragma unroll
-    for (int g = 0; g < Piece::kGroups; ++g) {
-      codes[g] = piece[u].template encode<R>(g, scale.multiplier, nan, a.row.key, index * kElements + 8 * g);
-    }
+    piece[u].template encode<R>(scale.multiplier, nan, tensor, a.row.key, index * kElements, codes);
     if (index >= pieces) continue;
     store_groups<E>(a.row.codes + index * E::kBits * Piece::kGroups, codes);
     if (Block != 0 && threadIdx.x % Piece::kLanes == 0) {
@@ -166,13 +175,14 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
   const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);
   const uint64_t global_row = batch * a.window.rows + a.window.row + row_in_batch;
+  uint2 codes[Piece::kGroups];
+  piece.template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
+                                            global_row * a.window.columns + a.window.column + column, codes);
 #pragma unroll
   for (int g = 0; g < Piece::kGroups; ++g) {
-    const uint64_t index = global_row * a.window.columns + a.window.column + column + 8 * g;
-    const uint2 codes = piece.template encode<Rounding::kGeneral>(g, scale.multiplier, nan, a.row.key, index);
     uint8_t* out = a.row.codes + row * pitch + (column + 8 * g) / 8 * E::kBits;
     // A phase is a multiple of eight, so a group begins with x or lies outside it.
-    if (first[g] == 0) store_some<E::kBits>(out, codes, 0, packed_bytes<E::kBits>(last[g]));
+    if (first[g] == 0) store_some<E::kBits>(out, codes[g], 0, packed_bytes<E::kBits>(last[g]));
   }
   if (Block != 0 && inside) {
     const int64_t block = piece_in_row / Piece::kLanes;

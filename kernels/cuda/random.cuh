@@ -6,15 +6,7 @@
 namespace blockfp {
 namespace cuda {
 
-// Bytes of elements index .. index + 7 of the unsharded array, little-endian; index is a multiple of eight.
-__device__ __forceinline__ uint2 random_aligned(const uint32_t* key, uint64_t index) {
-  const uint64_t counter = index >> 3;
-  const auto words =
-      threefry2x32<uint32_t>(__ldg(key), __ldg(key + 1), counter >> 32, static_cast<uint32_t>(counter));
-  return {words.w0, words.w1};
-}
-
-// The same for any index.
+// Bytes of elements index .. index + 7 of the unsharded array, little-endian.
 static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t index) {
   const uint32_t k0 = __ldg(key), k1 = __ldg(key + 1);
   const uint64_t counter = index >> 3;

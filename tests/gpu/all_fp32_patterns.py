@@ -9,8 +9,9 @@ import time
 
 import torch
 
-from blockfp import cuda, native, numerics
+from blockfp import cuda, numerics
 from blockfp.formats import Format
+from blockfp.kernel_formats import format_numbers
 
 CHUNK = 1 << 27
 
@@ -46,7 +47,7 @@ def main():
                         None,
                         None,
                         None,
-                        *native._spec(format),
+                        *format_numbers(format),
                         False,
                         0,
                         0,

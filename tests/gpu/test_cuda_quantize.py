@@ -6,6 +6,7 @@ from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp import numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernel_formats import format_numbers
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
@@ -173,7 +174,7 @@ def test_rotated_columns(dtype, key):
 @BY_NAME
 def test_nothing_else_is_written(format):
     """Outputs lie between guard bands, poisoned first; every byte of them is written, and none beside them."""
-    from blockfp import layout, native
+    from blockfp import layout
 
     for shape in ((96, 256), (45, 77)):
         x = sample("bf16_valued", shape, "bfloat16")
@@ -193,7 +194,7 @@ def test_nothing_else_is_written(format):
             per_tensor = format.per_tensor or format.scale.two_level
             cuda.library().quantize(
                 to_gpu(x), amax if per_tensor else None, None, None, inner[0], inner[1], tensor_scale, inner[2], inner[3],
-                *native._spec(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,
+                *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,
             )  # fmt: skip
             for b, n in zip(buffers, sizes, strict=True):
                 bands = torch.cat([b[:256], b[256 + n :]])
@@ -224,13 +225,11 @@ def test_graph_capture(name):
 
 
 def test_delayed_scaling_casts_and_records():
-    from blockfp import native
-
     x = sample("bf16_valued", (128, 256), "bfloat16")
     scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
     cuda.library().quantize(
-        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, *native._spec(Format.parse("fp8_e4m3")),
+        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
         False, 0, 0, False, 0, 0, 0, 0,
     )  # fmt: skip
     import ml_dtypes

@@ -1,0 +1,41 @@
+// From the numbers that callers give (kId) to the types that stand for them; the only place where they are listed.
+#pragma once
+
+#include "dtypes.h"
+#include "elements.h"
+
+namespace blockfp {
+
+// Calls body with a value of the element's struct.
+template <class Body>
+BLOCKFP_HD auto with_element(int id, Body body) {
+  switch (id) {
+    case E4M3::kId:
+      return body(E4M3{});
+    case E5M2::kId:
+      return body(E5M2{});
+    case E3M2::kId:
+      return body(E3M2{});
+    case E2M3::kId:
+      return body(E2M3{});
+    case E2M1::kId:
+      return body(E2M1{});
+    default:
+      return body(Int8{});
+  }
+}
+
+// Calls body with a value of the dtype's struct.
+template <class Body>
+BLOCKFP_HD auto with_dtype(int id, Body body) {
+  switch (id) {
+    case Fp32::kId:
+      return body(Fp32{});
+    case Fp16::kId:
+      return body(Fp16{});
+    default:
+      return body(Bf16{});
+  }
+}
+
+}  // namespace blockfp
