@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,9 @@ from blockfp.recipes import Recipe
 
 from ..linear import Compute
 from .weights import QuantizedLayer, Weights
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Linear(QuantizedLayer):
@@ -20,6 +25,7 @@ class Linear(QuantizedLayer):
         recipe: a `Recipe` or its name.
         device, dtype: of the parameters; the dtype is the weight's nominal one.
         weights, compute, keep_init: see `QuantizedLayer`.
+        tp_mesh, style, sequence_parallel: cut it over a tensor-parallel mesh, as `parallelize` does.
 
     Delayed scaling keeps `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale` in buffers, which
     `update_scales` moves on. Stochastic rounding keeps `rng_key` and `step`, which each backward moves on.
@@ -43,10 +49,20 @@ class Linear(QuantizedLayer):
         weights: Weights = "quantized",
         compute: Compute = "quantized",
         keep_init: bool = True,
+        tp_mesh: DeviceMesh | None = None,
+        style: Literal["column", "row"] | None = None,
+        sequence_parallel: bool = False,
     ):
         super().__init__(recipe, weights, compute, keep_init)
         self.in_features, self.out_features = in_features, out_features
         self.make_parameters((out_features, in_features), bias, device, dtype)
+        if tp_mesh is not None:
+            # It knows all layers, this one too.
+            from ..parallelize import parallelize
+
+            parallelize(self, tp_mesh, style, sequence_parallel=sequence_parallel)
+        elif style is not None or sequence_parallel:
+            raise ValueError("style and sequence_parallel need a tp_mesh")
 
     @classmethod
     def from_linear(
