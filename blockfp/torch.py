@@ -8,6 +8,7 @@ weights, under FSDP2 too.
 from .torch_backend.adamw import Adam, AdamW
 from .torch_backend.convert import convert
 from .torch_backend.delayed import update_scales
+from .torch_backend.files import load, save
 from .torch_backend.interchange import from_jax
 from .torch_backend.keys import random_key
 from .torch_backend.linear import LinearState, linear
@@ -18,6 +19,7 @@ from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.observe import observe
+from .torch_backend.parallelize import parallelize
 from .torch_backend.quantize import fake_quantize, quantize
 from .torch_backend.tensor import QuantizedTensor
 
@@ -35,9 +37,12 @@ __all__ = [
     "fake_quantize",
     "from_jax",
     "linear",
+    "load",
     "load_high_precision_",
     "observe",
+    "parallelize",
     "quantize",
     "random_key",
+    "save",
     "update_scales",
 ]
