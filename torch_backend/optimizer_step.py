@@ -173,10 +173,10 @@ def _check_not_gathered(q: QuantizedTensor) -> None:
 
 
 def _update_by_definition(one: Todo, weight: Tensor, key: tuple[int, int]) -> None:
-    moments = [load_moment(one.part, one.state, which) for which in range(2)]
-    moved, *moments = adamw.update(weight, *moments, one.gradient.to(torch.float32), one.scalars)
+    first, second = (load_moment(one.part, one.state, which) for which in range(2))
+    moved, first, second = adamw.update(weight, first, second, one.gradient.to(torch.float32), one.scalars)
     skip = one.scalars.skip
-    for which, values in enumerate(moments):
+    for which, values in enumerate((first, second)):
         # What was kept is kept again as it is, but for a NaN's neighbours: where the device alone knows, it is put back.
         names = [name for name in (MOMENT_NAMES[which], SCALE_NAMES[which]) if name in one.state]
         before = {name: one.state[name].clone() for name in names} if isinstance(skip, Tensor) else {}
