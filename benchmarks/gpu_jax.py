@@ -110,6 +110,40 @@ def _ffi(format, x, amax=None, *, both):
     return (ffi.quantize_both if both else ffi.quantize)(x, format, amax=amax)
 
 
+def against_torch(x: jax.Array) -> list[dict]:
+    """The same kernels from jitted JAX and from PyTorch, in one process and by the host's clock: time over time."""
+    import torch
+
+    from blockfp import cuda
+
+    on_torch, rows = torch.from_dlpack(x), []
+
+    def torch_seconds(call, calls: int = 100) -> float:
+        best = float("inf")
+        for _ in range(4):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize()
+            best = min(best, (time.perf_counter() - start) / calls)
+        return best
+
+    for format in map(Format.parse, FFI):
+        if format.scale.two_level:
+            continue  # PyTorch's face looks for the tensor's amax itself
+        directions = {"row": (False, cuda.quantize)}
+        if format.block[0] == 1:  # pyright: ignore[reportOptionalSubscript]
+            directions["row + column"] = (True, cuda.quantize_both)
+        for direction, (both, call) in directions.items():
+            ours = seconds(jax.jit(partial(_ffi, format, both=both)), x)
+            theirs = torch_seconds(partial(call, on_torch, format))
+            rows.append({"kernel": str(format), "direction": direction, "JAX us": round(ours * 1e6, 1),
+                         "PyTorch us": round(theirs * 1e6, 1), "JAX / PyTorch": round(ours / theirs, 3)})  # fmt: skip
+            print(f"  {format!s:28} {direction:13} JAX {ours * 1e6:.1f} us, PyTorch {theirs * 1e6:.1f} us: {ours / theirs:.3f}")
+    return rows
+
+
 def _dequantize(format, q, *, columns):
     return arrays.dequantize_array(*q, format, "bfloat16", columns=columns)
 
@@ -124,7 +158,7 @@ def check(result, expected) -> None:
 
 def main() -> None:
     device = jax.devices()[0]
-    results = []
+    results, beside = [], []
     for shape in SHAPES:
         x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
         copy = jax.jit(jnp.copy)
@@ -153,6 +187,8 @@ def main() -> None:
             row["share of copy"] = round(row["GB/s"] / ceiling, 3)
             print(f"  {row['kernel']:28} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
         results.append({"shape": shape, "copy GB/s": round(ceiling), "rows": rows})
+        if shape == SHAPES[0] and implementations._missing("ffi") is None:
+            beside = against_torch(x)
     if len(sys.argv) > 1:
         driver = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
@@ -160,7 +196,7 @@ def main() -> None:
         about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "GPU": device.device_kind, "driver": driver,
                  "jax": jax.__version__, "numpy": np.__version__, "python": sys.version.split()[0]}  # fmt: skip
         with open(sys.argv[1], "w") as file:
-            json.dump({**about, "results": results}, file, indent=1)
+            json.dump({**about, "results": results, "against PyTorch": beside}, file, indent=1)
             file.write("\n")
 
 

@@ -4,11 +4,14 @@
 #include "dtypes.h"
 #include "elements.h"
 
+// On the host alone; always inlined for the reason that lanes.h gives.
+#define BLOCKFP_HOST inline __attribute__((always_inline))
+
 namespace blockfp {
 
 // Calls body with a value of the element's struct.
 template <class Body>
-BLOCKFP_HD auto with_element(int id, Body body) {
+BLOCKFP_HOST auto with_element(int id, Body body) {
   switch (id) {
     case E4M3::kId:
       return body(E4M3{});
@@ -27,7 +30,7 @@ BLOCKFP_HD auto with_element(int id, Body body) {
 
 // Calls body with a value of the dtype's struct.
 template <class Body>
-BLOCKFP_HD auto with_dtype(int id, Body body) {
+BLOCKFP_HOST auto with_dtype(int id, Body body) {
   switch (id) {
     case Fp32::kId:
       return body(Fp32{});
