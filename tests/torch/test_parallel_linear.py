@@ -1,8 +1,4 @@
-"""`linear` over a tensor-parallel group: the operands of every product are those of one process, bit for bit.
-
-Outputs and gradients are sums of the same terms in another order, in fp32 here. A sum of n terms in fp32 is off by at most
-n * 2^-24 of the sum of their magnitudes, in whatever order; so two of them differ by at most `2 * n * 2^-24` of it.
-"""
+"""`linear` over a tensor-parallel group: the operands of every product are those of one process, bit for bit."""
 
 import threading
 
@@ -10,97 +6,38 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend import linear_function, parallel_function, part_ops
-from blockfp.torch_backend.linear import LinearState, apply, check_recipe
+from blockfp.torch_backend.linear import check_recipe
 from blockfp.torch_backend.parallel import Parallel
 from blockfp.torch_backend.parallelize import part_of
-from blockfp.torch_backend.products import product
-from blockfp.torch_backend.tensor import QuantizedTensor
-from samples import sample
+from parallel_operands import (
+    ALL,
+    RANKS,
+    SHAPES,
+    STYLE_NAMES,
+    STYLES,
+    assert_shared,
+    one_process,
+    part,
+    record_products,
+    state_of,
+    tensors,
+    trained,
+)
 
 import blockfp.torch as bfp
-from blockfp import recipes
-from blockfp.placement import Mesh, Replicate, Shard, Sharding
-from blockfp.recipes import RECIPES, Cast
+from blockfp.placement import Mesh, Shard, Sharding
 
-RANKS = 2
-STYLES = [("column", False), ("column", True), ("row", False), ("row", True)]
-BY_STYLE = pytest.mark.parametrize(("style", "sequence"), STYLES, ids=["column", "column+sequence", "row", "row+sequence"])
-KEY = (3, 5)
-# tokens, in, out: parts are whole blocks of every format, or end inside one.
-SHAPES = {"aligned": (256, 256, 512), "unaligned": (80, 88, 120)}
-SQUARE = {
-    "square_mx": recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32"), gradient=Cast("mxfp8_e5m2_32x32")),
-    "square_nvfp4": recipes.mxfp8().replace(input=Cast("nvfp4_16x16"), gradient=Cast("mxfp8_e4m3")),
-    "mixed": recipes.fp8_block().replace(input=Cast("fp8_e4m3"), input_columnwise=Cast("mxfp8_e4m3")),
-    "high_gradient": recipes.mxfp8().replace(gradient=Cast(None)),
-}
-ALL = {**{name: make() for name, make in RECIPES.items()}, **SQUARE}
+BY_STYLE = pytest.mark.parametrize(("style", "sequence"), STYLES, ids=STYLE_NAMES)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def seen(monkeypatch):
-    """What each thread multiplied: {thread: [(a, b, fp32 values of both)]}."""
-    seen = {}
-
-    def recorded(a, a_format, b, b_format, n, k, bias, dtype, fast=False, columnwise=False, index=None, **origins):
-        out = product(a, a_format, b, b_format, n, k, bias, dtype, fast, columnwise, index, **origins)
-        left = (a, a_format, origins.get("a_origin", (0, 0)), k)
-        right = (b, b_format, origins.get("origin", (0, 0)), n if columnwise else k)
-        if columnwise and not isinstance(b[0], QuantizedTensor) and b_format is not None:
-            codes, scales, *rest = b
-            turned = part_ops.turned(codes, scales, b_format, n)
-            right = ([*turned, *rest], b_format, (0, 0), k)
-        seen.setdefault(threading.get_ident(), []).append((left, right))
-        return out
-
-    for module in (linear_function, parallel_function):
-        monkeypatch.setattr(module, "product", recorded)
-    return seen
-
-
-def tensors(shape, dtype=torch.float32):
-    """x, weight, bias and the output's gradient, whole."""
-    tokens, size_in, size_out = shape
-    sizes = ((tokens, size_in), (size_out, size_in), (1, size_out), (tokens, size_out))
-    x, w, b, g = (torch.from_numpy(sample("bf16_valued", size, seed=i)).to(dtype) for i, size in enumerate(sizes))
-    return x, w / 16, b[0], g / 64
-
-
-def state_of(recipe):
-    """Of delayed scaling, and the key of stochastic rounding."""
-    scale = torch.tensor(3.0)
-    return LinearState(torch.zeros(4), scale, torch.zeros(4), scale.clone(), torch.tensor(KEY), torch.tensor(7))
-
-
-def trained(x, weight, bias, g, recipe, state, parallel=None, counts=None):
-    """The output, and the gradients of x, weight and bias."""
-    weight = weight.requires_grad_()
-    x, bias = x.requires_grad_(), bias.requires_grad_()
-    y = apply(x, weight, bias, recipe, state=state, counts=counts, parallel=parallel)
-    y.backward(g)
-    return y.detach(), x.grad, weight.grad, bias.grad
-
-
-def part(x, axis, rank, ranks=RANKS):
-    return x if axis is None else x.chunk(ranks, axis)[rank].clone()
-
-
-def one_process(shape, recipe, seen, dtype=torch.float32):
-    """Results and operands of one process, products in the order forward, dgrad, wgrad."""
-    seen.clear()
-    x, w, b, g = tensors(shape, dtype)
-    weight = w if recipe.weight.format is None else bfp.quantize(w, recipe.weight.format)
-    state = state_of(recipe)
-    results = trained(x, weight, b, g, recipe, state)
-    ((forward, wgrad, dgrad),) = seen.values()
-    seen.clear()
-    return results, [forward, dgrad, wgrad], state
+    return record_products(monkeypatch)
 
 
 def on_rank(rank, style, sequence, shape, recipe, dtype=torch.float32):
     """Results of one rank."""
-    x, w, b, g = tensors(shape, dtype)
+    x, w, b, g = tensors(shape, 0, dtype)
     column, weight = style == "column", w
     features = shape[2] if column else shape[1]
     parallel = Parallel(dist.group.WORLD.group_name, RANKS, rank, style, features, sequence)
@@ -109,61 +46,11 @@ def on_rank(rank, style, sequence, shape, recipe, dtype=torch.float32):
     else:
         lies = Sharding(tuple(w.shape), Mesh((RANKS,), ("tp",)), (Shard(0 if column else 1),))
         weight = part_of(bfp.quantize(w, recipe.weight.format), lies, rank)
-    state = state_of(recipe)
+    state = state_of()
     x = part(x, (0 if sequence else None) if column else 1, rank)
     g = part(g, 1 if column else (0 if sequence else None), rank)
     results = trained(x, weight, part(b, 0, rank) if column else b, g, recipe, state, parallel)
     return results, threading.get_ident(), state
-
-
-def axes(style):
-    """Along which axis each operand of each product is cut; None where it is whole."""
-    if style == "column":
-        return [(None, 0), (1, 0), (0, None)]
-    return [(1, 1), (None, 1), (None, 0)]
-
-
-def assert_same_operand(got, whole, axis, rank):
-    """Codes, scales and tensor scale, or the values, are this rank's part of the whole operand's."""
-    parts, format, origin, columns = got
-    if format is None:
-        assert torch.equal(parts[0], part(whole[0][0], axis, rank))
-        return
-    expected = as_quantized(*whole)
-    lies = Sharding(tuple(expected.shape), Mesh((RANKS,), ("tp",)), (Replicate() if axis is None else Shard(axis),))
-    expected = part_of(expected, lies, rank)
-    q = as_quantized(parts, format, origin, columns)
-    assert (q.format, q.shape, q.origin) == (expected.format, expected.shape, expected.origin)
-    for name in ("codes", "scales", "tensor_scale"):
-        if getattr(q, name) is not None:
-            assert torch.equal(getattr(q, name), getattr(expected, name)), name
-
-
-def as_quantized(parts, format, origin, columns):
-    if isinstance(parts[0], QuantizedTensor):
-        return parts[0]
-    return QuantizedTensor.from_parts(
-        parts[0], parts[1], parts[2] if len(parts) > 2 else None, format=format, columns=columns, dtype=torch.float32,
-        origin=tuple(origin),
-    )  # fmt: skip
-
-
-def values_of(operand):
-    parts, format, origin, columns = operand
-    return parts[0] if format is None else as_quantized(parts, format, origin, columns).dequantize(torch.float32)
-
-
-def bounds(products):
-    """For each product the sum of the magnitudes of its terms, times `2 * n * 2^-24`."""
-    for a, b in products:
-        a, b = values_of(a).abs(), values_of(b).abs()
-        b = b if b.shape[1] == a.shape[1] else b.mT
-        yield 2 * a.shape[1] * 2.0**-24 * (a @ b.mT)
-
-
-def assert_near(got, expected, bound):
-    assert got.shape == expected.shape
-    assert bool(((got - expected).abs() <= bound).all()), float(((got - expected).abs() / bound).max())
 
 
 @pytest.mark.filterwarnings("ignore:all-gather of the")
@@ -172,19 +59,10 @@ def assert_near(got, expected, bound):
 @pytest.mark.parametrize("name", ALL)
 def test_every_operand_is_that_of_one_process(name, shape, style, sequence, seen):
     recipe = check_recipe(ALL[name])
-    (y, dx, dw, db), products, state = one_process(shape, recipe, seen)
+    results, products, state = one_process(shape, recipe, seen)
     world = threaded.run(RANKS, on_rank, style, sequence, shape, recipe)
-    forward, dgrad, wgrad = bounds(products)
-    for rank, ((y_part, dx_part, dw_part, db_part), thread, its_state) in enumerate(world):
-        for got, whole, cut in zip(seen[thread], products, axes(style), strict=True):
-            for one, other, axis in zip(got, whole, cut, strict=True):
-                assert_same_operand(one, other, axis, rank)
-        y_axis, x_axis = (1, 0 if sequence else None) if style == "column" else (0 if sequence else None, 1)
-        w_axis = 0 if style == "column" else 1
-        assert_near(y_part, part(y, y_axis, rank), part(forward + 2**-22 * y.abs(), y_axis, rank))
-        assert_near(dx_part, part(dx, x_axis, rank), part(dgrad, x_axis, rank))
-        assert_near(dw_part, part(dw, w_axis, rank), part(wgrad, w_axis, rank))
-        assert_near(db_part, part(db, 0 if style == "column" else None, rank), 1e-4)
+    for rank, (got, thread, its_state) in enumerate(world):
+        assert_shared(got, seen[thread], results, products, style, sequence, rank)
         if recipe.delayed is not None:
             assert state.input_amax_history[0] >= its_state.input_amax_history[0] > 0
     if recipe.delayed is not None:
