@@ -44,9 +44,9 @@ class _Adam(Optimizer):
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
         first, second = key_words(0 if key is None else key)
-        self._key = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
+        words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
-        super().__init__(params, settings | {"capturable": capturable})
+        super().__init__(params, settings | {"capturable": capturable, "key": words})
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_wrap)
         self.register_load_state_dict_post_hook(_restore, prepend=True)
@@ -55,7 +55,9 @@ class _Adam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step; parameters without a gradient stay as they are.
 
-        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it.
+        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. It writes
+        shards, which FSDP2's next gather reads; where FSDP2 still holds whole weights (after a forward without a backward, or
+        `set_reshard_after_backward(False)`), call `reshard()` of its modules.
 
         Args:
             closure: evaluates the loss again, and returns it.
@@ -79,7 +81,8 @@ class _Adam(Optimizer):
             if group_todo and not self._begin(group, group_todo, found, scale):
                 return loss
             todo += group_todo
-        carry_out(todo, self._key)
+        # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+        carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
         return loss
 
     def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:

@@ -30,6 +30,7 @@ from blockfp.adamw import MOMENT_FORMAT
 from blockfp.placement import Replicate, Shard, Sharding, StridedShard, from_dtensor
 
 from . import sharding
+from .cast_weight import CastWeight
 from .tensor import QuantizedTensor
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
@@ -42,7 +43,7 @@ class Part:
 
     Attributes:
         param: the parameter, a DTensor or a plain tensor.
-        local: its local tensor: quantized, or values.
+        local: its local tensor: quantized, or plain values.
         start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
         whole: (rows, columns) of the unsharded matrix.
         lies: how the parameter lies.
@@ -69,6 +70,7 @@ class Part:
 def part_of(param: Tensor) -> Part:
     """This rank's part of a parameter. It is looked up at every step: FSDP replaces local tensors."""
     local = sharding.local_of(param)
+    local = local.values if isinstance(local, CastWeight) else local
     if sharding.mesh_of(param) is None:
         whole = _whole(tuple(param.shape))
         row, column = local.origin if isinstance(local, QuantizedTensor) else (0, 0)

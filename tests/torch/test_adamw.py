@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from blockfp.torch_backend import optimizer_step as module
+from blockfp.torch_backend.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp
@@ -309,6 +310,19 @@ def test_gradients_of_any_kind():
     sparse(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match="dense"):
         bfp.AdamW(sparse.parameters()).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_travel_quantized(dtype):
+    plain = nn.Parameter(normal((40, 64), 0, dtype))
+    p = nn.Parameter(CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
+    optimizers = [bfp.AdamW([q], lr=1e-2) for q in (p, plain)]
+    for step in range(2):
+        for q, optimizer in zip((p, plain), optimizers, strict=True):
+            give_gradients([q], step)
+            optimizer.step()
+    assert torch.equal(p.values, plain.detach())
+    assert torch.equal(p.detach().quantized().codes, bfp.quantize(plain.detach(), "mxfp8_e4m3_32x32").codes)
 
 
 def test_closures_schedulers_and_groups():

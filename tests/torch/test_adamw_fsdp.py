@@ -5,6 +5,7 @@ import threaded
 import torch
 from blockfp.torch_backend import optimizer_step as module
 from blockfp.torch_backend import sharding
+from blockfp.torch_backend.cast_weight import CastWeight
 from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -28,6 +29,7 @@ class Model(Side):
         generator = torch.Generator().manual_seed(5)
         self.vector = nn.Parameter(torch.randn(7, generator=generator))
         self.matrix = nn.Parameter(torch.randn(6, 33, generator=generator))
+        self.cast = nn.Parameter(CastWeight.from_values(torch.randn(10, 64, generator=generator), "mxfp8_e4m3_32x32"))
         self.narrow = nn.Linear(20, 9, bias=False, dtype=torch.bfloat16)
         self.narrow.weight.data.copy_(torch.randn(9, 20, generator=generator))
 
