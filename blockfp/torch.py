@@ -6,6 +6,7 @@ weights, under FSDP2 too.
 """
 
 from .torch_backend.adamw import Adam, AdamW
+from .torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from .torch_backend.convert import convert
 from .torch_backend.delayed import update_scales
 from .torch_backend.files import load, save
@@ -38,11 +39,13 @@ __all__ = [
     "from_jax",
     "linear",
     "load",
+    "load_checkpoint",
     "load_high_precision_",
     "observe",
     "parallelize",
     "quantize",
     "random_key",
     "save",
+    "save_checkpoint",
     "update_scales",
 ]

@@ -9,27 +9,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from blockfp import manifest
 from blockfp.manifest import BadCheckpoint
 
-from .checkpoint_files import PlainPlanner, PlainReader, WholeOrNothing, problems, read_index
 from .conversion import Conversion, conversions, convert, replace
 from .uneven import make_whole, put_back
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+# DCP is imported where it is used: it takes more than a second.
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 
@@ -103,6 +98,10 @@ def save_checkpoint(
         FileExistsError: there is a checkpoint of this step.
         ValueError: step or keep is out of range.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from .checkpoint_files import WholeOrNothing
+
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step must be 0 or more and keep 1 or more, got step {step} and keep {keep}")
     checkpoint = manifest.folder_of(Path(folder).absolute(), step)
@@ -152,6 +151,11 @@ def load_checkpoint(
         BadCheckpoint: there is no checkpoint, a file is missing, truncated or altered, or something the model has is not there
             or has another shape or format. Nothing was changed then.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    from .checkpoint_files import PlainPlanner, PlainReader, read_index
+
     checkpoint = manifest.find(Path(folder).absolute(), step)
     _check_files(checkpoint, process_group)
     index = read_index(checkpoint)
@@ -181,6 +185,8 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
     model = plain_module(model)
     state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
     if optimizer is not None:
@@ -189,6 +195,8 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _into_model(model: nn.Module, state: dict[str, Any], converted: list[Conversion]) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
     taken = {name for one in converted for name in one.read}
     rest = {name: value for name, value in state.items() if name not in taken}
     set_model_state_dict(plain_module(model), rest, options=StateDictOptions(strict=not converted))
@@ -202,6 +210,8 @@ def _master(param: Tensor, optimizer: torch.optim.Optimizer | None) -> Tensor | 
 
 
 def _check_files(checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    from .checkpoint_files import problems
+
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if _distributed() else (0, 1)
     try:
         found = problems(checkpoint, rank, world)
@@ -220,6 +230,8 @@ def _names(index: Metadata, part: str) -> dict[str, Any]:
 
 
 def _empty_extra(index: Metadata) -> dict[str, Any]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     def empty(what: Any) -> Any:
         return torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
 
@@ -227,6 +239,8 @@ def _empty_extra(index: Metadata) -> dict[str, Any]:
 
 
 def _check_names(checkpoint: Path, index: Metadata, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     for part in (MODEL, OPTIMIZER):
         if part not in state:
             continue

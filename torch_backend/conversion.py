@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from blockfp import parts
 from blockfp.formats import Format
@@ -53,6 +52,8 @@ def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) ->
     Raises:
         BadCheckpoint: there are some, and they may not.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     found, different = [], []
     for name, param in model.named_parameters(remove_duplicate=False):
         what = there.get(name)

@@ -1,0 +1,157 @@
+"""blockfp's own layers in checkpoints: real steps under FSDP2, everything a recipe keeps, weights in high precision."""
+
+import math
+import threading
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.sharding import local_of
+from resumed import MESHES
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import blockfp.torch as bfp
+from blockfp.manifest import BadCheckpoint
+
+_one_at_a_time = threading.Lock()
+
+
+def seeded(seed, make):
+    """What `make` makes after seeding; ranks that are threads share torch's generator."""
+    with _one_at_a_time:
+        torch.manual_seed(seed)
+        return make()
+
+
+def model_of(recipe, seed, device=None, **options):
+    options |= {"recipe": recipe, "device": device}
+    return seeded(
+        seed, lambda: nn.Sequential(bfp.Linear(48, 160, **options), nn.GELU(), bfp.LayerNormLinear(160, 33, **options))
+    )
+
+
+def shard(model, mesh):
+    shape, names = MESHES[mesh]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model, optimizer, rank, first, last):
+    for step in range(first, last):
+        x = torch.randn(16, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bfp.update_scales(model)
+
+
+def everything(model, optimizer):
+    """Copies of all that a rank holds, by name."""
+    held = {name: value.clone() for name, value in model.named_buffers()}
+    for name, param in model.named_parameters():
+        local = local_of(param)
+        parts = (local.codes, local.scales, local.tensor_scale) if isinstance(local, bfp.QuantizedTensor) else (local,)
+        held |= {f"{name}.{i}": part.detach().clone() for i, part in enumerate(parts) if part is not None}
+        held |= {f"{name}.{entry}": value.clone() for entry, value in optimizer.state[param].items()}
+    return held
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def _uninterrupted_or_not(rank, folder, recipe, options):
+    model = shard(model_of(recipe, 0, **options), "fsdp2")
+    optimizer = bfp.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, rank, 0, 3)
+    # After a forward, the root's parameters are still gathered: the state dict is of the shards.
+    model(torch.ones(2, 48))
+    bfp.save_checkpoint(folder, model, optimizer, step=3)
+    saved = everything(model, optimizer)
+    train(model, optimizer, rank, 3, 6)
+
+    other = shard(model_of(recipe, 1, device="meta", **options), "fsdp2")
+    other.to_empty(device="cpu")
+    other_optimizer = bfp.AdamW(other.parameters(), lr=0.5, key=9)
+    bfp.load_checkpoint(folder, other, other_optimizer)
+    assert_equal(everything(other, other_optimizer), saved)
+    train(other, other_optimizer, rank, 3, 6)
+    assert_equal(everything(other, other_optimizer), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block", "nvfp4"])
+def test_a_run_goes_on_as_if_never_interrupted(recipe, tmp_path):
+    """From the meta device, with real gradients: histories, scales, random keys and steps among what comes back."""
+    threaded.run(2, _uninterrupted_or_not, tmp_path, recipe, {})
+
+
+def test_weights_in_high_precision(tmp_path):
+    threaded.run(2, _uninterrupted_or_not, tmp_path, "mxfp8", {"weights": "high_precision"})
+
+
+def _high_precision_is_plain(rank, folder):
+    model = shard(model_of("mxfp8", 0, weights="high_precision"), "fsdp2")
+    state = get_model_state_dict(model)
+    local = local_of(state["0.weight"])
+    assert type(local) is torch.Tensor
+    assert local.data_ptr() == local_of(model[0].weight).values.data_ptr()
+    bfp.save_checkpoint(folder, model, step=1)
+    quantized = shard(model_of("mxfp8", 1), "fsdp2")
+    with pytest.raises(BadCheckpoint, match=r"0\.weight is mxfp8_e4m3_32x32 in the model and torch\.float32 in the checkpoint"):
+        bfp.load_checkpoint(folder, quantized)
+    bfp.load_checkpoint(folder, quantized, requantize=True)
+    expected = bfp.quantize(state["0.weight"].full_tensor(), "mxfp8_e4m3_32x32")
+    start = rank * math.ceil(160 / 2)
+    assert torch.equal(local_of(quantized[0].weight).codes, expected.codes[start : start + 80])
+    assert torch.equal(local_of(quantized[0].weight).initial, local)
+
+
+def test_high_precision_weights_are_plain_and_can_be_requantized(tmp_path):
+    threaded.run(2, _high_precision_is_plain, tmp_path)
+
+
+def _experts(rank, folder, recipe):
+    layer, other = (seeded(seed, lambda: bfp.GroupedLinear(5, 32, 24, recipe=recipe)) for seed in range(2))
+    whole = {name: value.clone() for name, value in layer.state_dict().items()}
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
+    fully_shard(layer, mesh=mesh)
+    bfp.save_checkpoint(folder, layer, step=0)
+    bfp.load_checkpoint(folder, other)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4", "mxfp6"])
+def test_experts(recipe, tmp_path):
+    """One 3-D weight, cut between the experts, of which some ranks have fewer."""
+    threaded.run(3, _experts, tmp_path, recipe)
+
+
+def test_what_compile_puts_around_a_model_stays_out_of_the_names(tmp_path):
+    model = model_of("fp8_delayed", 0)
+    wrapped = torch.compile(model, backend="eager")
+    optimizer = bfp.AdamW(wrapped.parameters(), lr=0.01)
+    train(wrapped, optimizer, 0, 0, 1)
+    bfp.save_checkpoint(tmp_path, wrapped, optimizer, step=1)
+    other = model_of("fp8_delayed", 1)
+    other_optimizer = bfp.AdamW(other.parameters(), lr=0.01)
+    bfp.load_checkpoint(tmp_path, other, other_optimizer)
+    assert_equal(everything(other, other_optimizer), everything(model, optimizer))
+
+
+def test_saving_does_not_recompile():
+    torch._dynamo.reset()
+    layer = bfp.Linear(32, 32, recipe="mxfp8")
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.ones(4, 32)
+    compiled(x)
+    layer.load_state_dict(layer.state_dict())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(x)
