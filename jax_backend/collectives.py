@@ -57,6 +57,8 @@ def all_gather(
         ValueError: an unknown axis, one that doesn't cut the weight, or values without a format.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    for name in axes:
+        sharded.axis_index(name)
     if isinstance(x, QuantizedArray):
         return _gather_weight(x, axes, format, columnwise, rotate or key is not None)
     if format is None:
@@ -211,8 +213,6 @@ _all_reduce.defvjp(_all_reduce_fwd, _all_reduce_bwd)
 
 
 def _mesh_of(axes: tuple[str, ...]) -> Mesh:
-    for name in axes:
-        sharded.axis_index(name)
     mesh: Any = jax.sharding.get_abstract_mesh()
     return core_mesh(mesh) if set(axes) <= set(mesh.axis_names) else Mesh(tuple(map(lax.axis_size, axes)), axes)
 

@@ -42,22 +42,40 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     """
     plan = core_mesh(mesh)
 
-    def place(path: str, leaf, spec):
+    def check(path: str, leaf, spec) -> Sharding | None:
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
-        if not is_quantized(leaf):
-            for size, entry in zip(leaf.shape, spec, strict=False):
-                ranks = math.prod(plan.axis_size(name) for name in _names(entry))
-                if size % ranks:
-                    raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {entry!r} ({ranks} ranks)")
-            return jax.device_put(leaf, NamedSharding(mesh, spec))
-        if leaf.sharding is not None:
-            raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
-        sharding = sharding_of(leaf.shape, plan, spec)
-        stored = _stored(leaf, sharding)
-        return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, _specs_of(stored))
+        if is_quantized(leaf):
+            if leaf.sharding is not None:
+                raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+            return sharding_of(leaf.shape, plan, spec)
+        if len(spec) > leaf.ndim:
+            raise ValueError(f"spec {spec} has {len(spec)} entries for an array of shape {leaf.shape}")
+        for size, entry in zip(leaf.shape, spec, strict=False):
+            ranks = math.prod(plan.axis_size(name) for name in _names(entry))
+            if size % ranks:
+                raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {entry!r} ({ranks} ranks)")
+        return None
 
-    return map_with_path(place, tree, _broadcast(specs, tree))
+    specs = _broadcast(specs, tree)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
+    shardings = structure.flatten_up_to(map_with_path(check, tree, specs))
+
+    @jax.jit
+    def cut(whole):
+        return [_stored(q, s) for q, s in zip(whole, shardings, strict=True) if s is not None]
+
+    # None says that a leaf is plain; the others are cut in one program.
+    stored = iter(cut([q if s is not None else None for q, s in zip(leaves, shardings, strict=True)]))
+    placed = [
+        _put(next(stored), mesh) if s is not None else jax.device_put(leaf, NamedSharding(mesh, spec))
+        for leaf, s, spec in zip(leaves, shardings, structure.flatten_up_to(specs), strict=True)
+    ]
+    return structure.unflatten(placed)
+
+
+def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh) -> QuantizedArray:
+    return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, _specs_of(stored))
 
 
 def shard_state(state: Any, params: Any) -> Any:
@@ -133,22 +151,24 @@ def unshard_params(tree: Any) -> Any:
     Their codes and scales are JAX arrays of the whole's shape, which stay cut over the devices where that divides them evenly.
     """
 
-    def whole(path: str, leaf):
-        if not is_quantized(leaf) or leaf.sharding is None:
-            return leaf
-        shapes = jax.eval_shape(_whole, leaf)
-        mesh, specs = leaf.codes.sharding.mesh, _specs_of(leaf)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
+    cut = [leaf for leaf in leaves if is_quantized(leaf) and leaf.sharding is not None]
+    whole = iter(jax.jit(lambda cut: [_whole(q) for q in cut], out_shardings=[_even(q) for q in cut])(cut) if cut else [])
+    return structure.unflatten([next(whole) if is_quantized(q) and q.sharding is not None else q for q in leaves])
 
-        def even(part, spec):
-            entries = (*spec, *(None,) * (part.ndim - len(spec)))
-            sizes = (math.prod(mesh.shape[name] for name in _names(entry)) for entry in entries)
-            kept = (entry if size % n == 0 else None for entry, size, n in zip(entries, part.shape, sizes, strict=True))
-            return NamedSharding(mesh, PartitionSpec(*kept))
 
-        specs = specs.replace(sharding=None, columns=shapes.columns, tangent=None)
-        return jax.jit(_whole, out_shardings=jax.tree.map(even, shapes, specs))(leaf)
+def _even(q: QuantizedArray) -> QuantizedArray:
+    """Where the parts of the whole of `q` are to lie: cut as `q` is, along axes that this divides evenly."""
+    shapes, mesh = jax.eval_shape(_whole, q), q.codes.sharding.mesh
 
-    return map_with_path(whole, tree)
+    def even(part, spec):
+        entries = (*spec, *(None,) * (part.ndim - len(spec)))
+        sizes = (math.prod(mesh.shape[name] for name in _names(entry)) for entry in entries)
+        kept = (entry if size % n == 0 else None for entry, size, n in zip(entries, part.shape, sizes, strict=True))
+        return NamedSharding(mesh, PartitionSpec(*kept))
+
+    specs = _specs_of(q).replace(sharding=None, columns=shapes.columns, tangent=None)
+    return jax.tree.map(even, shapes, specs)
 
 
 def unshard_state(state: Any, params: Any) -> Any:
@@ -226,18 +246,15 @@ def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
     format, bits = q.format, q.format.element.bits
     columns = sharded.length(sharding, 1)
 
-    @jax.jit
-    def cut(codes, scales):
-        codes = layout.unpack(codes, bits, q.columns)
-        for dim in (0, 1):
-            codes = _take(codes, dim, _element_places(sharding, dim))
-            if not format.per_tensor:
-                scales = _take(scales, dim, _scale_places(format, sharding, dim))
-        parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] // columns if columns else 1, columns)
-        codes = layout.pack(parts, bits)
-        return codes.reshape(*codes.shape[:-2], -1) if columns else codes.reshape(*codes.shape[:-2], 0), scales
-
-    codes, scales = cut(q.codes, q.scales)
+    codes, scales = layout.unpack(q.codes, bits, q.columns), q.scales
+    for dim in (0, 1):
+        codes = _take(codes, dim, _element_places(sharding, dim))
+        if not format.per_tensor:
+            scales = _take(scales, dim, _scale_places(format, sharding, dim))
+    if columns:
+        # Each rank's columns are packed by themselves.
+        codes = layout.pack(codes.reshape(*codes.shape[:-1], -1, columns), bits)
+        codes = codes.reshape(*codes.shape[:-2], -1)
     return QuantizedArray(codes, scales, q.tensor_scale, format, columns, q.dtype, sharding=sharding)
 
 

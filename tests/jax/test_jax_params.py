@@ -1,0 +1,190 @@
+"""Trees with quantized leaves: making them, their gradients, the optimizers, and messages that name a leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from samples import bits_of, sample
+
+import blockfp
+import blockfp.jax as bfp
+from blockfp import adamw, recipes
+
+BY_FAMILY = pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp6", "nvfp4"])
+
+
+@pytest.fixture
+def params():
+    weights = jnp.asarray(sample("gaussian", (3, 48, 64)))
+    return {"layers": {"up": weights, "gain": jnp.ones((3, 64))}, "head": [jnp.asarray(sample("integers", (40, 64)))]}
+
+
+def only_weights(path, leaf):
+    return leaf.ndim >= 2 and not path.endswith("gain")
+
+
+def assert_same_tree(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(want)))
+
+
+@BY_FAMILY
+def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
+    q = bfp.quantize_params(params, recipe, filter=only_weights)
+    format = recipes.parse(recipe).weight.format
+    assert q["layers"]["gain"] is params["layers"]["gain"]
+    for i, matrix in enumerate(params["layers"]["up"]):
+        want = blockfp.quantize(np.asarray(matrix), format)
+        got = jax.tree.map(lambda leaf, i=i: leaf[i], q["layers"]["up"])
+        for name in ("codes", "scales", "tensor_scale"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    values = bfp.dequantize_params(q)
+    assert jax.tree.structure(values) == jax.tree.structure(params)
+    np.testing.assert_array_equal(values["layers"]["up"][2], want.dequantize())
+    assert bfp.dequantize_params(q, "bfloat16")["head"][0].dtype == jnp.bfloat16
+    assert_same_tree(bfp.quantize_params(q, recipe), bfp.quantize_params(q, recipe, filter=lambda *_: True))
+
+
+def test_a_recipe_by_path(params):
+    def choose(path, operand, direction):
+        return None if path.startswith("head") or operand != "weight" else "mxint8_32x32"
+
+    q = bfp.quantize_params(params, choose, filter=only_weights)
+    assert q["layers"]["up"].format.name == "mxint8_32x32"
+    assert q["head"][0] is params["head"][0]
+
+
+def loss(params, x):
+    def body(x, layer):
+        return bfp.linear(x * layer["gain"], layer["up"], recipe="mxfp8")[:, :48].repeat(2, axis=1)[:, :64], None
+
+    x, _ = jax.lax.scan(body, x, params["layers"])
+    return (bfp.linear(x, params["head"][0], recipe="mxfp8") ** 2).sum()
+
+
+def test_gradients_are_those_of_the_arrays_that_were_quantized(params):
+    x = jnp.asarray(sample("gaussian", (8, 64), seed=1))
+    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    value, gradients = jax.jit(bfp.value_and_grad(loss))(q, x)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
+    again, plain = jax.jit(jax.value_and_grad(loss))(params, x)
+    np.testing.assert_allclose(value, again, rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_gradient_of_dequantize_and_of_the_transpose():
+    q = bfp.quantize(jnp.asarray(sample("gaussian", (32, 64))), "mxfp8_e4m3_32x32")
+    w = jnp.asarray(sample("integers", (32, 64)))
+    gradient = bfp.grad(lambda q: jax.jit(lambda q: (q.dequantize() * w).sum() + (q.mT.dequantize() * 2).sum())(q))(q)
+    np.testing.assert_array_equal(gradient, w + 2)
+    half = bfp.quantize(w.astype("bfloat16"), "nvfp4")
+    assert bfp.grad(lambda q: q.dequantize("float32").sum())(half).dtype == jnp.bfloat16
+
+
+def test_arguments_as_of_jax(params):
+    q = bfp.quantize(jnp.ones((4, 32)), "mxfp8_e4m3")
+
+    def fun(a, b, *, c):
+        return (a.dequantize() * b).sum() * c, (a, c)
+
+    (value, (seen, c)), (da, db) = bfp.value_and_grad(fun, (0, 1), has_aux=True)(q, 2 * jnp.ones((4, 32)), c=3.0)
+    assert (value, c, seen.shape) == (128 * 6, 3.0, (4, 32))
+    np.testing.assert_array_equal((da[0, 0], db[0, 0]), (6, 3))
+    assert bfp.grad(fun, 1, has_aux=True)(q, jnp.ones((4, 32)), c=3.0)[0].shape == (4, 32)
+    with pytest.raises(TypeError, match="argnums = 3 needs 4 positional arguments, got 2"):
+        bfp.grad(fun, 3)(q, q)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, lambda f: jax.jit(jax.grad(f))])
+def test_plain_grad_names_ours(transform, params):
+    q = bfp.quantize_params(params, "mxfp8")
+    with pytest.raises(TypeError, match=r"use blockfp\.jax\.value_and_grad or blockfp\.jax\.grad"):
+        transform(lambda q: 0.0)({"a": q})
+    # As an argument that isn't differentiated it may be there.
+    jax.grad(lambda x, q: x * q["head"][0].dequantize().sum())(1.0, q)
+
+
+def test_messages_name_the_leaf(params):
+    with pytest.raises(TypeError, match=r"a\.1: gradients are taken of float and quantized arrays, got int32"):
+        bfp.grad(lambda tree: 0.0)({"a": [jnp.zeros(2), jnp.zeros(2, jnp.int32)]})
+    with pytest.raises(TypeError, match=r"layers\.0: a weight must be a float32, float16 or bfloat16 array"):
+        bfp.quantize_params({"layers": [jnp.zeros((4, 4), jnp.int8)]}, "mxfp8", filter=lambda *_: True)
+    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    with pytest.raises(TypeError, match=r"head\.0: codes can't be added to"):
+        bfp.apply_updates(q, params)
+    optimizer = bfp.adamw(0.1)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    gradients["head"][0] = jnp.ones((3, 3))
+    with pytest.raises(ValueError, match=r"head\.0: the gradient must be an array of shape \(40, 64\), got shape \(3, 3\)"):
+        optimizer.update(gradients, optimizer.init(q), q)
+    with pytest.raises(ValueError, match="update needs the parameters"):
+        optimizer.update(gradients, optimizer.init(q))
+    with pytest.raises(ValueError, match="lr must be 0 or more"):
+        bfp.adamw(-1.0)
+
+
+def steps(optimizer, params, state, count):
+    @jax.jit
+    def step(params, state, x):
+        gradients = bfp.grad(loss)(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        return bfp.apply_updates(params, updates), state
+
+    for i in range(count):
+        params, state = step(params, state, jnp.asarray(sample("gaussian", (8, 64), seed=i)))
+    return params, state
+
+
+@pytest.mark.parametrize("make", [lambda: bfp.adamw(1e-2), lambda: bfp.with_masters(optax.adamw(1e-2, weight_decay=1e-2))])
+def test_codes_are_those_of_the_masters(make, params):
+    optimizer = make()
+    params["head"][0] = params["head"][0].astype("bfloat16")
+    q = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path == "layers.up")
+    state = optimizer.init(q, params)
+    np.testing.assert_array_equal(state.masters["layers"]["up"], params["layers"]["up"])
+    assert state.masters["layers"]["gain"] is None
+    moved, state = steps(optimizer, q, state, 2)
+    master = state.masters["layers"]["up"]
+    assert (master != params["layers"]["up"]).any()
+    again = bfp.quantize_params({"up": master}, "mxfp8")["up"]
+    assert_same_tree(moved["layers"]["up"], again)
+    assert moved["head"][0].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(moved["head"][0], state.masters["head"][0].astype("bfloat16"))
+    assert (moved["layers"]["gain"] != 1).all()
+
+
+def test_adamw_follows_the_core_formulas():
+    w, g = (jnp.asarray(sample(kind, (8, 32))) for kind in ("gaussian", "integers"))
+    optimizer = bfp.adamw(lambda count: 0.1 / (1 + count), weight_decay=0.1)
+    state = optimizer.init(w)
+    params, first, second = np.asarray(w), np.zeros((8, 32), np.float32), np.zeros((8, 32), np.float32)
+    moved = w
+    for i in range(3):
+        c = adamw.coefficients(i + 1, 0.1 / (1 + i), (0.9, 0.999), 1e-8, 0.1)
+        c = c._replace(**{name: np.float32(getattr(c, name)) for name in ("decay", "unbias2", "rate")})
+        params, first, second = adamw.update(params, first, second, np.asarray(g), c)
+        updates, state = optimizer.update(g, state, moved)
+        moved = bfp.apply_updates(moved, updates)
+    np.testing.assert_allclose(moved, params, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state.inner.second, second, rtol=1e-5)
+    assert state.inner.step == 3
+
+
+@pytest.mark.parametrize("make", [lambda: bfp.adamw(0.0), lambda: bfp.with_masters(optax.sgd(0.0))])
+def test_a_step_that_moves_nothing_keeps_codes_and_scales(make, params):
+    # Codes of the values that these codes stand for would have other scales.
+    q = bfp.quantize_params(params, "fp8_block", filter=only_weights)
+    optimizer = make()
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(q), q)
+    assert_same_tree(bfp.apply_updates(q, updates), q)
+
+
+def test_optax_refuses_replacements_and_chains_go_inside(params):
+    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    optimizer = bfp.with_masters(optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)))
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(q), q)
+    with pytest.raises(ValueError):  # noqa: PT011  JAX's own, about the trees' structures
+        optax.apply_updates(q, updates)

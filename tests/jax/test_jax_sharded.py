@@ -1,0 +1,174 @@
+"""Sharded weights on eight devices: gather(quantize(shard)) == quantize(whole), bit for bit, wherever the cuts fall."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blockfp.jax_backend import sharded
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import CASES
+from samples import bits_of, sample
+
+import blockfp.jax as bfp
+from blockfp import numerics, plans
+from blockfp.formats import FORMATS, Format
+
+BY_CASE = pytest.mark.parametrize("case", CASES)
+# Whole blocks on every rank; cuts inside blocks and bytes; rows that don't divide evenly.
+SHAPES = {"aligned": (1024, 256), "straddling": (160, 84), "uneven": (82, 84)}
+
+# Formats that a gather can't tell apart: each case takes one of each kind, another case another.
+_KINDS = {(f.element.bits, f.block, f.scale.dtype, f.scale.two_level): [] for f in FORMATS}
+for _format in FORMATS:
+    _KINDS[_format.element.bits, _format.block, _format.scale.dtype, _format.scale.two_level].append(_format)
+ALIKE = tuple(_KINDS.values())
+
+
+def quantized(x, format):
+    """The definition's codes and scales as a JAX array."""
+    q = numerics.quantize(x, format)
+    parts = (None if part is None else jnp.asarray(part) for part in q)
+    return bfp.QuantizedArray.from_parts(*parts, format=format, columns=x.shape[-1], dtype="float32")
+
+
+def assert_same_tree(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(want)))
+
+
+def sharded_map(case, body, in_specs, out_specs, **options):
+    return jax.jit(jax.shard_map(body, mesh=case.mesh, in_specs=in_specs, out_specs=out_specs, **options))
+
+
+@BY_CASE
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gathered_weights_are_the_whole_ones(case, shape):
+    """From the placed shards to what each rank of the gather has, and back."""
+    turn = list(CASES).index(case) + list(SHAPES).index(shape)
+    case, shape = CASES[case], SHAPES[shape]
+    if shape[0] % 8 and case.gathered == P("tp"):
+        pytest.skip("tensor parallelism cuts evenly: test_a_tensor_parallel_cut_must_be_even")
+    formats = [alike[turn % len(alike)] for alike in ALIKE]
+    tree = {str(f): quantized(sample("bf16_valued", shape, seed=i), f) for i, f in enumerate(formats)}
+    placed = bfp.shard_params(tree, case.mesh, case.weight)
+    assert_same_tree(bfp.unshard_params(placed), tree)
+
+
+    def body(tree):
+        return {name: bfp.all_gather(q, "fsdp") for name, q in tree.items()}
+
+    out = bfp.partition_specs(bfp.shard_params(tree, case.mesh, case.gathered))
+    gathered = sharded_map(case, body, (bfp.partition_specs(placed),), out, check_vma=False)(placed)
+    assert_same_tree(bfp.unshard_params(gathered), tree)
+
+
+@BY_CASE
+def test_values_of_gathered_weights(case):
+    case, shape = CASES[case], SHAPES["straddling"]
+    tree = {f: quantized(sample("exponents", shape), f) for f in ("mxfp6_e2m3", "fp8_e4m3_128x128", "nvfp4_16x16")}
+    placed = bfp.shard_params(tree, case.mesh, case.weight)
+
+    def body(tree):
+        return {name: bfp.all_gather(q, "fsdp").dequantize() for name, q in tree.items()}
+
+    values = sharded_map(case, body, (bfp.partition_specs(placed),), case.gathered, check_vma=False)(placed)
+    assert_same_tree(values, {name: q.dequantize() for name, q in tree.items()})
+
+
+@BY_CASE
+@pytest.mark.parametrize("kind", ["bf16_valued", "special"])
+def test_shards_are_quantized_as_the_whole(case, kind):
+    """What an optimizer does: values of a shard, amaxes of blocks and tensors reduced over the ranks that share them."""
+    case, shape = CASES[case], SHAPES["straddling"]
+    formats = [Format.parse(n) for n in ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp6_e3m2_32x32", "nvfp4_16x16")]
+    x = sample(kind, shape)
+    tree = {str(f): quantized(x, f) for f in formats}
+    placed = bfp.shard_params(tree, case.mesh, case.weight)
+
+    def body(x, tree):
+        options = sharded.Options(nominal="float32")
+        return {n: sharded.quantize(x, plans.quantize_shards(q.format, q.sharding), options) for n, q in tree.items()}
+
+    specs = bfp.partition_specs(placed)
+    again = sharded_map(case, body, (case.weight, specs), specs)(x, placed)
+    assert_same_tree(bfp.unshard_params(again), tree)
+
+
+def test_columnwise_weights_are_derived_behind_the_gather():
+    case = CASES["FSDP 4 x TP 2, column"]
+    x = sample("gaussian", SHAPES["straddling"])
+    tree = {name: quantized(x, name) for name in ("mxfp4_e2m1_32x32", "fp8_e4m3")}
+    placed = bfp.shard_params(tree, case.mesh, case.weight)
+
+    def body(tree):
+        return {name: bfp.all_gather(q, "fsdp", columnwise=True).dequantize() for name, q in tree.items()}
+
+    values = sharded_map(case, body, (bfp.partition_specs(placed),), P(None, "tp"))(placed)
+    for name, q in tree.items():
+        np.testing.assert_array_equal(values[name], q.mT.dequantize())
+
+
+def test_stacks_are_cut_matrix_by_matrix():
+    case = CASES["FSDP 8"]
+    whole = bfp.quantize_params(jnp.asarray(sample("gaussian", (3, 48, 40))), "fp8_current")
+    placed = bfp.shard_params(whole, case.mesh, P(None, "fsdp"))
+
+    def body(q):
+        return jax.lax.scan(lambda c, q: (c, bfp.all_gather(q, "fsdp").dequantize()), None, q)[1]
+
+    values = sharded_map(case, body, (bfp.partition_specs(placed),), P(), check_vma=False)(placed)
+    np.testing.assert_array_equal(values, bfp.dequantize_params(whole))
+
+
+def test_plain_leaves_and_states_lie_beside_quantized_ones():
+    case = CASES["FSDP 4 x TP 2, row"]
+    w = jnp.asarray(sample("gaussian", SHAPES["uneven"]))
+    params = {"w": w, "gain": jnp.ones(84), "half": jnp.ones((8, 4), "bfloat16")}
+    q = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path == "w")
+    placed = bfp.shard_params(q, case.mesh, {"w": case.weight, "gain": P("tp"), "half": P("fsdp")})
+    assert bfp.partition_specs(placed)["gain"] == P("tp")
+    for whole in (bfp.adamw(1e-3).init(q, params), bfp.with_masters(bfp.adamw(1e-3)).init(q, params)):
+        state = bfp.shard_state(whole, placed)
+        assert state.masters["w"].shape == (84, 84)
+        assert state.masters["w"].sharding == NamedSharding(case.mesh, P("fsdp", "tp"))
+        assert_same_tree(bfp.unshard_state(state, placed), whole)
+
+
+def test_a_tensor_parallel_cut_must_be_even():
+    case = CASES["FSDP 4 x TP 2, column"]
+    placed = bfp.shard_params({"up": quantized(sample("gaussian", (83, 32)), "mxint8")}, case.mesh, case.weight)
+    with pytest.raises(ValueError, match=r"axis 0 of .* is cut unevenly over tp, .* ranks would hold \[41, 42\]"):
+        sharded_map(case, lambda t: bfp.all_gather(t["up"], "fsdp").codes, (bfp.partition_specs(placed),), P("tp"))(placed)
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"layers": [P("model")]}, r"layers\.0: mesh has no axis 'model'; its axes are 'fsdp', 'tp'"),
+        ({"layers": [P("fsdp", "fsdp")]}, r"layers\.0: spec .* names mesh axis 'fsdp' twice"),
+        ({"layers": [P(None, None, "fsdp")]}, r"layers\.0: .*3 entries for an array of 2 axes"),
+    ],
+)
+def test_bad_specs_name_the_leaf(specs, message):
+    mesh = CASES["FSDP 4 x TP 2, row"].mesh
+    with pytest.raises(ValueError, match=message):
+        bfp.shard_params({"layers": [quantized(sample("gaussian", (8, 32)), "mxint8")]}, mesh, specs)
+
+
+def test_bad_leaves():
+    mesh = CASES["FSDP 8"].mesh
+    q = quantized(sample("gaussian", (8, 32)), "mxint8")
+    with pytest.raises(ValueError, match=r"a: an axis of 6 of a plain array can't be cut evenly over 'fsdp' \(8 ranks\)"):
+        bfp.shard_params({"a": jnp.zeros(6)}, mesh, P("fsdp"))
+    with pytest.raises(ValueError, match=r"a: spec .* has 2 entries for an array of shape \(8,\)"):
+        bfp.shard_params({"a": jnp.zeros(8)}, mesh, P("fsdp", None))
+    with pytest.raises(ValueError, match=r"a: lies on a mesh already .*: unshard_params first"):
+        bfp.shard_params({"a": bfp.shard_params(q, mesh, P("fsdp"))}, mesh, P())
+    with pytest.raises(TypeError, match=r"a: specs must hold PartitionSpecs, got str"):
+        bfp.shard_params({"a": q}, mesh, {"a": "fsdp"})
+    with pytest.raises(ValueError, match="cuts a leading axis"):
+        bfp.shard_params(bfp.quantize(jnp.ones((8, 4, 32)), "mxint8"), mesh, P("fsdp"))
+    with pytest.raises(ValueError, match=r"mesh axis 'fsdp' is unknown here: call this inside jax\.shard_map"):
+        bfp.all_gather(bfp.shard_params(quantized(sample("gaussian", (8, 32)), "mxint8"), mesh, P("fsdp")), "fsdp")
