@@ -162,7 +162,10 @@ def _run(
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     x = x.to(dtype)
-    stored = weight.format if isinstance(weight, QuantizedTensor) else None
+    stored = None
+    if isinstance(weight, QuantizedTensor):
+        # What a DTensor holds has no attributes in compiled code; the product looks at its format.
+        stored = weight.format if parallel is None else recipe.weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
     if autocast:

@@ -96,6 +96,8 @@ def _product(
 ) -> Tensor:
     # b knows its own origin.
     (q,) = b
+    if q.format.name != b_format:
+        raise ValueError(f"b is in {q.format}, but the product was told {b_format}")
     options = (bias, dtype, fast_accum, columnwise, index, list(q.origin), list(a_origin))
     return products.product(a, a_format, _parts(q), b_format, n, k, *options)
 

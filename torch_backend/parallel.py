@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,7 +62,11 @@ class Parallel:
         dim = self.sequence_dim % len(shape)
         if len(shape) < 2 or dim > len(shape) - 2:
             raise ValueError(f"x must have its tokens on axis {self.sequence_dim}, before the last, got shape {tuple(shape)}")
-        return replace(self, sequence_dim=dim, runs=math.prod(operator.index(size) for size in shape[:dim]))
+        runs = 1
+        for size in shape[:dim]:
+            # `index` makes compiled code take a length as a constant, which a plan needs.
+            runs *= operator.index(size)
+        return replace(self, sequence_dim=dim, runs=runs)
 
     @property
     def gathers_input(self) -> bool:
