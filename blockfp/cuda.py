@@ -354,6 +354,13 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
     return out, flipped
 
 
+def transpose_words(x: Array) -> Array:
+    """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
+    out = x.new_empty((x.shape[1], x.shape[0]))
+    library().transpose(x.contiguous(), out, 32, *x.shape)
+    return out
+
+
 def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
     """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
 

@@ -49,7 +49,7 @@ class Rule:
         elements: pairs of element names.
         blocks: pairs of block shapes, None being the tensor.
         scales: names of the scale formats.
-        multiples: n and k must be multiples of these (rows of b, contracted length).
+        multiples: m, n and k must be multiples of these (rows of a, rows of b, contracted length).
     """
 
     mode: Mode
@@ -57,7 +57,7 @@ class Rule:
     elements: frozenset[tuple[str, str]]
     blocks: frozenset[tuple[tuple[int, int] | None, tuple[int, int] | None]]
     scales: frozenset[str]
-    multiples: tuple[int, int]
+    multiples: tuple[int, int, int]
 
 
 # Two E5M2 operands are not multiplied: cuBLAS has no such kernel.
@@ -65,15 +65,16 @@ _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ROW, _SQUARE = (1, 128), (128, 128)
 
 RULES: tuple[Rule, ...] = (
-    Rule("tensor", (9, 10), _FP8, frozenset({(None, None)}), frozenset({"fp32", "pow2"}), (16, 16)),
+    Rule("tensor", (9, 10), _FP8, frozenset({(None, None)}), frozenset({"fp32", "pow2"}), (1, 16, 16)),
     Rule(
         "block",
         (9,),
-        _FP8,
+        frozenset({("e4m3", "e4m3")}),
         # 128x128 by 128x128 is not offered.
         frozenset({(_ROW, _SQUARE), (_SQUARE, _ROW), (_ROW, _ROW)}),
         frozenset({"fp32", "pow2"}),
-        (16, 16),
+        # Scales of a have strides of 16 bytes.
+        (4, 16, 16),
     ),
     Rule(
         "mx",
@@ -81,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         _FP8,
         frozenset((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))),
         frozenset({"e8m0_ceil", "e8m0_floor"}),
-        (16, 32),
+        (1, 16, 32),
     ),
     Rule(
         "nvfp4",
@@ -89,7 +90,7 @@ RULES: tuple[Rule, ...] = (
         frozenset({("e2m1", "e2m1")}),
         frozenset((a, b) for a in ((1, 16), (16, 16)) for b in ((1, 16), (16, 16))),
         frozenset({"e4m3"}),
-        (16, 32),
+        (1, 16, 32),
     ),
 )
 """The products that run on codes and scales; all others are dequantized."""
@@ -103,6 +104,7 @@ def route(
     *,
     platform: Platform,
     capability: tuple[int, int] | None = None,
+    m: int | None = None,
     n: int | None = None,
     k: int | None = None,
     in_order: bool = True,
@@ -113,7 +115,7 @@ def route(
         a, b: the operands' formats or their names; None for one in high precision.
         platform: "cpu" or "cuda".
         capability: of a CUDA device, such as (9, 0).
-        n, k: lengths; None takes them to fit.
+        m, n, k: lengths; None takes them to fit.
         in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
             that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
 
@@ -133,10 +135,11 @@ def route(
     elif platform == "cuda" and capability is not None and a is not None and b is not None:
         rule = _rule(a, b, capability[0])
         if rule is not None:
-            misfit = [f"{name} = {size}" for name, size in _misfits(rule, n, k)]
+            misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
             if not misfit:
                 return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}")
-            why = f"{' and '.join(misfit)}: the matrix units want multiples of {rule.multiples[0]} and {rule.multiples[1]}"
+            units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
+            why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
     return _dequantized(a, b, platform, why)
 
 
@@ -152,9 +155,9 @@ def _rule(a: Format, b: Format, major: int) -> Rule | None:
     return None
 
 
-def _misfits(rule: Rule, n: int | None, k: int | None) -> list[tuple[str, int]]:
-    sizes = (("n", n, rule.multiples[0]), ("k", k, rule.multiples[1]))
-    return [(name, size) for name, size, unit in sizes if size is not None and size % unit]
+def _misfits(rule: Rule, *sizes: int | None) -> list[tuple[str, int]]:
+    named = zip("mnk", sizes, rule.multiples, strict=True)
+    return [(name, size) for name, size, unit in named if size is not None and size % unit]
 
 
 def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: str) -> Route:
@@ -203,10 +206,8 @@ def table() -> list[tuple[str, str, str]]:
             elements = sorted({element.upper() for pair in rule.elements for element in pair})
             pairs = sorted(rule.blocks, key=str)
             blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
-            rows, contracted = rule.multiples
-            lines.append(
-                (device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), n % {rows} = k % {contracted} = 0")
-            )
+            units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
+            lines.append((device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), {units}"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))

@@ -70,7 +70,8 @@ def convert(
         new.weight = first.weight
         replacements[layer] = new
     for module in list(model.modules()):
-        for name, child in module.named_children():
+        # A module may hold the same layer under several names.
+        for name, child in list(module._modules.items()):
             if child in replacements:
                 setattr(module, name, replacements[child])
     return replacements.get(model, model) if isinstance(model, nn.Linear) else model

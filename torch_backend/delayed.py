@@ -48,15 +48,17 @@ def update_scales(model: nn.Module) -> None:
     delayed scaling are left alone, so it may be called for any model.
 
     Raises:
-        ValueError: the model is wrapped by DDP with `broadcast_buffers=True`, which would overwrite the amaxes of all ranks but
-            one.
+        ValueError: the model is wrapped by DDP that broadcasts buffers, which would overwrite the amaxes of all ranks but one.
     """
     ddp = isinstance(model, DistributedDataParallel)
     operands = list(_operands(model))
     if not operands:
         return
     if ddp and model.broadcast_buffers:
-        raise ValueError("DDP overwrites the recorded amaxes of other ranks: pass broadcast_buffers=False to it")
+        raise ValueError(
+            "DDP broadcasts the buffers of rank 0 over the amaxes that other ranks recorded: pass it "
+            "forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)"
+        )
     for groups, members in _by(operands, lambda one: one.groups):
         newest = torch.stack([one.history[0] for one in members])
         # Magnitudes are ordered like their bits.

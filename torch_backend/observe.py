@@ -1,4 +1,9 @@
-"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit."""
+"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit.
+
+    blockfp::quantization_figures   (x, parts, format, rotate, origin) -> float64 [figures]
+
+is a custom op, so that it means the same in compiled code.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,14 @@ if TYPE_CHECKING:
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
 """The rows of a layer's figures."""
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "quantization_figures(Tensor x, Tensor[] parts, str format, bool rotate, SymInt[] origin) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_op = torch.ops.blockfp.quantization_figures.default
 
 _FIGURES = 6  # amax, elements, saturated, flushed, signal, noise
 
@@ -143,23 +156,24 @@ def observe_parts(
         origin: (row, column) of x's first element in the matrix whose blocks are counted.
     """
     assert cast.format is not None
-    new = _figures(rotation.rotate(x) if cast.rotate else x, parts, cast.format, origin)
+    new = _op(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = observed[OPERANDS.index(row)]
     figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))
 
 
-def _figures(x: Tensor, parts: list[Tensor], format: Format, origin: tuple[int, int]) -> Tensor:
-    codes, scales, tensor_scale = parts[0], parts[1], parts[2] if len(parts) > 2 else None
-    columns = x.shape[-1]
-    back = ops.dequantize(codes, scales, tensor_scale, format.name, torch.float32, columns, list(origin))
-    values = x.float()
+@torch.library.impl(_library, "quantization_figures", "CompositeExplicitAutograd")
+def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
+    element, columns = Format.parse(format).element, x.shape[-1]
+    tensor_scale = parts[2] if len(parts) > 2 else None
+    back = ops.dequantize(parts[0], parts[1], tensor_scale, format, torch.float32, columns, origin)
+    values = (rotation.rotate(x) if rotate else x).float()
     finite = values.isfinite() & back.isfinite()
     magnitude = torch.where(finite, values.abs(), 0.0)
-    code = layout.unpack(codes, format.element.bits, columns)
-    sign = 0 if format.element.signed == "complement" else 1 << (format.element.bits - 1)
-    largest = (code & ~sign & 0xFF) == format.element.max_code
+    code = layout.unpack(parts[0], element.bits, columns)
+    sign = 0 if element.signed == "complement" else 1 << (element.bits - 1)
+    largest = (code & ~sign & 0xFF) == element.max_code
     # Beyond what rounding to the largest value explains.
-    beyond = magnitude > back.abs() * (1 + 2.0 ** -(format.element.mantissa_bits + 2))
+    beyond = magnitude > back.abs() * (1 + 2.0 ** -(element.mantissa_bits + 2))
     error = torch.where(finite, values - back, 0.0)
     figures = (
         magnitude.amax() if magnitude.numel() else magnitude.sum(),
@@ -170,3 +184,8 @@ def _figures(x: Tensor, parts: list[Tensor], format: Format, origin: tuple[int, 
         error.double().square().sum(),
     )
     return torch.stack([figure.double() for figure in figures])
+
+
+@torch.library.register_fake("blockfp::quantization_figures", lib=_library)
+def _figures_fake(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
+    return x.new_empty((_FIGURES,), dtype=torch.float64)

@@ -66,12 +66,12 @@ class Operand(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def route_on(device: torch.device, a: Format | None, b: Format | None, n: int, k: int, in_order: bool = True) -> Route:
+def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n: int, k: int, in_order: bool = True) -> Route:
     """The route of a product on a device; see `blockfp.products.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
     capability = torch.cuda.get_device_capability(device)
-    return route(a, b, platform="cuda", capability=capability, n=n, k=k, in_order=in_order)
+    return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order)
 
 
 @torch.library.impl(_library, "product", "CompositeExplicitAutograd")
@@ -99,7 +99,7 @@ def _product(
         out = torch.zeros((m, n), dtype=dtype, device=left.data.device)
         return out if bias is None else out + bias
     across = columnwise and right.format is not None and not right.format.square
-    chosen = route_on(left.data.device, left.format, right.format, n, k, not (across or _cut(right) or _cut(left)))
+    chosen = route_on(left.data.device, left.format, right.format, m, n, k, not (across or _cut(right) or _cut(left)))
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(left, right, bias, dtype, chosen, columnwise)
     if columnwise:
@@ -168,14 +168,14 @@ def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast
         if format.block == (1, 128):
             kinds.append(ScalingType.BlockWise1x128)
             # Strides (1, m).
-            scales.append(x.scales.t().contiguous().t())
+            turned = cuda.transpose_words(x.scales) if cuda.available() else x.scales.t().contiguous()
+            scales.append(turned.t())
         else:
             kinds.append(ScalingType.BlockWise128x128)
-            # Padded to four blocks along k, in front of which the other strides lie.
-            scales.append(layout.pad_scales(x.scales, 1, 4)[:, : x.scales.shape[1]])
-    out = F.scaled_mm(
-        codes[0], codes[1].t(), scales[0], kinds[0], scales[1].t(), kinds[1], output_dtype=dtype, use_fast_accum=fast_accum
-    )
+            # Padded to four blocks along k, and k first.
+            scales.append(layout.pad_scales(x.scales, 1, 4).t())
+    # Fast accumulation is not offered.
+    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype)
     return out if bias is None else (out + bias).to(dtype)
 
 

@@ -9,6 +9,14 @@ namespace {
 
 template <int Bits>
 cudaError_t with_bits(const void* in, void* out, int64_t batches, int64_t rows, int64_t columns, cudaStream_t stream) {
+  if (Bits == 8 && rows % kByteTile == 0 && columns % kByteTile == 0 && aligned(in, 16) && aligned(out, 16)) {
+    const int64_t tiles = batches * (rows / kByteTile) * (columns / kByteTile);
+    if (tiles == 0) return cudaSuccess;
+    if (tiles > kMostBlocks) return cudaErrorInvalidConfiguration;
+    transpose_bytes<<<tiles, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows,
+                                                             columns);
+    return cudaGetLastError();
+  }
   const int64_t across = ceil_div(columns, kTransposeTile), down = ceil_div(rows, kTransposeTile);
   const int64_t blocks = batches * across * down;
   if (blocks == 0) return cudaSuccess;

@@ -88,5 +88,49 @@ __global__ void __launch_bounds__(kTransposeThreads) transpose(const uint8_t* in
   }
 }
 
+constexpr int kByteTile = 128;
+
+// Bytes in whole tiles of 128 x 128: a thread turns 4 rows of 16 bytes in registers, so that shared memory sees words only.
+__global__ void __launch_bounds__(kTransposeThreads) transpose_bytes(const uint8_t* in, uint8_t* out, int64_t rows,
+                                                                     int64_t columns) {
+  // Columns of words; 33 and 4 more for every 16 columns keep all lanes in banks of their own, writing and reading.
+  __shared__ uint32_t tile[kByteTile * 33 + kByteTile / 16 * 4];
+  const auto at = [](int column, int word) { return column * 33 + column / 16 * 4 + word; };
+  const int64_t across = columns / kByteTile, down = rows / kByteTile, matrix = across * down;
+  const int64_t batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
+  const int64_t row0 = in_matrix / across * kByteTile, column0 = in_matrix % across * kByteTile;
+  in += batch * rows * columns;
+  out += batch * rows * columns;
+  const int eighth = threadIdx.x % 8, four = threadIdx.x / 8;
+  uint4 line[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    line[i] = *reinterpret_cast<const uint4*>(in + (row0 + four * 4 + i) * columns + column0 + eighth * 16);
+  }
+  const uint32_t* words[4] = {&line[0].x, &line[1].x, &line[2].x, &line[3].x};
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t a = words[0][w], b = words[1][w], c = words[2][w], d = words[3][w];
+    const uint32_t ab0 = __byte_perm(a, b, 0x5140), ab2 = __byte_perm(a, b, 0x7362);
+    const uint32_t cd0 = __byte_perm(c, d, 0x5140), cd2 = __byte_perm(c, d, 0x7362);
+    const int column = eighth * 16 + w * 4;
+    tile[at(column, four)] = __byte_perm(ab0, cd0, 0x5410);
+    tile[at(column + 1, four)] = __byte_perm(ab0, cd0, 0x7632);
+    tile[at(column + 2, four)] = __byte_perm(ab2, cd2, 0x5410);
+    tile[at(column + 3, four)] = __byte_perm(ab2, cd2, 0x7632);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = four + i * 32;
+    uint4 turned;
+    turned.x = tile[at(column, eighth * 4)];
+    turned.y = tile[at(column, eighth * 4 + 1)];
+    turned.z = tile[at(column, eighth * 4 + 2)];
+    turned.w = tile[at(column, eighth * 4 + 3)];
+    *reinterpret_cast<uint4*>(out + (column0 + column) * rows + row0 + eighth * 16) = turned;
+  }
+}
+
 }  // namespace cuda
 }  // namespace blockfp

@@ -17,7 +17,8 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
         ("fp8_e5m2", "fp8_e4m3_pow2", HOPPER, "tensor"),
         ("fp8_e5m2", "fp8_e5m2", HOPPER, "dequantize"),
         ("fp8_e4m3_1x128", "fp8_e4m3_128x128", HOPPER, "block"),
-        ("fp8_e4m3_128x128", "fp8_e5m2_1x128_fp32", HOPPER, "block"),
+        ("fp8_e4m3_128x128", "fp8_e4m3_1x128_fp32", HOPPER, "block"),
+        ("fp8_e4m3_128x128", "fp8_e5m2_1x128", HOPPER, "dequantize"),
         ("fp8_e4m3_1x128", "fp8_e4m3_1x128", HOPPER, "block"),
         ("fp8_e4m3_128x128", "fp8_e4m3_128x128", HOPPER, "dequantize"),
         ("fp8_e4m3_1x128", "fp8_e4m3", HOPPER, "dequantize"),
@@ -54,6 +55,9 @@ def test_every_recipe_multiplies_in_bfloat16_or_better(name, capability):
 
 
 def test_lengths_that_do_not_fit_are_dequantized_and_named():
+    block = products.route("fp8_e4m3_1x128", "fp8_e4m3_128x128", platform="cuda", capability=HOPPER, m=77, n=32, k=48)
+    assert block.mode == "dequantize"
+    assert "m = 77" in block.reason
     fits = products.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=HOPPER, n=32, k=48)
     assert fits.mode == "tensor"
     for n, k, named in ((33, 48, "n = 33"), (32, 40, "k = 40")):

@@ -1,0 +1,92 @@
+"""`convert`: which layers change, what they keep, and what can't be converted."""
+
+import pytest
+import torch
+from torch import nn
+
+import blockfp.torch as bfp
+
+
+class Model(nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64, device=device), nn.GELU()) for _ in range(2))
+        self.head = nn.Linear(64, 8, bias=False, device=device)
+
+
+def test_linear_layers_become_quantized_ones():
+    torch.manual_seed(0)
+    model = Model()
+    weights = {path: layer.weight.detach().clone() for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    bias = model.layers[0][0].bias
+    assert bfp.convert(model, "mxfp8", filter=lambda path, layer: path != "head") is model
+    assert type(model.head) is nn.Linear
+    for path in ("layers.0.0", "layers.1.0"):
+        layer = model.get_submodule(path)
+        assert isinstance(layer, bfp.Linear)
+        q = bfp.quantize(weights[path], "mxfp8_e4m3_32x32")
+        assert torch.equal(layer.weight.codes, q.codes)
+        assert torch.equal(layer.weight.initial, weights[path])
+    assert model.layers[0][0].bias is bias
+
+
+def test_a_function_names_each_layers_recipe():
+    model = Model()
+    bfp.convert(model, {"layers.0.0": "fp8_block", "layers.1.0": "nvfp4"}.get)
+    assert [str(model.layers[i][0].recipe) for i in range(2)] == ["fp8_block", "nvfp4"]
+    assert type(model.head) is nn.Linear
+
+
+def test_on_meta():
+    model = Model("meta")
+    bfp.convert(model, "fp8_delayed", keep_init=False)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    for layer in model.modules():
+        if isinstance(layer, bfp.Linear):
+            layer.reset_parameters()
+    assert model.head(model.layers[0](torch.ones(3, 32))).isfinite().all()
+
+
+def test_frozen_layers_stay_frozen_and_modes_stay():
+    model = Model().eval()
+    model.head.weight.requires_grad_(False)
+    bfp.convert(model, "mxfp8")
+    assert not model.head.weight.requires_grad
+    assert model.layers[0][0].weight.requires_grad
+    assert not model.head.training
+
+
+def test_shared_layers_and_weights_stay_shared():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model.append(model[0])
+    model[1].weight = model[0].weight
+    bfp.convert(model, "mxfp8")
+    assert model[2] is model[0]
+    assert model[1].weight is model[0].weight
+    assert len(list(model.parameters())) == 3
+
+
+def test_a_layer_alone_is_returned():
+    assert isinstance(bfp.convert(nn.Linear(8, 4), "mxfp8"), bfp.Linear)
+
+
+def tied():
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "error", "message"),
+    [
+        (nn.GELU(), "mxfp8", ValueError, "no torch.nn.Linear"),
+        (Model(), "mxfp9", ValueError, "mxfp9"),
+        (Model(), lambda path: None, ValueError, "leave all"),
+        (tied(), "mxfp8", ValueError, "embedding.weight is the weight of a linear layer"),
+        ("model", "mxfp8", TypeError, "got str"),
+    ],
+)
+def test_what_cannot_be_converted(model, recipe, error, message):
+    with pytest.raises(error, match=message):
+        bfp.convert(model, recipe)

@@ -1,0 +1,66 @@
+"""`observe`: figures of each operand, and not a bit of difference in what is observed."""
+
+import copy
+
+import pytest
+import torch
+from blockfp.torch_backend.observe import OPERANDS
+from torch import nn
+
+import blockfp.torch as bfp
+
+
+def values(shape, seed, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_changes(name, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = bfp.Linear(64, 32, recipe=name)
+    other = copy.deepcopy(layer)
+    x, gradient = values((40, 64), 0), values((40, 32), 1)
+    layer(x).backward(gradient)
+    with bfp.observe(other) as observation:
+        if compiled:
+            other.compile(fullgraph=True, backend="aot_eager")
+        y = other(x)
+        y.backward(gradient)
+        records = observation.step()
+    assert torch.equal(layer.weight.grad, other.weight.grad)
+    for a, b in zip(layer.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b)
+    # x wants no gradient: the rowwise gradient isn't made.
+    assert [record.operand for record in records] == [OPERANDS[0], OPERANDS[1], OPERANDS[3]]
+    assert records[0].amax == x.abs().max()
+    assert all(record.elements == 40 * (64 if "input" in record.operand else 32) for record in records)
+    lowest = {"mxfp4": 15, "nvfp4": 12}.get(name, 20)
+    assert all(record.sqnr > lowest for record in records)
+    assert other.observed is None
+
+
+def test_figures():
+    """Counted by hand: with the scale 1 of a delayed layer that never stepped."""
+    layer = bfp.Linear(4, 2, bias=False, recipe="fp8_delayed")
+    x = torch.tensor([[1000.0, 2.0**-12, 0.0, 3.0], [448.0, 460.0, 1.0, -500.0]])
+    with bfp.observe(layer) as observation:
+        layer(x)
+        layer(x)
+        (row, *_) = observation.step()
+        layer(torch.ones(1, 4))
+        (second, *_) = observation.step()
+    assert (row.step, row.module, row.amax, row.elements, row.saturated, row.flushed) == (0, "", 1000.0, 16, 4, 2)
+    error = (x - x.clamp(-448, 448)).square().sum() + 2.0**-24
+    torch.testing.assert_close(row.sqnr, (10 * torch.log10(x.square().sum() / error)).item(), rtol=1e-5, atol=0)
+    assert (second.step, second.saturated, second.sqnr) == (1, 0, float("inf"))
+    assert len(observation.records) == len(observation.rows()) == 4
+
+
+def test_what_cannot_be_observed():
+    with pytest.raises(ValueError, match="convert"), bfp.observe(nn.Linear(4, 2)):
+        pass
+    layer = bfp.Linear(4, 2, recipe="mxfp8")
+    with bfp.observe(layer), pytest.raises(ValueError, match="already"), bfp.observe(layer):
+        pass
