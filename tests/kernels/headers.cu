@@ -1,4 +1,5 @@
 // Every function of the shared headers, instantiated in device code: compiled, not run (test_headers.py).
+#include "blockfp/adamw.h"
 #include "blockfp/dtypes.h"
 #include "blockfp/elements.h"
 #include "blockfp/hadamard.h"
@@ -39,4 +40,13 @@ __global__ void everything(const uint16_t* half, const uint32_t* whole, int32_t*
   hadamard16<float>(x);
   for (int i = 0; i < kHadamardGroup; ++i) group[i] = x[i];
   unpack_group<6>(pack_group<4>(bytes), bytes + 4);
+}
+
+__global__ void optimizer_step(StepEntry e, int32_t random, int32_t* codes, uint16_t* halves) {
+  const Words<uint32_t> key = rounding_key(e.key0, e.key1, e.step, e.parameter, kRoundFirst);
+  float first = 0.0f, second = 0.0f;
+  adamw_step<float>(*e.weight, first, second, 1.0f, e.coefficients);
+  codes[0] = encode_moment<false, float>(first, 1.0f, random ^ static_cast<int32_t>(key.w0));
+  codes[1] = encode_moment<true, float>(square_root(second), 1.0f, random);
+  halves[e.random_index(0, 0, 0) & 1] = static_cast<uint16_t>(narrow_stochastic<float>(first, random));
 }
