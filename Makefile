@@ -1,5 +1,6 @@
-# make demo   the weights of a trained network through every format and every library, compared bit by bit
+# make demo   trained weights through every format and library, compared bit by bit; then training in low precision, with plots
 # make test   lint, types, the wheel, all tests against the installed wheel
+# make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
 #
 # Both set up what they need in .venv (python3 >= 3.11, PyPI, a C++ compiler for the kernels) and do again only what changed.
 # Everything runs from $(OUTSIDE), so that imports find the installed wheel and never this folder.
@@ -8,7 +9,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help demo test lint clean
+.PHONY: help demo test cuda lint clean
 
 ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
@@ -28,6 +29,7 @@ demo: .venv/package .venv/model
 	weights=$$($(BIN)/python -c "from importlib.metadata import files; \
 	  print(next(f.locate() for f in files('$(MODEL)') if f.name == 'model.safetensors'))")
 	$(BIN)/blockfp check "$$weights" --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
+	$(BIN)/python $(ROOT)/examples/train_fsdp2.py --out $(ROOT)/.demo/train_fsdp2.json
 
 test: .venv/dev lint
 	@cd $(OUTSIDE)
@@ -36,6 +38,19 @@ test: .venv/dev lint
 	$(BIN)/python -P -c "import numpy; numpy.save('small.npy', numpy.linspace(-3, 3, 4096, dtype='f4').reshape(32, 128))"
 	$(BIN)/blockfp info
 	$(BIN)/blockfp check small.npy --format mxfp8_e4m3 --format nvfp4 --report small.json --plot small.png
+
+cuda:
+	@if ! command -v nvcc > /dev/null && ! test -x /usr/local/cuda/bin/nvcc; then
+	  echo "make cuda: skipped, because nvcc (the CUDA toolkit) is not here"
+	else
+	  $(MAKE) --no-print-directory .venv/cuda
+	fi
+
+# Everything, optimized, for both architectures: most of the two minutes on two cores is reading the templates, which no flag shortens.
+.venv/cuda: .venv/package $(shell find kernels/cuda kernels/include -type f)
+	@cd $(OUTSIDE)
+	$(BIN)/python -P -m blockfp.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
+	touch $@
 
 lint: .venv/dev
 	@$(BIN)/ruff check .
