@@ -98,7 +98,7 @@ def save_checkpoint(
         FileExistsError: there is a checkpoint of this step.
         ValueError: step or keep is out of range.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver as dcp
 
     from .checkpoint_files import WholeOrNothing
 
@@ -151,7 +151,7 @@ def load_checkpoint(
         BadCheckpoint: there is no checkpoint, a file is missing, truncated or altered, or something the model has is not there
             or has another shape or format. Nothing was changed then.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     from .checkpoint_files import PlainPlanner, PlainReader, read_index
@@ -312,7 +312,7 @@ def _on_coordinator(action: Callable[[], None], group: dist.ProcessGroup | None)
         raise error
 
 
-_made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = []
+_made: list[tuple[Any, Any]] = []
 
 
 def _own_group() -> dist.ProcessGroup | None:
