@@ -12,7 +12,7 @@ from blockfp.formats import FORMATS
 
 def main():
     for dtype in (torch.bfloat16, torch.float32):
-        for shape in ((160, 256), (37, 75)):
+        for shape in ((160, 256), (37, 75), (128, 512)):
             x = torch.randn(shape, device="cuda").to(dtype)
             for format in FORMATS:
                 if format.name.endswith(("_floor", "_fp32", "_pow2")):

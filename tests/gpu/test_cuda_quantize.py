@@ -71,7 +71,7 @@ def test_stochastic_rounding(format):
 
 @BY_NAME
 def test_shapes(format):
-    for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (2, 128, 256), (3, 160, 96), (129, 264)):
+    for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (2, 128, 256), (3, 160, 96), (129, 264), (2, 512, 128)):
         check(sample("bf16_valued", shape, "bfloat16"), format)
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 0)):
         check(np.zeros(shape, np.float32), format)
