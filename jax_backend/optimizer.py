@@ -121,8 +121,9 @@ def adamw(
     formulas.check_settings(0.0 if callable(lr) else lr, betas, eps, weight_decay, "float32")
 
     def init(weights):
-        zeros = jax.tree.map(jnp.zeros_like, weights)
-        return AdamState(jnp.zeros((), jnp.int32), zeros, zeros)
+        # Zeros of their own for each: a step may be given both to overwrite (donate_argnums).
+        first, second = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
+        return AdamState(jnp.zeros((), jnp.int32), first, second)
 
     def step(gradients, inner: AdamState, weights):
         rate = jnp.asarray(lr(inner.step) if callable(lr) else lr, jnp.float32)
