@@ -74,6 +74,22 @@ def test_quantized(format, tmp_path):
         np.testing.assert_array_equal(bits(values[f"{i}.bias"]), bits(layer.bias.detach().numpy()))
 
 
+def test_jax_opens_it(tmp_path):
+    jax = pytest.importorskip("jax", reason="pip install 'blockfp[jax]'")
+    import blockfp.jax
+
+    threaded.run(4, save, tmp_path / "run", "nvfp4_16x16")
+    assert run("export", tmp_path / "run", tmp_path / "model.safetensors", "--file-bytes", "6000").exit_code == 0
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    model, _ = unsharded("nvfp4_16x16")
+    there = blockfp.jax.load(tmp_path / "model.safetensors")
+    for i, layer in enumerate(model):
+        q, weight = there[f"{i}.weight"], layer.weight.detach()
+        assert isinstance(q.codes, jax.Array)
+        for part in ("codes", "scales", "tensor_scale"):
+            np.testing.assert_array_equal(np.asarray(getattr(q, part)), getattr(weight, part).numpy())
+
+
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 def test_high_precision_comes_from_the_masters(dtype, tmp_path):
     threaded.run(2, save, tmp_path / "run", "mxfp8_e4m3_32x32", "fsdp2", torch.bfloat16)

@@ -172,12 +172,40 @@ def _with_gloo(rank, folder, results):
     os._exit(0)
 
 
-def test_behind_the_trainings_back_with_gloo(tmp_path):
-    results = mp.get_context("fork").Array("i", 2)
-    ranks = [mp.get_context("fork").Process(target=_with_gloo, args=(rank, tmp_path, results)) for rank in range(2)]
+def _each_kind_with_gloo(rank, folder, results):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
+    torch.set_num_threads(1)
+    whole = {}
+    for steps in (3, 5):
+        whole[steps] = model_of("nvfp4_16x16", SHAPES)
+        optimizer = AdamW(whole[steps].parameters(), lr=0.1)
+        train(whole[steps], optimizer, 0, steps)
+        whole[steps] = whole[steps], optimizer
+    for source, target in (("strided", "fsdp4"), ("fsdp4", "hsdp"), ("hsdp", "strided")):
+        model = shard(model_of("nvfp4_16x16", SHAPES), source)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, 0, 3)
+        save_checkpoint(folder / source, model, optimizer, step=3)
+        other = shard(model_of("nvfp4_16x16", SHAPES, seed=50), target)
+        other_optimizer = AdamW(other.parameters(), lr=0.5)
+        load_checkpoint(folder / source, other, other_optimizer)
+        assert_is_part_of(other, other_optimizer, *whole[3])
+        train(other, other_optimizer, 3, 5)
+        assert_is_part_of(other, other_optimizer, *whole[5])
+    results[rank] = 1
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("function", "world"), [(_with_gloo, 2), (_each_kind_with_gloo, 4)])
+def test_processes_with_gloo(function, world, tmp_path):
+    """Written behind the training's back, and each kind of mesh to another."""
+    fork = mp.get_context("fork")
+    results = fork.Array("i", world)
+    ranks = [fork.Process(target=function, args=(rank, tmp_path, results)) for rank in range(world)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(60)
         rank.kill()
-    assert list(results) == [1, 1]
+    assert list(results) == [1] * world

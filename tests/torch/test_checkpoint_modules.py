@@ -134,6 +134,53 @@ def test_experts(recipe, tmp_path):
     threaded.run(3, _experts, tmp_path, recipe)
 
 
+def transformer(seed, recipe):
+    return seeded(seed, lambda: bfp.TransformerLayer(64, 96, 4, recipe=recipe))
+
+
+def _tensor_parallel(rank, folder, recipe, sequence_parallel):
+    layer = transformer(0, recipe)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    bfp.parallelize(layer, mesh["tp"], sequence_parallel=sequence_parallel)
+    fully_shard(layer, mesh=mesh["fsdp"])
+    optimizer = bfp.AdamW(layer.parameters(), lr=0.01)
+    for step in range(2):
+        x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(10 * step + mesh["fsdp"].get_local_rank()))
+        if sequence_parallel:
+            x = x.chunk(2, dim=1)[mesh["tp"].get_local_rank()]
+        layer(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bfp.save_checkpoint(folder, layer, optimizer, step=2)
+    return everything(layer, optimizer)
+
+
+def _back_to_tensor_parallel(rank, folder, recipe, expected):
+    layer = transformer(1, recipe)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    bfp.parallelize(layer, mesh["tp"])
+    fully_shard(layer, mesh=mesh["fsdp"])
+    optimizer = bfp.AdamW(layer.parameters(), lr=0.01)
+    bfp.load_checkpoint(folder, layer, optimizer)
+    assert_equal(everything(layer, optimizer), expected[rank])
+
+
+def _through_fsdp(rank, folder, recipe):
+    layer = transformer(2, recipe)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",)))
+    optimizer = bfp.AdamW(layer.parameters(), lr=0.01)
+    bfp.load_checkpoint(folder, layer, optimizer)
+    bfp.save_checkpoint(folder / "again", layer, optimizer, step=2)
+
+
+@pytest.mark.parametrize(("recipe", "sequence_parallel"), [("mxfp8", True), ("nvfp4", False), ("fp8_current", True)])
+def test_tensor_parallelism_to_fsdp_and_back(recipe, sequence_parallel, tmp_path):
+    """FSDP over TP, columns and rows cut, to three ranks of FSDP that cut blocks apart, and from there back."""
+    expected = threaded.run(4, _tensor_parallel, tmp_path, recipe, sequence_parallel)
+    threaded.run(3, _through_fsdp, tmp_path, recipe)
+    threaded.run(4, _back_to_tensor_parallel, tmp_path / "again", recipe, expected)
+
+
 def test_what_compile_puts_around_a_model_stays_out_of_the_names(tmp_path):
     model = model_of("fp8_delayed", 0)
     wrapped = torch.compile(model, backend="eager")
