@@ -122,6 +122,10 @@ cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, 
 // AdamW steps of parameters; `entries` is read before this returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
+// Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
+cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
+                             cudaStream_t stream);
+
 // One definition for each element: each is compiled on its own, from the same file.
 template <class E>
 cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);

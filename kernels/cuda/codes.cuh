@@ -118,8 +118,8 @@ __device__ __forceinline__ uint32_t halves_toward_zero(float low, float high) {
 
 // The same with random bytes (eight, little-endian) for E2M1, of numbers that have been divided by 2^14.
 //
-// fp16 numbers below 2^-14 are evenly spaced, as E2M1's are below 1: y / 2^14 in fp16, toward zero, is E2M1's code with the nine bits of the
-// fraction that decide below it. Element i shares a word with element i + 4, in 16-bit fields that hold code, fraction and three zeros.
+// fp16 numbers below 2^-14 are evenly spaced, as E2M1's are below 1: y / 2^14 in fp16, toward zero, is E2M1's code with the nine bits of
+// the fraction that decide below it. Element i shares a word with element i + 4, in 16-bit fields that hold code, fraction and three zeros.
 // Products rather than shifts, because integer products have a pipeline that is free here.
 __device__ __forceinline__ uint32_t encode_eight_stochastic(const float (&y)[8], uint2 random) {
   const uint32_t bytes[2] = {__byte_perm(random.x, random.y, 0x5410), __byte_perm(random.x, random.y, 0x7632)};

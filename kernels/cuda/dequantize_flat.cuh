@@ -1,7 +1,8 @@
 // Dequantizing whole blocks of contiguous codes: no group asks where it lies. A group is what one 16-byte store holds, so that the
 // stores of a warp lie side by side.
 //
-// Flat: blocks along the rows, or one scale: the matrix is one long row. Square: a thread's rows lie in one block, whose scale it reads once.
+// Flat: blocks along the rows, or one scale: the matrix is one long row. Square: a thread's rows lie in one block, whose scale it reads
+// once.
 #pragma once
 
 #include "dequantize.cuh"

@@ -19,6 +19,8 @@
 //       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
+//   fold_keys(key, step?, rank, groups, out)
+//       key: int32 or int64 [2]; step: int64, one element; out: int32 [max(groups, 1), 2, 2]. Negative rank or groups: not folded in.
 //   adamw(table, x)
 //       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
 //       its device and the caller's stream.
@@ -327,6 +329,16 @@ void adamw(TensorView table, TensorView x) {
   device.done(launch_adamw(entries, table.size(0), device.stream));
 }
 
+void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, TensorView out) {
+  const OnDevice device(key);
+  const int bits = key.dtype().bits;
+  check(key.IsContiguous() && key.numel() == 2 && (bits == 32 || bits == 64), "key must be two int32 or int64 words");
+  check_array(step, 1, 64, "step must be one int64");
+  check_array(out, (groups < 0 ? 1 : groups) * 4, 32, "out must hold two words for each group and direction");
+  device.done(launch_fold_keys(data_of<const void>(key), bits == 64, data_of<const int64_t>(step), rank, groups,
+                               data_of<void>(out), device.stream));
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
@@ -335,6 +347,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(interleave, interleave);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fold_keys, fold_keys);
 
 }  // namespace
 }  // namespace cuda

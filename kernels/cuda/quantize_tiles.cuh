@@ -198,12 +198,13 @@ struct TileKernel {
     }
     if constexpr (kWithinWarp && !Square) {
       const int64_t row = tile.row + a.window.row_phase, column = tile.column + a.window.column_phase;
+      const auto grid = [](int phase, int64_t elements) { return (phase + elements + Block - 1) / Block; };
       if (a.row.codes != nullptr) {
-        copy_scales<Stored::kAcross>(shared.scales.rows, Stored::row_slot, static_cast<uint8_t*>(a.row.scales), tile.row, a.x.rows, column / Block,
-                    (a.window.column_phase + a.x.columns + Block - 1) / Block);
+        copy_scales<Stored::kAcross>(shared.scales.rows, Stored::row_slot, static_cast<uint8_t*>(a.row.scales), tile.row, a.x.rows,
+                                     column / Block, grid(a.window.column_phase, a.x.columns));
       }
-      copy_scales<Stored::kDown>(shared.scales.columns, Stored::column_slot, static_cast<uint8_t*>(a.column.scales), tile.column, a.x.columns, row / Block,
-                  (a.window.row_phase + a.x.rows + Block - 1) / Block);
+      copy_scales<Stored::kDown>(shared.scales.columns, Stored::column_slot, static_cast<uint8_t*>(a.column.scales), tile.column,
+                                 a.x.columns, row / Block, grid(a.window.row_phase, a.x.rows));
     }
   }
 

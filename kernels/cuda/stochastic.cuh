@@ -1,7 +1,7 @@
 // E2M1 with random bytes, sixteen elements at a time.
 //
-// In a function of its own, not inlined: for every sixteen of a tile it would outgrow the instruction cache. Two counters at once, because the
-// rounds of one wait for each other.
+// In a function of its own, not inlined: for every sixteen of a tile it would outgrow the instruction cache. Two counters at once,
+// because the rounds of one wait for each other.
 #pragma once
 
 #include "block_scale.cuh"
@@ -19,8 +19,8 @@ struct TwoGroups {
 };
 
 template <class T, bool Careful>
-__device__ __forceinline__ uint2 stochastic_groups(const Eight<T> (&x)[2], float multiplier0, float multiplier1, uint32_t key0, uint32_t key1,
-                                                   uint64_t counter0, uint64_t counter1) {
+__device__ __forceinline__ uint2 stochastic_groups(const Eight<T> (&x)[2], float multiplier0, float multiplier1, uint32_t key0,
+                                                   uint32_t key1, uint64_t counter0, uint64_t counter1) {
   uint32_t codes[2];
 #pragma unroll
   for (int g = 0; g < 2; ++g) {
