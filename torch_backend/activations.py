@@ -66,6 +66,7 @@ class Part(NamedTuple):
         own, chunk: entries of a run that this rank has, and that every rank sends.
         take: (source, start, stop) of what is taken of the chunks of all ranks, in order; empty where that is their head.
         size: entries of the result.
+        floats: whether the entries are float32 that travel as bytes: gloo takes one dtype in a collective.
     """
 
     axis: int
@@ -74,6 +75,7 @@ class Part(NamedTuple):
     chunk: int
     take: tuple[tuple[int, int, int], ...]
     size: int
+    floats: bool = False
 
 
 class Straddling(NamedTuple):
@@ -235,8 +237,9 @@ def _code_parts(gather: Gather | None, place: Place) -> tuple[Part, ...]:
     assert not gather.unpacks, "whole blocks are whole bytes"
     codes = _part(gather.stored(place.rank), gather.dim, place)
     # One scale of the tensor is the same in all runs of a rank.
-    one = Part(gather.dim, 1, 1, 1, ((gather.first(place.rank) % place.ranks, 0, 1),), 1)
+    one = Part(gather.dim, 1, 1, 1, ((gather.first(place.rank) % place.ranks, 0, 1),), 1, True)
     scales = one if gather.format.per_tensor else _part(gather.scales(place.rank), gather.dim, place)
+    scales = scales._replace(floats=gather.format.scale.dtype == "float32")
     return (codes, scales, one._replace(axis=0)) if gather.format.scale.two_level else (codes, scales)
 
 
@@ -350,7 +353,8 @@ def _put(field: Tensor, straddling: Straddling, entries: Tensor) -> Tensor:
 
 def padded(way: Way, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Codes, scales and tensor scale (or the values) as they are sent: of the same length on every rank."""
-    return [_padded(part, tensor) for part, tensor in zip(way.parts, tensors, strict=True)]
+    sent = [_padded(part, tensor) for part, tensor in zip(way.parts, tensors, strict=True)]
+    return [tensor.view(torch.uint8) if part.floats else tensor for part, tensor in zip(way.parts, sent, strict=True)]
 
 
 def _padded(part: Part, tensor: Tensor) -> Tensor:
@@ -383,6 +387,7 @@ def gather(way: Way, place: Place, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _joined(part: Part, ranks: int, tensor: Tensor) -> Tensor:
     axis, total = part.axis, ranks * part.runs * part.chunk
+    tensor = tensor.view(torch.float32) if part.floats else tensor
     if tensor.ndim == 1:
         ((source, _, _),) = part.take
         return tensor[source]
