@@ -4,15 +4,18 @@ Outputs and gradients are sums of the same terms in another order, in fp32 here.
 n * 2^-24 of the sum of their magnitudes, in whatever order; so two of them differ by at most `2 * n * 2^-24` of it.
 """
 
+import copy
 import threading
 
 import torch
-from blockfp.torch_backend import linear_function, parallel_function, part_ops
+from blockfp.torch_backend import linear_function, parallel_function
 from blockfp.torch_backend.linear import LinearState, apply
 from blockfp.torch_backend.parallelize import part_of
 from blockfp.torch_backend.products import product
 from blockfp.torch_backend.tensor import QuantizedTensor
 from samples import sample
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -24,7 +27,7 @@ STYLES = [("column", False), ("column", True), ("row", False), ("row", True)]
 STYLE_NAMES = ["column", "column+sequence", "row", "row+sequence"]
 KEY = (3, 5)
 # tokens, in, out: parts are whole blocks of every format, or end inside one.
-SHAPES = {"aligned": (256, 256, 512), "unaligned": (80, 88, 120)}
+SHAPES = {"aligned": (256, 512, 768), "unaligned": (80, 88, 120)}
 SQUARE = {
     "square_mx": recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32"), gradient=Cast("mxfp8_e5m2_32x32")),
     "square_nvfp4": recipes.mxfp8().replace(input=Cast("nvfp4_16x16"), gradient=Cast("mxfp8_e4m3")),
@@ -45,16 +48,16 @@ def record_products(monkeypatch):
         if isinstance(b[0], QuantizedTensor):
             # FSDP frees the memory of a gathered weight.
             right = ([b[0].detach().clone()], b_format, b[0].origin, b[0].shape[1])
-        elif columnwise and b_format is not None:
-            codes, scales, *rest = b
-            turned = part_ops.turned(codes, scales, b_format, n)
-            right = ([*turned, *rest], b_format, (0, 0), k)
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
     for module in (linear_function, parallel_function):
         monkeypatch.setattr(module, "product", recorded)
     return seen
+
+
+MESHES = {"tp": (2,), "fsdp x tp": (2, 2), "hsdp x tp": (2, 2, 2)}
+NAMES = ("replicate", "shard", "tp")
 
 
 def tensors(shape, batch=0, dtype=torch.float32):
@@ -105,6 +108,52 @@ def axes(style):
     return [(1, 1), (None, 1), (None, 0)]
 
 
+def mesh_of(kind):
+    shape = MESHES[kind]
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+
+
+def shard(module, mesh):
+    """Over the axes that are not tensor parallelism's."""
+    if mesh.ndim > 1:
+        fully_shard(module, mesh=mesh[mesh.mesh_dim_names[:-1]] if mesh.ndim > 2 else mesh["shard"])
+    return module
+
+
+def batch_of(mesh):
+    """This rank's number on the data-parallel axes."""
+    return mesh.get_rank() // mesh["tp"].size()
+
+
+def linear(shape, recipe, weights="quantized"):
+    """A layer with the weight and the state of `parallel_operands`."""
+    _, w, b, _ = tensors(shape)
+    layer = bfp.Linear(w.shape[1], w.shape[0], recipe=recipe, weights=weights)
+    layer.load_state_dict({"weight": w, "bias": b}, strict=False)
+    for operand in ("input", "gradient"):
+        if layer.checked.delayed is not None:
+            getattr(layer, f"{operand}_scale").fill_(3)
+    if layer.rng_key is not None:
+        layer.rng_key.copy_(torch.tensor(KEY))
+        layer.step.fill_(7)
+    return layer
+
+
+def trained_layer(rank, layer, kind, style, sequence, shape):
+    """Results of one rank, the thread that it ran on, and its number among the ranks and the batches."""
+    mesh = mesh_of(kind)
+    layer = copy.deepcopy(layer)
+    bfp.parallelize(layer, mesh["tp"], style, sequence_parallel=sequence)
+    shard(layer, mesh)
+    tp, batch = mesh["tp"].get_local_rank(), batch_of(mesh)
+    x, _, _, g = tensors(shape, batch)
+    tokens = 0 if sequence else None
+    x = part(x, tokens if style == "column" else 1, tp).requires_grad_()
+    y = layer(x)
+    y.backward(part(g, 1 if style == "column" else tokens, tp))
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad, threading.get_ident(), tp, batch
+
+
 def assert_same_operand(got, whole, axis, rank):
     """Codes, scales and tensor scale, or the values, are this rank's part of the whole operand's."""
     parts, format, origin, columns = got
@@ -115,6 +164,9 @@ def assert_same_operand(got, whole, axis, rank):
     lies = Sharding(tuple(expected.shape), Mesh((RANKS,), ("tp",)), (Replicate() if axis is None else Shard(axis),))
     expected = part_of(expected, lies, rank)
     q = as_quantized(parts, format, origin, columns)
+    if q.shape != expected.shape:
+        # Stored the other way round, which a product takes of square blocks.
+        q = q.mT
     assert (q.format, q.shape, q.origin) == (expected.format, expected.shape, expected.origin)
     for name in ("codes", "scales", "tensor_scale"):
         if getattr(q, name) is not None:
