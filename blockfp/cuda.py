@@ -68,6 +68,7 @@ class _Library:
         self.dequantize = module.dequantize
         self.transpose = module.transpose
         self.interleave = module.interleave
+        self.fold_keys = module.fold_keys
         self.adamw = module.adamw
 
 
@@ -358,6 +359,23 @@ def transpose_words(x: Array) -> Array:
     """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
     out = x.new_empty((x.shape[1], x.shape[0]))
     library().transpose(x.contiguous(), out, 32, *x.shape)
+    return out
+
+
+def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Array:
+    """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
+
+    Args:
+        key: int32 or int64 [2] on a CUDA device.
+        step: int64 of one element beside it, or None.
+        rank: negative where none is folded in.
+        groups: how many; negative for a layer without groups.
+
+    Returns:
+        int32 [groups or 1, 2, 2].
+    """
+    out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=_torch().int32)
+    library().fold_keys(key.contiguous(), step, rank, groups, out)
     return out
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from blockfp import cuda
 from blockfp.rounding import Key, fold_in, key_words
 
 from .sharding import local_of
@@ -68,6 +69,13 @@ def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[in
         groups: how many groups (experts) the layer has; None for a layer without.
     """
     return _op(key, step, list(folds), -1 if groups is None else groups)
+
+
+@torch.library.impl(_library, "gradient_keys", "CUDA")
+def _gradient_keys_on_gpu(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
+    if cuda.available() and len(folds) < 2:
+        return cuda.gradient_keys(key, step, folds[0] if folds else -1, groups)
+    return _gradient_keys(key, step, folds, groups)
 
 
 @torch.library.impl(_library, "gradient_keys", "CompositeExplicitAutograd")

@@ -138,10 +138,11 @@ def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
     if chosen.scale_product:
         wide = working is not torch.float32
         out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-        for x in (a, b):
-            if x.format is not None and has_tensor_scale(x.format):
-                out = out * x.factor
-        return (out if bias is None else out + bias).to(dtype)
+        factors = [x.factor for x in (a, b) if x.format is not None and has_tensor_scale(x.format)]
+        factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
+        if bias is None:
+            return torch.mul(out, factor, out=torch.empty_like(out, dtype=dtype))
+        return torch.addcmul(bias.float(), out, factor).to(dtype)
     if working is dtype or not left.is_cuda or working is torch.float32:
         out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
         return out.to(dtype)

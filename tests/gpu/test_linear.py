@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import torch.nn.functional as F
     from blockfp.torch_backend import products
+    from blockfp.torch_backend.keys import gradient_keys
     from blockfp.torch_backend.linear import LinearState
     from linear_reference import assert_close, expected
 
@@ -126,6 +127,13 @@ def test_compiled_layers_have_eager_bits(name):
         torch.testing.assert_close(pair[0][3], pair[1][3])
         for i, (a, b) in enumerate(zip(*pair, strict=True)):
             assert i == 3 or torch.equal(a, b)
+
+
+def test_keys_are_those_of_a_cpu():
+    for key in (torch.tensor([11, 2**32 - 5]), torch.tensor([3, -4], dtype=torch.int32)):
+        for options in ({}, {"step": torch.tensor(2**40 + 7), "folds": (5,)}, {"groups": 3, "folds": (0,)}, {"groups": 0}):
+            there = {name: value.cuda() if name == "step" else value for name, value in options.items()}
+            assert torch.equal(gradient_keys(key.cuda(), **there).cpu(), gradient_keys(key, **options))
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
