@@ -9,12 +9,13 @@ all-gathers. Every contender starts from the same weights and gets the same inpu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +23,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockfp.torch as bfp
 
@@ -58,17 +58,23 @@ class AttentionBlock(nn.Module):
         return self.mlp(x + self.out(attended.transpose(-2, -3).flatten(-2)))
 
 
-class ReceivedBytes(TorchDispatchMode):
-    """Counts the bytes of this rank's all-gathers."""
+@contextlib.contextmanager
+def received_bytes() -> Iterator[list[int]]:
+    """Gathers the sizes of what this rank receives in FSDP2's all-gathers; a dispatch mode would keep graphs from running."""
+    sizes: list[int] = []
+    # What FSDP2 calls: from torch 2.13 on, and before.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
 
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    def counting(output, *args, **kwargs):
+        sizes.append(output.nbytes)
+        return gather(output, *args, **kwargs)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.count += args[0].nbytes
-        return func(*args, **(kwargs or {}))
+    setattr(dist, name, counting)
+    try:
+        yield sizes
+    finally:
+        setattr(dist, name, gather)
 
 
 def convert_torchao(blocks: nn.ModuleList, fp8_gather: bool) -> None:
@@ -133,7 +139,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
 
     for _ in range(3):
         step()
-    with ReceivedBytes() as received:
+    with received_bytes() as received:
         step()
     cuda = device.type == "cuda"
     if cuda:
@@ -146,7 +152,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         "contender": name,
         "ms": round(float(found[0]), 2),
         "peak_gib": round(float(found[1]), 2),
-        "gathered_mb": round(received.count / 1e6, 1),
+        "gathered_mb": round(sum(received) / 1e6, 1),
         "parameters": parameters,
     }
 
