@@ -46,7 +46,7 @@ cuda:
 	  $(MAKE) --no-print-directory .venv/cuda
 	fi
 
-# Everything, optimized, for both architectures: most of the two minutes on two cores is reading the templates, which no flag shortens.
+# Everything, optimized, for both architectures: three minutes of one core, half of them in reading the templates, which no flag shortens.
 .venv/cuda: .venv/package $(shell find kernels/cuda kernels/include -type f)
 	@cd $(OUTSIDE)
 	$(BIN)/python -P -m blockfp.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a

@@ -285,15 +285,15 @@ def quantize_scaled(
     """
     _check(x)
     format, torch, run = Format.parse(format), _torch(), library()
-    if not format.per_tensor or (amax is None) == (multiplier is None):
+    given = multiplier if amax is None else amax
+    if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
         raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
     eps_bits, largest = _limits(x, format, eps, None)
     codes, scales = _outputs(x, x.shape, format, (0, 0)) if rows else (None, None)
     codes_t, scales_t = _outputs(x, (x.shape[1], x.shape[0]), format, (0, 0)) if columns else (None, None)
     recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
-    given = amax.reshape(1) if multiplier is None else multiplier.reshape(1)
     run.quantize(
-        x, given, recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format), False, eps_bits, largest,
+        x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format), False, eps_bits, largest,
         False, 0, 0, 0, 0,
     )  # fmt: skip
     return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
