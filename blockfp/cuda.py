@@ -293,8 +293,8 @@ def quantize_scaled(
     codes_t, scales_t = _outputs(x, (x.shape[1], x.shape[0]), format, (0, 0)) if columns else (None, None)
     recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
     run.quantize(
-        x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format), False, eps_bits, largest,
-        False, 0, 0, 0, 0,
+        x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format),
+        False, eps_bits, largest, False, 0, 0, 0, 0,
     )  # fmt: skip
     return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
 
