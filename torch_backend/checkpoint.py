@@ -85,7 +85,7 @@ def save_checkpoint(
         model: any module; quantized weights are saved as codes and scales (`state_dict`).
         optimizer: whose state is saved too: masters and moments in fp32.
         step: number of the checkpoint.
-        extra: tensors, numbers, strings, and tuples of them, alike on every rank.
+        extra: tensors, and numbers, strings, None and tuples of them, by name, alike on every rank.
         keep: how many of the latest checkpoints to leave in the folder, this one among them; None leaves all.
         wait: False returns when everything is copied to the CPU, and writes behind the training's back.
         process_group: the ranks that save; by default all. For wait=False it must have a CPU backend, and nothing else may use
@@ -97,6 +97,7 @@ def save_checkpoint(
     Raises:
         FileExistsError: there is a checkpoint of this step.
         ValueError: step or keep is out of range.
+        TypeError: extra has something else.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
 
@@ -108,7 +109,8 @@ def save_checkpoint(
     while _behind:
         # Two at a time would mix up their exchanges.
         _behind.pop().wait()
-    _on_coordinator(lambda: manifest.begin(checkpoint), process_group)
+    _check_extra(extra or {})
+    _on_all(lambda: manifest.begin(checkpoint), process_group)
     state = _state(model, optimizer)
     make_whole(state)
     state[EXTRA] = {"step": step, **{f"own.{name}": value for name, value in (extra or {}).items()}}
@@ -156,7 +158,7 @@ def load_checkpoint(
 
     from .checkpoint_files import PlainPlanner, PlainReader, read_index
 
-    checkpoint = manifest.find(Path(folder).absolute(), step)
+    checkpoint = _on_all(lambda: manifest.find(Path(folder).absolute(), step), process_group)
     _check_files(checkpoint, process_group)
     index = read_index(checkpoint)
     state = _state(model, optimizer)
@@ -229,6 +231,13 @@ def _names(index: Metadata, part: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
 
 
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    for name, value in extra.items():
+        for part in value if isinstance(value, tuple) else (value,):
+            if not isinstance(part, bool | int | float | str | None) and not (part is value and isinstance(value, Tensor)):
+                raise TypeError(f"extra[{name!r}] must be a tensor, or numbers and strings, got {type(part).__name__}")
+
+
 def _empty_extra(index: Metadata) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -299,17 +308,18 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _on_coordinator(action: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Has the group's first rank do something; what it raises there is raised on all."""
-    error: Exception | None = None
+def _on_all(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Has the group's first rank do something: every rank gets what it returns, or raises what it raises."""
+    outcome: Any = None
     if not _distributed() or dist.get_rank(group) == 0:
         try:
-            action()
-        except Exception as caught:
-            error = caught
-    (error, *_) = _gather(error, group)
-    if error is not None:
-        raise error
+            outcome = action()
+        except Exception as error:
+            outcome = error
+    (outcome, *_) = _gather(outcome, group)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 _made: list[tuple[Any, Any]] = []

@@ -84,6 +84,8 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
     model = model_of(FORMAT, SHAPES)
     with pytest.raises(FileExistsError, match="is never overwritten"):
         save_checkpoint(saved, model, step=2)
+    with pytest.raises(TypeError, match=r"extra\['cursor'\] must be a tensor, or numbers and strings, got dict"):
+        save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
     with pytest.raises(ValueError, match="keep 1 or more"):
         save_checkpoint(saved, model, step=3, keep=0)
     with pytest.raises(ValueError, match="step must be 0 or more"):
