@@ -330,7 +330,7 @@ def export_command(
     to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(LAYOUTS)}.")] = "quantized",
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's nominal one."),
+        typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's own."),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
     file_bytes: Annotated[

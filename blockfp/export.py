@@ -56,7 +56,7 @@ class Weight:
     def values(self, dtype: np.dtype) -> np.ndarray:
         """The master rounded to `dtype`, or where there is none the values of the codes."""
         if self.master is not None:
-            return self.master.read().astype(dtype)
+            return _rounded(self.master, dtype)
         codes, scales, *rest = (part.read() for part in self.parts)
         q = QuantizedArray(codes, scales, rest[0] if rest else None, self.format, self.shape[-1], self.dtype)
         return q.dequantize(dtype)
@@ -64,11 +64,19 @@ class Weight:
 
 @dataclass(frozen=True)
 class Contents:
-    """The model in a checkpoint: quantized weights, and everything else that inference needs, by name without the prefix."""
+    """The model in a checkpoint, by name without the prefix.
+
+    Attributes:
+        path: of the checkpoint.
+        weights: the quantized weights.
+        others: everything else that inference needs.
+        masters: the optimizer's fp32 weights of those among the others that have one.
+    """
 
     path: Path
     weights: dict[str, Weight]
     others: dict[str, Tensor]
+    masters: dict[str, Tensor]
 
 
 def contents(checkpoint: Model, prefix: str) -> Contents:
@@ -91,10 +99,15 @@ def contents(checkpoint: Model, prefix: str) -> Contents:
     for name, marker in own.items():
         weight, separator, format = name.rpartition(FORMAT)
         if separator and marker.shape[:1] == (0,):
-            weights[weight] = _weight(checkpoint, own, weight, format, marker, there.get(f"optimizer.state.{weight}.master"))
+            weights[weight] = _weight(checkpoint, own, weight, format, marker, there.get(_master(weight)))
             taken |= {name, *(part.name.removeprefix(prefix) for part in weights[weight].parts)}
     others = {name: tensor for name, tensor in own.items() if name not in taken and not _only_training(name, own)}
-    return Contents(checkpoint.path, weights, others)
+    masters = {name: there[_master(name)] for name in others if _master(name) in there}
+    return Contents(checkpoint.path, weights, others, masters)
+
+
+def _master(name: str) -> str:
+    return f"optimizer.state.{name}.master"
 
 
 def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, marker: Tensor, master: Tensor | None) -> Weight:
@@ -139,17 +152,25 @@ def export_values(model: Contents, path: Path, dtype: str | None, file_bytes: in
     """Writes every weight in high precision: from the optimizer's masters, or from the codes where it has none.
 
     Args:
-        dtype: "float32", "float16" or "bfloat16"; None for each weight's nominal one.
+        dtype: "float32", "float16" or "bfloat16", of weights that are quantized and of parameters that have a master; None for
+            each one's own.
         model, path, file_bytes, done: as for `export_quantized`.
 
     Raises:
         BadFile: a tensor can't be read or stored; nothing is written then.
     """
     values = {}
+    for name, master in model.masters.items():
+        chosen = model.others[name].dtype if dtype is None else DTYPES[dtype]
+        values[name] = Tensor(name, chosen, master.shape, partial(_rounded, master, chosen))
     for name, weight in model.weights.items():
         chosen = weight.dtype if dtype is None else DTYPES[dtype]
         values[name] = Tensor(name, chosen, weight.shape, partial(weight.values, chosen))
     write(path, {**model.others, **values}, file_bytes, done)
+
+
+def _rounded(master: Tensor, dtype: np.dtype) -> np.ndarray:
+    return master.read().astype(dtype)
 
 
 def write(

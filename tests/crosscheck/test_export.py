@@ -102,6 +102,24 @@ def test_high_precision_comes_from_the_masters(dtype, tmp_path):
     for i, layer in enumerate(model):
         expected = optimizer.state[layer.weight]["master"].to(torch.float32 if dtype == "float32" else torch.bfloat16)
         np.testing.assert_array_equal(bits(values[f"{i}.weight"]), bits(numpy(expected)))
+        # The bias is fp32, and its own master.
+        np.testing.assert_array_equal(bits(values[f"{i}.bias"]), bits(numpy(layer.bias)))
+
+
+def test_parameters_of_16_bits_have_masters_too(tmp_path):
+    model = model_of("mxfp8_e4m3", SHAPES).to(torch.float32)
+    for layer in model:
+        layer.bias = torch.nn.Parameter(layer.bias.detach().to(torch.bfloat16))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 2)
+    save_checkpoint(tmp_path / "run", model, optimizer, step=2)
+    for name, options in (("own", []), ("fp32", ["--dtype", "float32"])):
+        path = tmp_path / f"{name}.safetensors"
+        assert run("export", tmp_path / "run", path, "--to", "high-precision", *options).exit_code == 0
+    assert read(tmp_path / "own.safetensors")["0.bias"].dtype == ml_dtypes.bfloat16
+    master = optimizer.state[model[0].bias]["master"]
+    np.testing.assert_array_equal(read(tmp_path / "fp32.safetensors")["0.bias"], master.numpy())
+    np.testing.assert_array_equal(bits(read(tmp_path / "own.safetensors")["0.bias"]), bits(numpy(model[0].bias)))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
