@@ -38,6 +38,16 @@ def stacked(weights: dict[str, np.ndarray], layers: int) -> dict:
     return {name: jnp.asarray(w) for name, w in weights.items() if not name.startswith("blocks.")} | {"blocks": blocks}
 
 
+def unstacked(tree: dict) -> dict:
+    """The inverse of `stacked`, of parameters or of what an optimizer keeps for each; quantized ones included."""
+    flat = {name: leaf for name, leaf in tree.items() if name != "blocks" and leaf is not None}
+    for name, leaf in tree["blocks"].items():
+        if leaf is not None:
+            for i in range(jax.tree.leaves(leaf)[0].shape[0]):
+                flat[f"blocks.{i}.{name}"] = jax.tree.map(lambda part, i=i: part[i], leaf)
+    return flat
+
+
 def rms_norm(x, weight):
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + jnp.finfo(jnp.float32).eps)
@@ -127,8 +137,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
 
     rows = byte_text.batch(held_out, options.held_out, config.context, seed=0, step=0)
     if options.save is not None:
-        names = {"params": params, "optimizer": bfp.unshard_state(state, params)._asdict()}
-        bfp.save(options.save / f"{recipe}.safetensors", names)
+        save(options.save / f"{recipe}.safetensors", bfp.unshard_params(params), bfp.unshard_state(state, params))
     matrices = sum(bytes_of(params["blocks"][name]) for name in MATRICES)
     return {
         "recipe": recipe,
@@ -140,6 +149,13 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(first)),
         "seconds": seconds,
     }
+
+
+def save(path: Path, params: dict, state) -> None:
+    """Everything that a run goes on from, layer by layer under the names of `byte_text.first_weights`, whatever the framework."""
+    trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
+    names = {f"{kind}.{name}": leaf for kind, tree in trees.items() for name, leaf in unstacked(tree).items()}
+    bfp.save(path, unstacked(params) | names | {"step": state.inner.step})
 
 
 def bytes_of(tree) -> int:
@@ -154,7 +170,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64, help="pieces of text that the trained model is judged on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=jax.device_count())
-    parser.add_argument("--save", type=Path, help="folder for each run's parameters and optimizer, as .safetensors")
+    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer, RECIPE.safetensors")
     parser.add_argument("--out", type=Path, default=Path("train_jax.json"))
     options = parser.parse_args()
     columns = ("{task.description:>10}", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}", TimeElapsedColumn())

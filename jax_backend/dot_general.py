@@ -22,6 +22,7 @@ def dot_general(
     dimension_numbers: Any,
     precision: Any = None,
     preferred_element_type: Any = None,
+    out_sharding: Any = None,
     *,
     recipe: Recipe | str,
     key: Key | None = None,
@@ -37,6 +38,7 @@ def dot_general(
         dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)).
         precision: must be None or a default: a recipe says how products accumulate.
         preferred_element_type: dtype of the result; lhs's by default.
+        out_sharding: must be None: `linear` inside shard_map has products over several devices.
         recipe: a `Recipe` or its name; not one with delayed scaling, whose state `linear` takes.
         key: as for `linear`.
 
@@ -48,6 +50,10 @@ def dot_general(
     """
     if precision not in (None, jax.lax.Precision.DEFAULT, (None, None)):
         raise ValueError(f"precision = {precision}: the recipe's fast_accum says how products accumulate; leave it None")
+    if out_sharding is not None:
+        raise ValueError(
+            f"out_sharding = {out_sharding}: quantized products over several devices run inside shard_map, see linear"
+        )
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
     x, tokens = _as_matrices(lhs, tuple(lhs_contract), tuple(lhs_batch))

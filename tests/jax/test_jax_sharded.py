@@ -55,7 +55,6 @@ def test_gathered_weights_are_the_whole_ones(case, shape):
     placed = bfp.shard_params(tree, case.mesh, case.weight)
     assert_same_tree(bfp.unshard_params(placed), tree)
 
-
     def body(tree):
         return {name: bfp.all_gather(q, "fsdp") for name, q in tree.items()}
 

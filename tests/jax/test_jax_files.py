@@ -1,0 +1,134 @@
+"""Trees in files: safetensors for NumPy, JAX and PyTorch, Orbax onto another mesh; all to the bit."""
+
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import CASES
+from samples import bits_of, sample
+
+import blockfp
+import blockfp.jax as bfp
+import blockfp.torch as bfp_torch
+from blockfp.modelfile import BadFile
+
+FSDP, TP = CASES["FSDP 8"], CASES["FSDP 4 x TP 2, row"]
+
+
+@pytest.fixture(scope="module")
+def tree():
+    w = [jnp.asarray(sample("gaussian", shape, seed=i)) for i, shape in enumerate(((82, 40), (96, 64)))]
+    return {
+        "layers": [{"up": bfp.quantize(w[0], "mxfp6_e3m2_32x32"), "bias": jnp.arange(5, dtype="bfloat16")}],
+        "head": bfp.quantize(w[1].astype("bfloat16"), "nvfp4_16x16"),
+        "step": jnp.int32(7),
+        "small": jnp.ones((4, 4), "float8_e4m3fn"),
+    }
+
+
+@pytest.fixture(scope="module")
+def placed(tree):
+    return bfp.shard_params(
+        tree,
+        FSDP.mesh,
+        {"layers": P("fsdp"), "head": P("fsdp"), "step": P(), "small": P()} | {"layers": [{"up": P("fsdp"), "bias": P()}]},
+    )
+
+
+def assert_same_tree(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(want)))
+
+
+@pytest.mark.parametrize("file_bytes", [None, 4000], ids=["one", "several"])
+def test_every_framework_reads_and_writes_it(tree, placed, file_bytes, tmp_path):
+    paths = [tmp_path / name / "model.safetensors" for name in ("jax", "numpy", "torch")]
+    for path in paths:
+        path.parent.mkdir()
+    bfp.save(paths[0], placed, file_bytes=file_bytes, metadata={"by": "jax"})
+    assert (tmp_path / "jax" / "model.safetensors.index.json").exists() == (file_bytes is not None)
+    blockfp.save(paths[1], blockfp.load(paths[0]), file_bytes=file_bytes)
+    bfp_torch.save(paths[2], bfp_torch.load(paths[1].parent), file_bytes=file_bytes)
+    for path in paths:
+        assert_same_tree(bfp.load(path, jax.eval_shape(lambda: tree)), tree)
+    arrays, tensors = blockfp.load(paths[2]), bfp_torch.load(paths[2])
+    assert set(arrays) == set(tensors) == {"layers.0.up", "layers.0.bias", "head", "step", "small"}
+    up, q = tensors["layers.0.up"], tree["layers"][0]["up"]
+    assert (up.format, up.dtype, tuple(up.shape)) == (q.format, torch.float32, (82, 40))
+    np.testing.assert_array_equal(up.codes.numpy(), q.codes)
+    assert arrays["head"].dtype.name == "bfloat16"
+    assert tensors["small"].dtype is torch.float8_e4m3fn
+
+
+def test_saving_over_a_file_leaves_one_of_both_kinds(tmp_path):
+    path, arrays = tmp_path / "model.safetensors", {str(i): np.full((8, 32), i, np.float32) for i in range(3)}
+    blockfp.save(path, arrays, file_bytes=1)
+    assert not path.exists()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["0", "1", "2"]
+    assert index["metadata"]["total_size"] == 3 * 8 * 32 * 4
+    assert set(blockfp.load(path)) == set(blockfp.load(tmp_path)) == set(arrays)
+    blockfp.save(path, {"only": arrays["0"]})
+    assert set(blockfp.load(tmp_path)) == {"only"}
+
+
+def test_bad_files_and_leaves(tree, placed, tmp_path):
+    path = tmp_path / "model.safetensors"
+    bfp.save(path, tree)
+    with pytest.raises(ValueError, match=r"head: .* has it as nvfp4_16x16 of bfloat16 \(96, 64\), expected float32 \(3,\)"):
+        bfp.load(path, tree | {"head": jnp.zeros(3)})
+    with pytest.raises(ValueError, match=r"layers\.1\.bias: .* has no such tensor"):
+        bfp.load(path, {"layers": [tree["layers"][0], tree["layers"][0]]})
+    with pytest.raises(BadFile, match="'head': it is a shard, not a whole array"):
+        blockfp.save(path, {"head": placed["head"]})
+    with pytest.raises(BadFile, match="'w_scale': its name is needed"):
+        blockfp.save(path, {"w": blockfp.quantize(np.ones((4, 32), np.float32), "mxint8"), "w_scale": np.ones(3)})
+    with pytest.raises(BadFile, match=r"must end in \.safetensors"):
+        blockfp.save(tmp_path / "model.npz", {})
+    with pytest.raises(BadFile, match="'a': it must be an array, got list"):
+        blockfp.save(path, {"a": [1]})
+    with pytest.raises(BadFile, match="it is a stack of fp8_e4m3 arrays"):
+        bfp.save(path, {"a": bfp.quantize_params(jnp.ones((3, 8, 32)), "fp8_current")})
+    with pytest.raises(ValueError, match="two leaves have the same path"):
+        bfp.save(path, {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}})
+    index = tmp_path / "other.safetensors.index.json"
+    index.write_text('{"weight_map": {"x": "../elsewhere.safetensors"}}')
+    with pytest.raises(BadFile, match="names files outside its folder"):
+        blockfp.load(index)
+    index.write_text('{"weight_map": {"x": "model.safetensors"}}')
+    with pytest.raises(BadFile, match="names tensors that its files lack: x"):
+        blockfp.load(index)
+    # What could not be written left what was there.
+    assert set(blockfp.load(path)) == {"layers.0.up", "layers.0.bias", "head", "step", "small"}
+
+
+def test_orbax_onto_another_mesh(tree, placed, tmp_path):
+    with warnings.catch_warnings():
+        # Orbax and what it imports remark on themselves.
+        warnings.simplefilter("ignore")
+        import orbax.checkpoint as ocp
+
+        optimizer = bfp.adamw(1e-3)
+        trained = {"head": tree["head"]}
+        state = optimizer.init(trained)
+        saved = {"params": bfp.unshard_params(placed), "state": state}
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "checkpoint", saved)
+            checkpointer.wait_until_finished()
+            everywhere = NamedSharding(TP.mesh, P())
+            shapes = jax.eval_shape(lambda: {"params": tree, "state": state})
+            target = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=everywhere), shapes)
+            restored = checkpointer.restore(tmp_path / "checkpoint", target)
+    assert_same_tree(restored["params"], tree)
+    assert_same_tree(restored["state"], state)
+    specs = {"layers": [{"up": P(("tp", "fsdp")), "bias": P()}], "head": P("fsdp", "tp"), "step": P(), "small": P()}
+    again = bfp.shard_params(restored["params"], TP.mesh, specs)
+    assert_same_tree(bfp.unshard_params(again), tree)

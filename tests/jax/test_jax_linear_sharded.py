@@ -1,0 +1,149 @@
+"""`linear` under shard_map on eight devices: the results and gradients of each data-parallel rank's unsharded layer.
+
+Operands have the unsharded layer's bits, so only the order of float sums can differ.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blockfp.jax_backend.placing import sharding_of
+from jax.sharding import PartitionSpec as P
+from meshes import CASES
+
+import blockfp.jax as bfp
+from blockfp import recipes
+from blockfp.rounding import fold_in
+
+TOKENS = 24
+# (out, in): whole blocks on every rank; cuts inside blocks, and with FSDP rows that don't divide evenly.
+ALIGNED, STRADDLING = (256, 128), (82, 72)
+KEY = np.array([3, 4], np.uint32)
+
+
+def arrays(shape, ranks):
+    rng = np.random.default_rng(1)
+    out, features = shape
+    x, w, g, b = (rng.standard_normal(s) for s in ((ranks * TOKENS, features), shape, (ranks * TOKENS, out), (out,)))
+    return tuple(jnp.asarray(a, jnp.float32) for a in (x, w, g, b))
+
+
+def unsharded(recipe, w, b, x, g, ranks):
+    """Each data-parallel rank's rows by themselves, with its coordinate in the key; weight gradients summed."""
+    state = bfp.delayed_state(recipe) if recipe.delayed else None
+
+    def one(x, g, rank):
+        def loss(x, w, b):
+            y = bfp.linear(x, w, b, recipe=recipe, key=fold_in(KEY, rank), state=state)
+            y = y if state is None else y[0]
+            return (y * g).sum(), y
+
+        (_, y), gradients = bfp.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, w, b)
+        return y, *gradients
+
+    split = lambda a: a.reshape(ranks, -1, a.shape[-1])  # noqa: E731
+    y, dx, dw, db = jax.jit(jax.vmap(one))(split(x), split(g), jnp.arange(ranks))
+    return y.reshape(g.shape), dx.reshape(x.shape), dw.sum(0), db.sum(0)
+
+
+def on_mesh(case, recipe, q, b, x, g, sequence, check_vma):
+    state = bfp.delayed_state(recipe) if recipe.delayed else None
+    placed = bfp.shard_params(q, case.mesh, case.weight)
+
+    def body(w, b, x, g):
+        def loss(x, w, b):
+            y = bfp.linear(x, w, b, recipe=recipe, key=KEY, state=state, data_axes=case.data, sequence=sequence)
+            y = y if state is None else y[0]
+            return (y * g).sum(), y
+
+        (_, y), gradients = bfp.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, w, b)
+        return y, *gradients
+
+    tokens = P((*case.data, "tp"))
+    x_spec = tokens if sequence and case.bias == P("tp") else case.x
+    y_spec = tokens if sequence and case.bias != P("tp") else case.y
+    specs = (bfp.partition_specs(placed), case.bias, x_spec, y_spec)
+    out = (y_spec, x_spec, case.weight, case.bias)
+    y, dx, dw, db = jax.jit(jax.shard_map(body, mesh=case.mesh, in_specs=specs, out_specs=out, check_vma=check_vma))(
+        placed, b, x, g
+    )
+    return y, dx, own_rows(dw, sharding_of(q.shape, placed.sharding.mesh, case.weight)), db
+
+
+def own_rows(gradient, sharding):
+    """The rows of ranks' shards one after another without what fills the short ones up."""
+    ranks = sharding.mesh.group(0, sharding.order(0))
+    parts = np.split(np.asarray(gradient), len(ranks))
+    return np.concatenate([part[: sharding.span(0, rank)[1]] for part, rank in zip(parts, ranks, strict=True)])
+
+
+def check(case, recipe, shape, sequence=False, check_vma=True):
+    case, recipe = CASES[case], recipes.parse(recipe)
+    x, w, g, b = arrays(shape, case.data_ranks)
+    q = bfp.quantize_params(w, recipe)
+    got = on_mesh(case, recipe, q, b, x, g, sequence, check_vma)
+    for a, want in zip(got, unsharded(recipe, q, b, x, g, case.data_ranks), strict=True):
+        np.testing.assert_allclose(a, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [ALIGNED, STRADDLING], ids=["aligned", "straddling"])
+def test_mxfp8_on_every_mesh(case, shape):
+    check(case, "mxfp8", shape)
+
+
+@pytest.mark.parametrize("case", ["FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_sequence_parallelism(case, recipe):
+    check(case, recipe, STRADDLING, sequence=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "case"),
+    [
+        ("fp8_delayed", "FSDP 4 x TP 2, column"),
+        ("fp8_current", "HSDP 2x4"),
+        ("fp8_current", "FSDP 4 x TP 2, row"),
+        ("fp8_block", "FSDP 4 x TP 2, column"),
+        ("mxfp6", "FSDP 4 x TP 2, row"),
+        ("mxfp4", "FSDP 8"),
+    ],
+)
+def test_recipes(recipe, case):
+    check(case, recipe, STRADDLING)
+
+
+def test_stochastic_gradients_count_elements_of_the_unsharded_tensor():
+    recipe = recipes.mxfp8().replace(gradient=recipes.Cast("mxfp8_e4m3", stochastic=True))
+    check("FSDP 4 x TP 2, column", recipe, STRADDLING)
+
+
+def test_nvfp4():
+    check("FSDP 4 x TP 2, column", "nvfp4", STRADDLING)
+
+
+def test_without_check_vma():
+    """JAX then keeps no account of what ranks hold alike, and the layer's axes alone say what is summed."""
+    check("FSDP 4 x TP 2, row", "mxfp8", STRADDLING, check_vma=False)
+    check("HSDP 2x4", "mxfp8", STRADDLING, check_vma=False)
+
+
+def test_bad_axes_at_trace_time():
+    case = CASES["FSDP 4 x TP 2, row"]
+    x, w, _, _ = arrays((64, 64), 4)
+    q = bfp.quantize_params(w, "mxfp8")
+    placed = bfp.shard_params(q, case.mesh, case.weight)
+
+    def trace(placed, x_spec, **options):
+        body = lambda w, x: bfp.linear(x, w, recipe="mxfp8", **options)  # noqa: E731
+        specs = (bfp.partition_specs(placed), x_spec)
+        jax.eval_shape(jax.shard_map(body, mesh=case.mesh, in_specs=specs, out_specs=P(), check_vma=False), placed, x)
+
+    with pytest.raises(ValueError, match=r"one axis may cut it .tensor parallelism., got fsdp, tp; FSDP's axes belong to data"):
+        trace(placed, P("fsdp", "tp"))
+    with pytest.raises(ValueError, match="mesh axis 'data' is unknown here"):
+        trace(placed, P("fsdp", "tp"), data_axes=("data",))
+    with pytest.raises(ValueError, match="with in = 32 as in the weight"):
+        trace(placed, P("fsdp"), data_axes=("fsdp",))
+    with pytest.raises(ValueError, match=r"of which a rank holds .16, 32., and it has shape .64, 32."):
+        jax.eval_shape(lambda w, x: bfp.linear(x, w, recipe="mxfp8"), placed.replace(sharding=placed.sharding), x)
