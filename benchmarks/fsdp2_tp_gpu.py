@@ -1,0 +1,168 @@
+"""A training step under FSDP2 x tensor parallelism with sequence parallelism, on 4 GPUs: blockfp's recipes beside bf16.
+
+    torchrun --nproc-per-node 4 benchmarks/fsdp2_tp_gpu.py                    # FSDP 2 x TP 2, a transformer of 1.0B parameters
+
+Milliseconds a step (the median of timed steps, slowest rank), peak memory of a rank, and the megabytes that a rank receives in
+a step: weights and gradients of FSDP2, activations and gradients of tensor parallelism. "bf16" are torch's own layers, cut by
+its own `parallelize_module`; every contender has the same shapes and its blocks compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fsdp2_gpu import timed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import blockfp.torch as bfp
+
+
+class Block(nn.Module):
+    """What `bfp.TransformerLayer` computes, of torch's layers."""
+
+    def __init__(self, width: int, hidden: int, heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, self.head_width)).transpose(-4, -3)
+        attended = F.scaled_dot_product_attention(*heads.unbind(-2), is_causal=True)
+        x = x + self.out(attended.transpose(-2, -3).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
+
+
+def block(name: str, options: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
+    """One block of a contender, cut over the tensor-parallel mesh."""
+    if name != "bf16":
+        layer = bfp.TransformerLayer(
+            options.width, options.hidden, options.width // 128, bias=False, recipe=name, norm="rms_norm", eps=1e-6
+        )
+        return bfp.parallelize(layer, mesh, sequence_parallel=True, reduce_format=options.reduce_format)
+    column, row = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    norm = SequenceParallel(use_local_output=True)
+    plan = {"norm": norm, "mlp_norm": norm, "qkv": column, "up": column, "out": row, "down": row}
+    return parallelize_module(Block(options.width, options.hidden, options.width // 128), mesh, plan)
+
+
+class ReceivedBytes(TorchDispatchMode):
+    """Counts what this rank receives in each kind of collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = defaultdict(int)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional" and name.startswith(("all_", "reduce_scatter")):
+            tensors = result if isinstance(result, list) else [result]
+            self.bytes[f"tp {name.removesuffix('_coalesced')}"] += sum(tensor.nbytes for tensor in tensors)
+        elif func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default):
+            self.bytes[f"fsdp {name.strip('_')}"] += args[0].nbytes
+        return result
+
+
+def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict:
+    torch.manual_seed(0)
+    with torch.device(device):
+        blocks = [block(name, options, mesh["tp"]) for _ in range(options.layers)]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for each in blocks:
+        each.compile(fullgraph=name != "bf16", backend=options.backend)
+        fully_shard(each, mesh=mesh["dp"], mp_policy=policy)
+    model = fully_shard(nn.Sequential(*blocks), mesh=mesh["dp"], mp_policy=policy)
+    parameters = sum(p.numel() for p in model.parameters())
+    adamw = bfp.AdamW if name != "bf16" else torch.optim.AdamW
+    optimizer = adamw(model.parameters(), lr=1e-4)
+    shape = (options.tokens // options.length, options.length // mesh["tp"].size(), options.width)
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    gradient = torch.randn_like(x)
+
+    def step():
+        model(x).backward(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        bfp.update_scales(model)
+
+    with torch.compiler.set_stance("force_eager"), ReceivedBytes() as received:
+        step()
+    for _ in range(3):
+        step()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    times = [timed(step) if cuda else 0.0 for _ in range(options.steps)]
+    found = torch.tensor([statistics.median(times), torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return {
+        "contender": name,
+        "ms": round(float(found[0]), 2),
+        "peak_gib": round(float(found[1]), 2),
+        "received_mb": {kind: round(size / 1e6, 2) for kind, size in sorted(received.bytes.items())},
+        "parameters": parameters,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", default="bf16,fp8_current,fp8_delayed,fp8_block,mxfp8")
+    parser.add_argument("--tp", type=int, default=2, help="ranks of tensor parallelism; FSDP2 has the others")
+    parser.add_argument("--tokens", type=int, default=16384, help="of one tensor-parallel group")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--reduce-format", help="of the terms of reduce-scatters, such as mxfp8_e5m2")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
+    # A graph for each block, whose parameters are others.
+    torch._dynamo.config.recompile_limit = 4 * options.layers
+    rank, rows = dist.get_rank(), []
+    for name in options.contenders.split(","):
+        rows.append(measure(name, options, mesh, device))
+        if rank == 0:
+            print(rows[-1], flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+    if rank == 0:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        gpu = torch.cuda.get_device_name() if cuda else "CPU"
+        setting = {k: v for k, v in vars(options).items() if k not in ("out", "contenders")}
+        report = {"date": date, "gpu": gpu, "ranks": dist.get_world_size(), "torch": torch.__version__, **setting, "rows": rows}
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "fsdp2_tp.json").write_text(json.dumps(report, indent=1))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
