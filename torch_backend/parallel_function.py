@@ -69,8 +69,9 @@ class ParallelFunction(torch.autograd.Function):
                 columns, ctx.x_origin = [group] if columnwise.format is None else column.parts, column.origin
             if call.needs[1]:
                 kept += columns
-            added = bias if bias is None or index is None else bias[index]
-            added = added if parallel.style == "column" else None
+            # What terms add up to gets its bias once, below.
+            added = None if parallel.style == "row" else bias
+            added = added if added is None or index is None else added[index]
             terms.append(_times("forward", row, w, weight.shape[-2:], recipe, x.dtype, bias=added, index=index))
             del row, columns
         y = _joined(terms)

@@ -165,6 +165,8 @@ class _Cutter:
     def layer(self, layer: QuantizedLayer, style: Style) -> None:
         weight = layer.weight
         grouped = isinstance(layer, GroupedLinear)
+        if layer.parallel is not None:
+            raise ValueError(f"a {type(layer).__name__} is cut already: call parallelize once")
         if style not in (("column", "row", "experts") if grouped else ("column", "row")):
             raise ValueError(f"style must be 'column' or 'row'{', or experts' if grouped else ''}, got {style!r}")
         dim = {"column": weight.ndim - 2, "row": weight.ndim - 1, "experts": 0}[style]
@@ -189,13 +191,19 @@ class _Cutter:
         """A whole parameter as a DTensor, cut along an axis or replicated."""
         if parameter in self.done:
             return self.done[parameter]
-        if mesh_of(parameter) is not None:
-            raise ValueError("module is cut or sharded already: call parallelize once, and before fully_shard")
         from torch.distributed import tensor as dtensor
 
+        placement = dtensor.Replicate() if dim is None else dtensor.Shard(dim)
+        if mesh_of(parameter) is not None:
+            if parameter.device_mesh == self.mesh and parameter.placements == (placement,):  # pyright: ignore[reportAttributeAccessIssue]
+                # An embedding, say, that torch has cut, and that a layer shares.
+                return parameter
+            raise ValueError(
+                f"a weight is cut or sharded already, as {parameter.placements}, and should be ({placement},): call parallelize "  # pyright: ignore[reportAttributeAccessIssue]
+                "once, and before fully_shard"
+            )
         whole = parameter.detach()
         local = whole if dim is None else self.part(whole, dim)
-        placement = dtensor.Replicate() if dim is None else dtensor.Shard(dim)
         shared = dtensor.DTensor.from_local(
             local, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )

@@ -1,0 +1,246 @@
+"""`parallelize`: experts, DTensors of other layers, tied weights, what is kept for the backward, and what is refused."""
+
+import copy
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.linear import check_recipe
+from blockfp.torch_backend.parallelize import part_of
+from parallel_operands import mesh_of, part, shard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+import blockfp.torch as bfp
+from blockfp.recipes import RECIPES
+
+COUNTS = (40, 0, 7, 33)
+
+
+def values(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grouped(recipe):
+    torch.manual_seed(0)
+    layer = bfp.GroupedLinear(4, 96, 160, recipe=recipe)
+    if layer.rng_key is not None:
+        layer.rng_key.copy_(torch.tensor([1, 2]))
+    return layer
+
+
+def grouped_on_rank(rank, layer, style, kind):
+    mesh, layer = mesh_of(kind), copy.deepcopy(layer)
+    bfp.parallelize(layer, mesh["tp"], style)
+    shard(layer, mesh)
+    tp = mesh["tp"].get_local_rank()
+    x, g, counts = values(80, 96), values(80, 160, seed=1), COUNTS
+    if style == "experts":
+        rows = (0, 40) if tp == 0 else (40, 80)
+        x, g, counts = x[slice(*rows)], g[slice(*rows)], COUNTS[2 * tp : 2 * tp + 2]
+    x, g = (x, part(g, 1, tp)) if style == "column" else (part(x, 1, tp), g) if style == "row" else (x, g)
+    x = x.clone().requires_grad_()
+    y = layer(x, counts)
+    y.backward(g)
+    return y.detach(), x.grad, layer.weight.grad.full_tensor(), layer.bias.grad.full_tensor(), tp
+
+
+@pytest.mark.filterwarnings("ignore:While redistributing")
+@pytest.mark.parametrize("style", ["experts", "column", "row"])
+# Under FSDP the ranks round stochastically with keys of their own.
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [*((name, "fsdp x tp") for name in ("fp8_current", "fp8_block", "mxfp8")), ("mxfp8", "tp"), ("nvfp4", "tp")],
+)
+def test_grouped_linear(recipe, style, kind):
+    """Operands are those of one process, so results differ by the order of fp32 sums alone: relatively below 80 * 2^-23."""
+    layer = grouped(recipe)
+    x = values(80, 96).requires_grad_()
+    whole = copy.deepcopy(layer)
+    y = whole(x, COUNTS)
+    y.backward(values(80, 160, seed=1))
+    for got_y, got_dx, dw, db, tp in threaded.run(4 if kind != "tp" else 2, grouped_on_rank, layer, style, kind):
+        axes = {"experts": (0, 0), "column": (1, None), "row": (None, 1)}[style]
+        expected = part(y.detach(), axes[0], tp), part(x.grad, axes[1], tp), whole.weight.grad, whole.bias.grad
+        for got, want in zip((got_y, got_dx, dw, db), expected, strict=True):
+            assert (got - want).norm() <= 80 * 2**-23 * want.norm()
+
+
+def test_dtensors_go_in_and_come_out():
+    """A column and a row between torch's own DTensors, with tokens that the ranks don't divide."""
+    torch.manual_seed(0)
+    up, down = bfp.Linear(64, 128, recipe="mxfp8"), bfp.Linear(128, 64, recipe="mxfp8")
+    x = values(2, 37, 64)
+    whole = x.clone().requires_grad_()
+    y = down(up(whole))
+    y.sum().backward()
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+        column = bfp.parallelize(copy.deepcopy(up), mesh, "column", sequence_parallel=True)
+        row = bfp.parallelize(copy.deepcopy(down), mesh, "row", sequence_parallel=True)
+        mine = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+        hidden = column(mine)
+        assert hidden.placements == (Shard(2),)
+        out = row(hidden)
+        assert out.placements == (Shard(1),)
+        assert out.shape == (2, 37, 64)
+        out.to_local().sum().backward()
+        return out.full_tensor(), mine.grad.full_tensor()
+
+    with pytest.warns(UserWarning, match="high precision"):
+        world = threaded.run(2, run)
+    for out, dx in world:
+        assert (out - y).norm() <= 1e-5 * y.norm()
+        assert (dx - whole.grad).norm() <= 1e-5 * whole.grad.norm()
+
+
+class Tied(nn.Module):
+    """An embedding and the head that has its weight."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.embedding = nn.Embedding(96, 64)
+        self.head = bfp.Linear(64, 96, bias=False, recipe=recipe, weights="high_precision")
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_an_embedding_tied_to_a_head(recipe):
+    """torch cuts the embedding, and the head takes its DTensor: one parameter, with both gradients."""
+    torch.manual_seed(0)
+    model, tokens = Tied(recipe), torch.arange(64).view(2, 32)
+    whole = copy.deepcopy(model)
+    whole(tokens).square().sum().backward()
+
+    def run(rank):
+        mesh, mine = mesh_of("tp"), copy.deepcopy(model)
+        parallelize_module(mine.embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+        mine.head.weight = mine.embedding.weight
+        bfp.parallelize(mine, mesh, {"head": "column"})
+        logits = mine(tokens)
+        assert logits.shape == (2, 32, 48)
+        logits.square().sum().backward()
+        return mine.embedding.weight.grad.full_tensor()
+
+    for gradient in threaded.run(2, run):
+        expected = whole.embedding.weight.grad
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_kept_for_the_backward_is_this_ranks_part(name):
+    """Gathered operands live as long as their product: the graph holds this rank's tokens and its part of the weight."""
+
+    def run(rank):
+        mesh = mesh_of("tp")
+        layer = bfp.Linear(256, 256, recipe=name, tp_mesh=mesh, style="column", sequence_parallel=True)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            layer(torch.ones(128, 256).requires_grad_())
+        return [tuple(tensor.shape) for tensor in kept if not isinstance(tensor, bfp.QuantizedTensor)]
+
+    for shapes in threaded.run(2, run):
+        format = check_recipe(name).input_columnwise.format
+        width = 256 * format.element.bits // 8
+        assert max(torch.Size(shape).numel() for shape in shapes) == 128 * width
+
+
+def test_two_groups_in_turn_do_not_disturb_each_others_backward():
+    """Each call's backward uses the group that its forward used."""
+    torch.manual_seed(0)
+    layer = bfp.Linear(64, 64, bias=False, recipe="fp8_current")
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        layers = {name: bfp.parallelize(copy.deepcopy(layer), mesh[name], "column") for name in ("outer", "inner")}
+        one = layers["inner"]
+        outputs = []
+        inputs = [values(16, 64, seed=i).requires_grad_() for i in range(2)]
+        for x, name in zip(inputs, ("outer", "inner"), strict=True):
+            one.parallel, one.weight = layers[name].parallel, layers[name].weight
+            outputs.append(one(x))
+        for y in outputs:
+            y.square().sum().backward()
+        return [x.grad for x in inputs]
+
+    for grads in threaded.run(4, run):
+        for i, got in enumerate(grads):
+            x = values(16, 64, seed=i).requires_grad_()
+            layer(x).square().sum().backward()
+            assert (got - x.grad).norm() <= 1e-5 * x.grad.norm()
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e5m2", "fp8_e5m2_1x128"])
+def test_terms_of_a_reduce_scatter_may_travel_quantized(format):
+    torch.manual_seed(0)
+    layer = bfp.Linear(64, 256, bias=False, recipe="mxfp8")
+    y = layer(values(64, 64))
+
+    def run(rank):
+        mesh = mesh_of("tp")
+        mine = bfp.parallelize(copy.deepcopy(layer), mesh, "row", sequence_parallel=True, reduce_format=format)
+        return mine(part(values(64, 64), 1, rank))
+
+    for rank, got in enumerate(threaded.run(2, run)):
+        error = (got - part(y, 0, rank)).norm() / y.norm()
+        assert 1e-4 < error < 5e-2
+
+
+def refused(rank, case):
+    mesh = mesh_of("fsdp x tp")
+    tp = mesh["tp"]
+    linear = bfp.Linear(64, 64, recipe="mxfp8")
+    if case == "mesh":
+        bfp.parallelize(linear, mesh, "column")
+    elif case == "style":
+        bfp.parallelize(linear, tp)
+    elif case == "experts":
+        bfp.parallelize(linear, tp, "experts")
+    elif case == "twice":
+        bfp.parallelize(bfp.parallelize(linear, tp, "column"), tp, "column")
+    elif case == "pattern":
+        bfp.parallelize(nn.Sequential(linear), tp, {"5": "row"})
+    elif case == "heads":
+        bfp.parallelize(bfp.TransformerLayer(63, 64, 3, recipe="mxfp8"), tp)
+    elif case == "reduce":
+        bfp.parallelize(linear, tp, "row", reduce_format="mxfp8_e5m2")
+    elif case == "no mesh":
+        bfp.Linear(64, 64, recipe="mxfp8", style="column")
+
+
+MESSAGES = {
+    "mesh": "tp_mesh must have one axis",
+    "style": "style must be given for a Linear",
+    "experts": "style must be 'column' or 'row'",
+    "twice": "cut already: call parallelize once",
+    "pattern": "no layer is named '5'",
+    "heads": "2 ranks can't share 3 heads evenly",
+    "reduce": "sequence_parallel=True",
+    "no mesh": "need a tp_mesh",
+}
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_refusals_are_the_same_on_every_rank(case):
+    for error in threaded.errors(4, refused, case):
+        assert isinstance(error, ValueError)
+        assert MESSAGES[case] in str(error)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "nvfp4_16x16"])
+def test_parts_of_a_quantized_weight_put_together_are_the_whole(name):
+    from blockfp.placement import Mesh, Sharding
+    from blockfp.placement import Shard as Cut
+
+    q = bfp.quantize(values(50, 68), name)
+    for dim in (0, 1):
+        lies = Sharding((50, 68), Mesh((3,), ("tp",)), (Cut(dim),))
+        parts = [part_of(q, lies, rank) for rank in range(3)]
+        assert torch.equal(torch.cat([p.dequantize() for p in parts], dim), q.dequantize())
+        assert [p.origin[dim] for p in parts] == [lies.region(rank).origin[dim] for rank in range(3)]
