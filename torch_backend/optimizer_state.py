@@ -31,6 +31,7 @@ from blockfp.placement import Replicate, Shard, Sharding, StridedShard, from_dte
 
 from . import sharding
 from .cast_weight import CastWeight
+from .state_dict import placed
 from .tensor import QuantizedTensor
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
@@ -192,17 +193,7 @@ def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     part = part_of(param)
     shown = {name: state[name] for name in ("step", "master") if name in state}
     shown |= {name: load_moment(part, state, which) for which, name in enumerate(MOMENT_NAMES)}
-    return {name: value if name == "step" else _placed(param, value) for name, value in shown.items()}
-
-
-def _placed(param: Tensor, local: Tensor) -> Tensor:
-    mesh = sharding.mesh_of(param)
-    if mesh is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+    return {name: value if name == "step" else placed(param, value) for name, value in shown.items()}
 
 
 def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool) -> dict[str, Tensor]:

@@ -95,10 +95,23 @@ def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -
         return local
     from torch.distributed.tensor import DTensor
 
-    shape = tuple(param.shape) if shape is None else shape
-    stride = torch.empty(shape, device="meta").stride()
+    whole = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
+    if local.device.type not in (mesh.device_type, "meta"):
+        return offloaded(param, local, whole)
     placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def offloaded(param: Tensor, local: Tensor, whole: Tensor) -> Tensor:
+    """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
+
+    FSDP2 makes such DTensors of parameters that it keeps on the CPU, in this way, which torch has no public name for.
+    """
+    from torch.distributed.tensor import DTensor
+
+    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
+    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
+    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore
 
 
 def replicated(param: Tensor, whole: Tensor) -> Tensor:
@@ -128,12 +141,16 @@ def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
 
 
 def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
-    """The reduction ("max" or "sum") of a tensor over the mesh axes that cut a parameter."""
+    """The reduction ("max" or "sum") of a tensor over the mesh axes that cut a parameter, on the tensor's own device."""
+    mesh, device = sharding.mesh_of(param), tensor.device
+    assert mesh is not None
+    # Parameters that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
+    tensor = tensor.to(mesh.device_type)
     for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
         group = sharding.group_name(param, axis)
         sent = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group)
         tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return tensor
+    return tensor.to(device)
 
 
 def _integer(dtype: torch.dtype) -> torch.dtype:

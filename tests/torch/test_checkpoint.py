@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from blockfp.torch_backend.adamw import AdamW
 from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.sharding import local_of
+from blockfp.torch_backend.state_dict import offloaded, placed
 from resumed import MESHES, assert_is_part_of, model_of, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -152,6 +153,20 @@ def _plain_dcp(rank, folder):
 
 def _full(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _offloaded(rank):
+    param = shard(model_of("nvfp4", SHAPES), "strided")[0].weight
+    scales = local_of(param).scales
+    whole = torch.empty((64, 8), dtype=torch.uint8, device="meta")
+    expected, got = placed(param, scales, (64, 8)), offloaded(param, scales, whole)
+    assert got._spec == expected._spec
+    assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert local_of(got).data_ptr() == scales.data_ptr()
+
+
+def test_what_stays_on_the_cpu_is_placed_as_the_parameter_is():
+    threaded.run(4, _offloaded)
 
 
 def test_torchs_own_functions(tmp_path):
