@@ -3,6 +3,7 @@
 from .jax_backend.array import QuantizedArray, fake_quantize, quantize
 from .jax_backend.collectives import all_gather, all_reduce, reduce_scatter
 from .jax_backend.delayed import DelayedState, delayed_state, update_scales
+from .jax_backend.directions import quantize_both, quantize_columnwise
 from .jax_backend.dot_general import dot_general
 from .jax_backend.files import load, save
 from .jax_backend.grouped import grouped_linear
@@ -30,6 +31,8 @@ __all__ = [
     "load",
     "partition_specs",
     "quantize",
+    "quantize_both",
+    "quantize_columnwise",
     "quantize_params",
     "reduce_scatter",
     "save",

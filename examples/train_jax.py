@@ -152,7 +152,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
 
 
 def save(path: Path, params: dict, state) -> None:
-    """Everything that a run goes on from, layer by layer under the names of `byte_text.first_weights`, whatever the framework."""
+    """Everything that a run goes on from, layer by layer, under the names of `byte_text.first_weights`."""
     trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
     names = {f"{kind}.{name}": leaf for kind, tree in trees.items() for name, leaf in unstacked(tree).items()}
     bfp.save(path, unstacked(params) | names | {"step": state.inner.step})

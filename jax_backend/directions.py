@@ -1,0 +1,75 @@
+"""Quantizing along columns: the transposed array's codes and scales, alone or from the same read as the rowwise ones."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from blockfp import numerics
+from blockfp.formats import Format
+from blockfp.rounding import Key
+
+from . import implementations, ops
+from .array import QuantizedArray
+
+
+def quantize_columnwise(
+    x: jax.Array,
+    format: Format | str,
+    *,
+    key: Key | None = None,
+    rotate: bool = False,
+    implementation: str | None = None,
+) -> QuantizedArray:
+    """`quantize(x.mT)` without the transposed array in memory where there is a kernel for that.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., rows, columns].
+        format: a `Format` or its name.
+        key, implementation: as for `quantize`; random bits count the transposed array's elements.
+        rotate: apply the random Hadamard transform to x.mT along its last axis first.
+
+    Returns:
+        The quantized x.mT, [..., columns, rows]; its gradient is straight-through, where nothing is rotated.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `quantize`.
+    """
+    format = _checked(x, format)
+    choice = implementations.choose(implementation, "columnwise", format, stochastic=key is not None, rotate=rotate)
+    parts = ops.quantize_columnwise(x, ops.key_array(key), format=format, choice=choice, rotate=rotate)
+    return _array(parts, format, x.mT, None if rotate else x)
+
+
+def quantize_both(
+    x: jax.Array, format: Format | str, *, implementation: str | None = None
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """(`quantize(x)`, `quantize(x.mT)`) to nearest, from one read of x where there is a kernel for that.
+
+    Args:
+        x: float32, float16 or bfloat16 [..., rows, columns].
+        format: a `Format` or its name.
+        implementation: as for `quantize`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `quantize`.
+    """
+    format = _checked(x, format)
+    choice = implementations.choose(implementation, "both", format)
+    row, column = ops.quantize_both(x, format=format, choice=choice)
+    return _array(row, format, x, x, transposed=False), _array(column, format, x.mT, x)
+
+
+def _checked(x, format: Format | str) -> Format:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"x must be a JAX or NumPy array, got {type(x).__name__}")
+    numerics.check_input(x)
+    return Format.parse(format)
+
+
+def _array(parts, format: Format, values, source, *, transposed: bool = True) -> QuantizedArray:
+    q = QuantizedArray(*parts, format, values.shape[-1], np.dtype(values.dtype))
+    if not isinstance(source, Tracer):
+        return q
+    return q._with_source(source.mT if transposed else source)
