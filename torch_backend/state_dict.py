@@ -126,8 +126,10 @@ def replicated(param: Tensor, whole: Tensor) -> Tensor:
 def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     """The whole of a part, alike on every rank; collective over the mesh axes that cut the parameter."""
     own = _own(q, part)
-    if part.unit is None or own.is_meta:
-        return own.new_empty(part.shape) if own.is_meta else own.clone()
+    if part.unit is None:
+        return own
+    if own.is_meta:
+        return own.new_empty(part.shape)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)
     if part.name == "scales":
         # Ranks that share a block have the same scale, and scales have no sign: the largest is the one that is there.
