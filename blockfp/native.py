@@ -337,6 +337,8 @@ class _Torch:
         return x.data_ptr()
 
     def lend(self, x: Any) -> Any:
+        if hasattr(x, "__tensor_flatten__"):
+            raise TypeError(f"the CPU kernels take plain tensors, got a {type(x).__name__}, which has no memory of its own")
         return x.detach() if x.requires_grad else x
 
 

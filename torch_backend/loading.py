@@ -46,6 +46,8 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     if tensor.shape != param.shape:
         raise ValueError(f"tensor must be of the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
     values = _part_of(tensor, param).detach()
+    if isinstance(values, CastWeight):
+        values = values.values
     if isinstance(local, CastWeight):
         local.values.copy_(values)
         return

@@ -82,6 +82,7 @@ class Linear(QuantizedLayer):
         layer.set_weight(linear.weight, requires_grad=linear.weight.requires_grad)
         layer.bias = linear.bias
         layer.set_buffers(linear.weight.device)
+        layer.reset_buffers()
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:

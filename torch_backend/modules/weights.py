@@ -96,7 +96,7 @@ class QuantizedLayer(nn.Module):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
             self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
-        self.register_buffer("rng_key", random_key().to(device) if stochastic else None)
+        self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
 
     def state(self) -> LinearState:
@@ -129,13 +129,17 @@ class QuantizedLayer(nn.Module):
             if param is not None:
                 values = torch.empty(param.shape, dtype=param.dtype, device=sharding.local_of(param).device)
                 fill(param, values.uniform_(-bound, bound), keep_init=self.keep_init)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Sets delayed scaling and the step to their start, and draws a new random key."""
         for buffer in (self.input_amax_history, self.gradient_amax_history, self.step):
             if buffer is not None:
                 buffer.zero_()
         for buffer in (self.input_scale, self.gradient_scale):
             if buffer is not None:
                 buffer.fill_(1)
-        if self.rng_key is not None:
+        if self.rng_key is not None and not self.rng_key.is_meta:
             self.rng_key.copy_(random_key())
 
     def extra_repr(self) -> str:

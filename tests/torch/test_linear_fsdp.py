@@ -1,0 +1,220 @@
+"""Layers under FSDP2: gradients and updates of the unsharded model, compiled layers, keys of each rank, meta devices, DDP."""
+
+import copy
+import threading
+
+import gloo
+import pytest
+import threaded
+import torch
+import torch._dynamo.testing
+from blockfp.torch_backend.keys import data_rank
+from blockfp.torch_backend.modules import weights as weights_module
+from blockfp.torch_backend.sharding import local_of, region_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import blockfp.torch as bfp
+from blockfp import recipes
+
+NAMES = tuple(recipes.RECIPES)
+
+
+# Ranks that are threads share torch's generator.
+SEEDED = threading.Lock()
+
+
+def model_of(name, device=None, weights="quantized"):
+    options = {"recipe": name, "device": device, "weights": weights}
+    with SEEDED:
+        torch.manual_seed(0)
+        # 50 rows on two or four ranks: shards that are uneven and straddle blocks.
+        return nn.Sequential(bfp.Linear(64, 50, **options), nn.GELU(), bfp.Linear(50, 32, **options))
+
+
+def inputs(rank, seed=0):
+    return torch.randn((6, 64), generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+
+
+def shard(model, mesh, **options):
+    for layer in model:
+        if isinstance(layer, bfp.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def gradients(rank, name, shape, weights):
+    model = shard(model_of(name, weights=weights), mesh_of(shape))
+    y = model(inputs(rank))
+    y.sum().backward()
+    return y.detach(), [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_unsharded_model(name, weights, monkeypatch):
+    for shape in ((4,), (2, 2)):
+        monkeypatch.undo()
+        results = threaded.run(4, gradients, name, shape, weights)
+        total = None
+        for rank in range(4):
+            model = model_of(name, weights=weights)
+            monkeypatch.setattr(weights_module, "data_rank", lambda weight, rank=rank: rank)
+            y = model(inputs(rank))
+            y.sum().backward()
+            assert torch.equal(results[rank][0], y)
+            grads = [p.grad for p in model.parameters()]
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+        for rank in range(4):
+            for got, want in zip(results[rank][1], total, strict=True):
+                torch.testing.assert_close(got, want / 4, rtol=1e-5, atol=1e-6)
+
+
+def trained(rank, name, shape):
+    """Three steps with AdamW; the shard's codes, and where they lie."""
+    model = shard(model_of(name), mesh_of(shape))
+    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(inputs(0, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bfp.update_scales(model)
+    return [
+        (local_of(p).codes.clone(), region_of(p).slices) for p in (layer.weight for layer in model if hasattr(layer, "weight"))
+    ]
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_block", "mxfp8"])
+def test_training_is_that_of_the_unsharded_model(name):
+    """All ranks see the same batch: gradients differ by the rounding of their mean alone, which is exact for four."""
+    model = model_of(name)
+    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(inputs(0, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        bfp.update_scales(model)
+    whole = [layer.weight.codes for layer in model if hasattr(layer, "weight")]
+    for shards in threaded.run(4, trained, name, (4,)):
+        for (codes, slices), want in zip(shards, whole, strict=True):
+            assert torch.equal(codes, want[slices[0]])
+
+
+def ranks_of(rank):
+    seen = []
+    model = shard(model_of("nvfp4"), mesh_of((2, 2)))
+    model[0].register_forward_pre_hook(lambda module, _: seen.append(data_rank(module.weight)))
+    model(inputs(rank)).sum().backward()
+    return seen[0]
+
+
+def test_each_data_parallel_rank_has_random_bits_of_its_own():
+    assert threaded.run(4, ranks_of) == [0, 1, 2, 3]
+
+
+def from_meta(rank):
+    """Every rank draws what the unsharded model draws, and keeps its rows; no random key is left to chance."""
+    for name, weights in (("fp8_current", "quantized"), ("nvfp4", "quantized"), ("mxfp8", "high_precision")):
+        real = shard(model_of(name, weights=weights), mesh_of((2,)))
+        meta = shard(model_of(name, "meta", weights), mesh_of((2,)))
+        meta.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for layer in meta:
+            if isinstance(layer, bfp.Linear):
+                layer.reset_parameters()
+        for a, b in zip(real.parameters(), meta.parameters(), strict=True):
+            initial = getattr(local_of(a), "initial", None)
+            assert initial is None or torch.equal(initial, local_of(b).initial)
+        with torch.no_grad():
+            assert torch.equal(real(inputs(rank)), meta(inputs(rank)))
+
+
+def mixed(rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(model_of("mxfp8"), mesh_of((2,)), mp_policy=policy)
+    y = model(inputs(rank))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_mixed_precision():
+    threaded.run(2, mixed)
+
+
+def accumulated(rank):
+    model = shard(model_of("fp8_delayed"), mesh_of((2,)))
+    assert isinstance(model, FSDPModule)
+    for part in range(2):
+        model.set_requires_gradient_sync(part == 1)
+        model(inputs(rank, part) * 10.0 ** (1 - part)).sum().backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    bfp.update_scales(model)
+    return total.full_tensor(), model[0].input_amax_history[-1].clone()
+
+
+def test_gradient_accumulation_and_clipping():
+    results = threaded.run(2, accumulated)
+    largest = max(inputs(rank).abs().max() * 10 for rank in range(2))
+    assert results[0][1] == results[1][1] == largest
+    assert results[0][0] == results[1][0]
+
+
+def compiled(rank):
+    """`layer.compile(fullgraph=True)`, then `fully_shard(layer)`: one graph a layer, the bits of eager code."""
+    for name, steps in (("fp8_delayed", 10), ("nvfp4", 2)):
+        torch._dynamo.reset()
+        eager = model_of(name)
+        counted = copy.deepcopy(eager)
+        counters = []
+        for layer in counted:
+            if isinstance(layer, bfp.Linear):
+                counters.append(torch._dynamo.testing.CompileCounterWithBackend("aot_eager"))
+                layer.compile(fullgraph=True, backend=counters[-1])
+        models = [shard(model, mesh_of((2,))) for model in (eager, counted)]
+        optimizers = [bfp.AdamW(model.parameters(), lr=1e-2) for model in models]
+        for step in range(steps):
+            outputs = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                y = model(inputs(rank, step))
+                y.sum().backward()
+                outputs.append(
+                    [y, *(p.grad.to_local().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+                bfp.update_scales(model)
+            for a, b in zip(*outputs, strict=True):
+                assert torch.equal(a, b)
+        assert [counter.frame_count for counter in counters] == [1, 1]
+
+
+def block(rank):
+    """A whole transformer block under FSDP2, compiled as one graph."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = bfp.TransformerLayer(64, 96, 4, recipe="fp8_delayed", norm="rms_norm", activation="swiglu")
+    whole = copy.deepcopy(eager)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    whole.compile(fullgraph=True, backend=counter)
+    models = [fully_shard(model, mesh=mesh_of((2,))) for model in (eager, whole)]
+    for step in range(3):
+        outputs = []
+        for model in models:
+            y = model(inputs(rank, step).view(2, 3, 64))
+            y.sum().backward()
+            outputs.append([y, *(p.grad.to_local().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())])
+            bfp.update_scales(model)
+        for a, b in zip(*outputs, strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("function", ["from_meta", "compiled", "block"])
+def test_over_real_processes(function):
+    gloo.run(2, __file__, function)
