@@ -194,13 +194,14 @@ class _Cutter:
         from torch.distributed import tensor as dtensor
 
         placement = dtensor.Replicate() if dim is None else dtensor.Shard(dim)
-        if mesh_of(parameter) is not None:
-            if parameter.device_mesh == self.mesh and parameter.placements == (placement,):  # pyright: ignore[reportAttributeAccessIssue]
+        mesh, placements = mesh_of(parameter), getattr(parameter, "placements", None)
+        if mesh is not None:
+            if mesh == self.mesh and placements == (placement,):
                 # An embedding, say, that torch has cut, and that a layer shares.
                 return parameter
             raise ValueError(
-                f"a weight is cut or sharded already, as {parameter.placements}, and should be ({placement},): call parallelize "  # pyright: ignore[reportAttributeAccessIssue]
-                "once, and before fully_shard"
+                f"a weight is cut or sharded already, as {placements} on {mesh}, and should be ({placement},) on {self.mesh}: "
+                "call parallelize once, and before fully_shard"
             )
         whole = parameter.detach()
         local = whole if dim is None else self.part(whole, dim)
