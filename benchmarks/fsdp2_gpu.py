@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model stack --tokens 16384
 
-Milliseconds a step (the median of timed steps, slowest rank), peak memory of a rank, and the bytes that a rank receives in
-all-gathers. Every contender starts from the same weights and gets the same input; each block is compiled by itself.
+Milliseconds a step (the median of timed steps, slowest rank) and in which the host hands it to an idle GPU, peak memory of a
+rank, and the bytes that a rank receives in all-gathers. Every contender starts from the same weights and gets the same input;
+each block is compiled by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -146,12 +148,19 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     times = [timed(step) if cuda else 0.0 for _ in range(options.steps)]
-    found = torch.tensor([statistics.median(times), torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0], device=device)
+    host = statistics.median([host_time(step) for _ in range(3)])
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    found = torch.tensor([statistics.median(times), host, peak], device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
+    if options.profile and dist.get_rank() == 0:
+        print_profile(step)
+    elif options.profile:
+        step()
     return {
         "contender": name,
         "ms": round(float(found[0]), 2),
-        "peak_gib": round(float(found[1]), 2),
+        "host_ms": round(float(found[1]), 2),
+        "peak_gib": round(float(found[2]), 2),
         "gathered_mb": round(sum(received) / 1e6, 1),
         "parameters": parameters,
     }
@@ -167,6 +176,26 @@ def timed(step: Callable[[], None]) -> float:
     return begin.elapsed_time(end)
 
 
+def print_profile(step: Callable[[], None]) -> None:
+    """Prints where the GPU's and the host's time of a step goes."""
+    with torch.profiler.profile() as profile:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    averages = profile.key_averages()
+    for order in ("self_cuda_time_total", "self_cpu_time_total"):
+        print(averages.table(sort_by=order, row_limit=14, max_name_column_width=60), flush=True)
+
+
+def host_time(step: Callable[[], None]) -> float:
+    """Milliseconds in which the host hands a step to an idle GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    return (time.perf_counter() - begin) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("stack", "transformer"), default="stack")
@@ -177,6 +206,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=16384)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="also print where a step's time goes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
     cuda = torch.cuda.is_available()
