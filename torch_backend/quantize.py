@@ -9,7 +9,10 @@ from blockfp import numerics
 from blockfp.formats import Format
 from blockfp.rounding import Key
 
-from . import ops
+from . import (
+    op_sharding,  # noqa: F401  (DTensor learns of the ops)
+    ops,
+)
 from .keys import key_tensor
 from .tensor import QuantizedTensor
 
