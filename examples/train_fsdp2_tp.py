@@ -1,10 +1,12 @@
 """Train the byte-level transformer under FSDP2 x tensor parallelism, with sequence parallelism; weights quantized.
 
-torchrun --nproc-per-node 4 examples/train_fsdp2_tp.py --recipe mxfp8        # FSDP 2 x TP 2, on GPUs or on the CPU
+python examples/train_fsdp2_tp.py --recipe fp8_block          # four processes, on GPUs or on the CPU: FSDP 2 x TP 2
 """
 
 import argparse
 import os
+import subprocess
+import sys
 
 import byte_text
 import torch
@@ -23,6 +25,9 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--recipe", default="mxfp8")
 parser.add_argument("--steps", type=int, default=100)
 options, config = parser.parse_args(), byte_text.Config()
+if "LOCAL_RANK" not in os.environ:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", __file__, *sys.argv[1:]]
+    sys.exit(subprocess.call(run, env={"OMP_NUM_THREADS": "1", **os.environ}))
 
 
 class Transformer(nn.Module):
