@@ -1,6 +1,8 @@
 """Train the byte-level transformer under FSDP2 x tensor parallelism, with sequence parallelism; weights quantized.
 
-python examples/train_fsdp2_tp.py --recipe fp8_block          # four processes, on GPUs or on the CPU: FSDP 2 x TP 2
+    python examples/train_fsdp2_tp.py --recipe fp8_block          # four processes, on GPUs or on the CPU: FSDP 2 x TP 2
+
+Embeddings and head are torch's own layers, cut by torch; the blocks between them are blockfp's.
 """
 
 import argparse
@@ -52,7 +54,6 @@ mesh = init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]) // 2, 2), me
 torch.manual_seed(0)
 model = Transformer().to(device)
 bfp.parallelize(model, mesh["tp"], sequence_parallel=True)
-# torch cuts its own layers.
 embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
 head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
 parallelize_module(model, mesh["tp"], {"embedding": embed, "positions": embed, "head": head})
