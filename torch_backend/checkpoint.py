@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from blockfp import manifest
 from blockfp.manifest import BadCheckpoint
 
+from . import sharding
 from .conversion import Conversion, conversions, convert, replace
-from .uneven import make_whole, put_back
+from .uneven import leaves, make_whole, put_back
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -121,6 +122,10 @@ def save_checkpoint(
             future: Future = Future()
             future.set_result(None)
             return Saving(checkpoint, future)
+        # torch copies what it saves behind the training's back, but for DTensors of shape ().
+        for holder, name, value in list(leaves(state)):
+            if value.ndim == 0 and sharding.mesh_of(value) is not None:
+                holder[name] = value.clone()
         group = process_group or _own_group()
         future = dcp.async_save(state, storage_writer=writer, process_group=group)  # pyright: ignore[reportAssignmentType]
     _behind.append(Saving(checkpoint, future))
@@ -192,8 +197,22 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     model = plain_module(model)
     state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
     if optimizer is not None:
-        state[OPTIMIZER] = get_optimizer_state_dict(model, optimizer)
+        with _gradients_aside(optimizer):
+            state[OPTIMIZER] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+@contextmanager
+def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch makes the state of an optimizer that hasn't taken a step yet, but only where there are no gradients."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    if not optimizer.state:
+        for param in params:
+            param.grad = None
+    yield
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
 
 
 def _into_model(model: nn.Module, state: dict[str, Any], converted: list[Conversion]) -> None:

@@ -127,7 +127,8 @@ def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     """The whole of a part, alike on every rank; collective over the mesh axes that cut the parameter."""
     own = _own(q, part)
     if part.unit is None:
-        return own
+        # torch's copies for asynchronous saves leave DTensors of shape () out: this one mustn't change while it is written.
+        return own.clone() if own.ndim == 0 else own
     if own.is_meta:
         return own.new_empty(part.shape)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)

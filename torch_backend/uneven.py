@@ -33,7 +33,7 @@ class Replaced:
 def make_whole(state: Any) -> list[Replaced]:
     """Puts replicated wholes in the place of such DTensors, in nested dictionaries and lists; collective."""
     replaced = []
-    for holder, key, value in list(_leaves(state)):
+    for holder, key, value in list(leaves(state)):
         if sharding.mesh_of(value) is not None and not offsets_agree(part_of(value).lies):
             holder[key] = replicated(value, _gathered(value))
             replaced.append(Replaced(holder, key, value))
@@ -48,13 +48,13 @@ def put_back(replaced: list[Replaced]) -> None:
         one.holder[one.key] = one.value
 
 
-def _leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
     """(dictionary or list, key, tensor) of each tensor."""
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if isinstance(value, Tensor):
             yield state, key, value
         elif isinstance(value, dict | list):
-            yield from _leaves(value)
+            yield from leaves(value)
 
 
 def _gathered(values: Tensor) -> Tensor:

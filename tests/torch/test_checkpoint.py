@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from blockfp.torch_backend.adamw import AdamW
 from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.sharding import local_of
-from blockfp.torch_backend.state_dict import offloaded, placed
+from blockfp.torch_backend.state_dict import offloaded, placed, stored
 from resumed import MESHES, assert_is_part_of, model_of, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -109,6 +109,20 @@ def test_without_sharding_no_process_group_is_needed(tmp_path):
     load_and_go_on(0, "one", tmp_path, "mxfp8_e4m3", SHAPES, {}, references)
 
 
+def test_before_the_first_step(tmp_path):
+    """An optimizer without a state, with gradients, is saved and loaded; the gradients stay, and so do codes and scales."""
+    model, other = model_of("nvfp4_16x16", SHAPES), model_of("nvfp4_16x16", SHAPES, seed=50)
+    optimizer, other_optimizer = optimizer_of(model), optimizer_of(other)
+    reference = model_of("nvfp4_16x16", SHAPES)
+    for param in (*model.parameters(), *other.parameters()):
+        param.grad = torch.ones(param.shape)
+    save_checkpoint(tmp_path, model, optimizer, step=0)
+    load_checkpoint(tmp_path, other, other_optimizer)
+    assert_is_part_of(model, None, reference, None)
+    assert_is_part_of(other, other_optimizer, model, optimizer)
+    assert all(torch.equal(param.grad, torch.ones(param.shape)) for param in (*model.parameters(), *other.parameters()))
+
+
 def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
     model = model_of("nvfp4_16x16", SHAPES)
     state = model.state_dict()
@@ -163,6 +177,8 @@ def _offloaded(rank):
     assert got._spec == expected._spec
     assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert local_of(got).data_ptr() == scales.data_ptr()
+    # torch saves a DTensor of shape () behind the training's back without copying it first.
+    assert local_of(stored(param)["_tensor_scale"]).data_ptr() != local_of(param).tensor_scale.data_ptr()
 
 
 def test_what_stays_on_the_cpu_is_placed_as_the_parameter_is():

@@ -139,7 +139,7 @@ def test_ten_kills_at_random_moments(tmp_path):
 def _with_gloo(rank, folder, results):
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
     torch.set_num_threads(1)
-    model = shard(model_of("fp8_e4m3_128x128", SHAPES), "fsdp2")
+    model = shard(model_of("nvfp4_16x16", SHAPES), "fsdp2")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 0, 3)
     saving = save_checkpoint(folder / "run", model, optimizer, step=3, wait=False)
@@ -151,10 +151,10 @@ def _with_gloo(rank, folder, results):
     train(model, optimizer, 6, 7)
     save_checkpoint(folder / "run", model, optimizer, step=7)
     for step in (3, 6, 7):
-        whole = model_of("fp8_e4m3_128x128", SHAPES)
+        whole = model_of("nvfp4_16x16", SHAPES)
         whole_optimizer = AdamW(whole.parameters(), lr=0.1)
         train(whole, whole_optimizer, 0, step)
-        other = shard(model_of("fp8_e4m3_128x128", SHAPES, seed=50), "fsdp2")
+        other = shard(model_of("nvfp4_16x16", SHAPES, seed=50), "fsdp2")
         other_optimizer = AdamW(other.parameters(), lr=0.1)
         load_checkpoint(folder / "run", other, other_optimizer, step=step)
         assert_is_part_of(other, other_optimizer, whole, whole_optimizer)
