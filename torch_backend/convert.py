@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
@@ -61,7 +61,7 @@ def convert(
         raise ValueError("model holds no torch.nn.Linear to convert, or filter and recipe leave all of them as they are")
     _check_shared(model, chosen)
     replacements: dict[nn.Linear, Linear] = {}
-    by_weight: dict[nn.Parameter, Linear] = {}
+    by_weight: dict[Tensor, Linear] = {}
     for layer, one in chosen.items():
         new = Linear.from_linear(layer, one, weights=weights, compute=compute, keep_init=keep_init)
         first = by_weight.setdefault(layer.weight, new)
@@ -72,7 +72,7 @@ def convert(
     for module in list(model.modules()):
         # A module may hold the same layer under several names.
         for name, child in list(module._modules.items()):
-            if child in replacements:
+            if isinstance(child, nn.Linear) and child in replacements:
                 setattr(module, name, replacements[child])
     return replacements.get(model, model) if isinstance(model, nn.Linear) else model
 

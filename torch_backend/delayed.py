@@ -63,22 +63,26 @@ def update_scales(model: nn.Module) -> None:
         newest = torch.stack([one.history[0] for one in members])
         # Magnitudes are ordered like their bits.
         reduced = max_reduce(newest.view(torch.int32), groups).view(torch.float32)
-        torch._foreach_copy_([one.history[0] for one in members], list(reduced.unbind()))
+        _write([one.history[0] for one in members], reduced.unbind())
     for (element, options, _), members in _by(operands, lambda one: (one.element, one.options, one.history.device)):
         histories = torch.stack([one.history for one in members], dim=1)
         scales = torch.stack([one.scale for one in members])
         moved, new = scaling.update(histories, scales, element, margin=options.margin, algorithm=options.algorithm)
-        torch._foreach_copy_([one.history for one in members], list(moved.unbind(1)))
-        torch._foreach_copy_([one.scale for one in members], list(new.unbind()))
+        _write([one.history for one in members], moved.unbind(1))
+        _write([one.scale for one in members], new.unbind())
+
+
+def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
+    torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _operands(model: nn.Module) -> Iterator[_Scaled]:
-    ddp = isinstance(model, DistributedDataParallel)
+    ranks = model.process_group if isinstance(model, DistributedDataParallel) else None
     for module in model.modules():
         recipe = getattr(module, "checked", None)
         if not isinstance(recipe, Recipe) or recipe.delayed is None:
             continue
-        groups = (model.process_group.group_name,) if ddp else _groups(module.weight)
+        groups = _groups(module.get_parameter("weight")) if ranks is None else (ranks.group_name,)
         for operand in ("input", "gradient"):
             format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
             history, scale = getattr(module, f"{operand}_amax_history"), getattr(module, f"{operand}_scale")

@@ -6,6 +6,7 @@ blockfp::gradient_keys   (key, folds, step, groups) -> int32 [groups, 2, 2]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,13 +82,13 @@ def _gradient_keys_on_gpu(key: Tensor, step: Tensor | None, folds: list[int], gr
 @torch.library.impl(_library, "gradient_keys", "CompositeExplicitAutograd")
 def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
     # On a CPU in Python's integers: a tensor operation costs more than all of them.
-    words = tuple(int(word) & 0xFFFFFFFF for word in key) if key.device.type == "cpu" else key.to(torch.int32)
+    words: Any = tuple(int(word) & 0xFFFFFFFF for word in key) if key.device.type == "cpu" else key.to(torch.int32)
     if step is not None:
         words = fold_in(words, int(step) & 0xFFFFFFFF if key.device.type == "cpu" else step)
     for fold in folds:
         words = fold_in(words, fold)
-    pair = [fold_in(words, direction) for direction in (0, 1)]
-    keys = [pair] if groups < 0 else [[fold_in(word, group) for word in pair] for group in range(groups)]
+    pair: list[Any] = [fold_in(words, direction) for direction in (0, 1)]
+    keys: list[Any] = [pair] if groups < 0 else [[fold_in(word, group) for word in pair] for group in range(groups)]
     if key.device.type == "cpu":
         signed = [[[_signed(int(word)) for word in words] for words in pair] for pair in keys]
         return torch.tensor(signed, dtype=torch.int32).view(-1, 2, 2)
@@ -107,4 +108,4 @@ def data_rank(weight: Tensor) -> int:
     weight = local_of(weight)
     rank = weight.geometry.data_rank if isinstance(weight, QuantizedTensor) else 0
     model = DistributedDataParallel._get_active_ddp_module()
-    return rank if model is None else model.process_group.rank()
+    return rank if model is None or model.process_group is None else model.process_group.rank()

@@ -124,7 +124,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         yield Observation(modules)
     finally:
         for module in modules.values():
-            module.observed = None
+            module.__dict__["observed"] = None
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:

@@ -91,7 +91,7 @@ def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -
     if row is not None:
         results.append(run.quantize(x, row, key=row_key, eps=eps, amax=given))
     if column is not None:
-        if column is row and row.square and row_key is column_key is None:
+        if row is not None and column is row and row.square and row_key is column_key is None:
             codes, scales = numerics.transpose(results[0].codes, results[0].scales, row, columns=x.shape[-1])
             results.append(Quantized(codes, scales, results[0].tensor_scale))
         else:
@@ -129,10 +129,10 @@ def _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps
 
 
 def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> tuple[Format | None, Format | None]:
-    formats = tuple(None if name is None else Format.parse(name) for name in (row, column))
-    if multiplier is not None and len({format for format in formats if format is not None}) != 1:
+    first, second = (None if name is None else Format.parse(name) for name in (row, column))
+    if multiplier is not None and len({first, second} - {None}) != 1:
         raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
-    return formats
+    return first, second
 
 
 @torch.library.impl(_library, "quantize_operand", "CompositeExplicitAutograd")
@@ -165,7 +165,7 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
         return _flat(results) if largest is None else [*_flat(results), largest]
     one_read = first is second and (row_key is None) == (column_key is None)
     if first is not None and one_read:
-        key = None if row_key is None else torch.cat([row_key, column_key])
+        key = None if row_key is None or column_key is None else torch.cat([row_key, column_key])
         return _flat(list(cuda.quantize_both(x, first, key=key, eps=eps, rotate=rotate)))
     results = [] if first is None else [cuda.quantize(x, first, key=row_key, eps=eps)]
     if second is not None:

@@ -49,10 +49,11 @@ class Operand(NamedTuple):
     origin: tuple[int, int] = (0, 0)
 
     @property
-    def factor(self) -> Tensor | None:
+    def factor(self) -> Tensor:
         """The scale of the whole tensor, float32 of one element."""
-        assert self.format is not None
-        return self.scales if self.format.per_tensor else self.tensor_scale
+        factor = self.scales if self.format is not None and self.format.per_tensor else self.tensor_scale
+        assert factor is not None
+        return factor
 
     def values(self, dtype: torch.dtype, *, factored: bool = False) -> Tensor:
         """The values in `dtype`; `factored` leaves out the scale of the whole tensor."""
@@ -139,6 +140,7 @@ def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
         wide = working is not torch.float32
         out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
         factors = [x.factor for x in (a, b) if x.format is not None and has_tensor_scale(x.format)]
+        # One factor, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
         factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
         if bias is None:
             return torch.mul(out, factor, out=torch.empty_like(out, dtype=dtype))
@@ -155,7 +157,7 @@ def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype,
     # cuBLAS adds a bias of 16 bits only.
     fused = bias is not None and bias.dtype is dtype and dtype is not torch.float32
     out = F.scaled_mm(
-        codes[0], codes[1].t(), a.scales, ScalingType.TensorWise, b.scales, ScalingType.TensorWise,
+        codes[0], codes[1].t(), a.factor, ScalingType.TensorWise, b.factor, ScalingType.TensorWise,
         bias=bias if fused else None, output_dtype=dtype, use_fast_accum=fast_accum,
     )  # fmt: skip
     return out if bias is None or fused else (out + bias).to(dtype)

@@ -160,5 +160,6 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
     if mesh is not None:
         from torch.distributed.tensor import distribute_tensor
 
-        values = distribute_tensor(values, mesh, param.placements, src_data_rank=None).to_local()
+        placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
+        values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
     local.copy_(values)
