@@ -124,7 +124,7 @@ class CastWeight(Tensor):
         )
         place = fsdp.place(self.format, self.shape, Geometry(None, base), mesh)
         sharding, rank = place.gather.sharding, place.rank
-        groups = {"fsdp": mesh.get_group().group_name}
+        groups: dict[str, str] = {"fsdp": mesh.get_group().group_name}
         if self.cut is not None:
             sharding, rank = _lies(self, self.cut, mesh.size()), place.rank * self.cut.ranks + self.cut.rank
             groups["tp"] = self.cut.group

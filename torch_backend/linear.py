@@ -97,11 +97,13 @@ def apply(
     parallel = None if parallel is None else parallel.of(x.shape)
     _check_tensors(x, weight, bias, grouped=counts is not None)
     y = _run(x.reshape(-1, x.shape[-1]), weight, bias, recipe, state or LinearState(), key, counts, parallel)
+    leading = list(x.shape[:-1])
     if parallel is not None and parallel.sequence:
-        # Its tokens are more than x's, or fewer.
-        return y.unflatten(0, (*x.shape[:-2], -1)) if x.ndim > 2 else y
+        # It has more tokens than x, or fewer.
+        leading[parallel.sequence_dim] = 1
+        leading[parallel.sequence_dim] = y.shape[0] // max(torch.Size(leading).numel(), 1)
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
-    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[-1]])
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
 
 
 def check_recipe(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:

@@ -112,7 +112,7 @@ class ParallelFunction(torch.autograd.Function):
         d_inputs: list[Tensor] = []
         d_weights: list[Tensor] = []
         summing = None
-        for index, group in groups_of(gradient, ctx.counts):
+        for index, group in groups_of(gradient, ctx.counts) if needs_x or needs_weight else []:
             key = None if keys is None else keys[index or 0]
             if parallel.gathers_gradient:
                 place = parallel.scattered(ctx.x_shape[0])

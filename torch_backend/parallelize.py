@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import translate
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -184,8 +184,9 @@ class _Cutter:
         for name, parameter in list(norm.named_parameters(recurse=False)):
             setattr(norm, name, self.parameter(parameter, None))
         # The parameters are DTensors now, and so its forward is another.
-        norm.__class__ = SHARED_NORMS[type(norm)]
-        norm.summed_over = self.group if self.sequence else None  # pyright: ignore[reportAttributeAccessIssue]
+        shared: Any = norm
+        shared.__class__ = SHARED_NORMS[type(norm)]
+        shared.summed_over = self.group if self.sequence else None
 
     def parameter(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """A whole parameter as a DTensor, cut along an axis or replicated."""

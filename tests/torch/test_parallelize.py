@@ -68,17 +68,18 @@ def test_grouped_linear(recipe, style, kind):
             assert (got - want).norm() <= 80 * 2**-23 * want.norm()
 
 
-def test_dtensors_go_in_and_come_out():
-    """A column and a row between torch's own DTensors, with tokens that the ranks don't divide."""
+@pytest.mark.parametrize("tokens", [37, 5])
+def test_dtensors_go_in_and_come_out(tokens):
+    """A column and a row between torch's own DTensors, with tokens that four ranks don't divide; of 5 the last has none."""
     torch.manual_seed(0)
     up, down = bfp.Linear(64, 128, recipe="mxfp8"), bfp.Linear(128, 64, recipe="mxfp8")
-    x = values(2, 37, 64)
+    x = values(2, tokens, 64)
     whole = x.clone().requires_grad_()
     y = down(up(whole))
     y.sum().backward()
 
     def run(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("model",))
         column = bfp.parallelize(copy.deepcopy(up), mesh, "column", sequence_parallel=True)
         row = bfp.parallelize(copy.deepcopy(down), mesh, "row", sequence_parallel=True)
         mine = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
@@ -86,15 +87,37 @@ def test_dtensors_go_in_and_come_out():
         assert hidden.placements == (Shard(2),)
         out = row(hidden)
         assert out.placements == (Shard(1),)
-        assert out.shape == (2, 37, 64)
+        assert out.shape == (2, tokens, 64)
         out.to_local().sum().backward()
         return out.full_tensor(), mine.grad.full_tensor()
 
     with pytest.warns(UserWarning, match="high precision"):
-        world = threaded.run(2, run)
+        world = threaded.run(4, run)
     for out, dx in world:
         assert (out - y).norm() <= 1e-5 * y.norm()
         assert (dx - whole.grad).norm() <= 1e-5 * whole.grad.norm()
+
+
+def test_tokens_may_lie_on_the_first_axis():
+    """[tokens, batch, features], cut along the tokens: rows of x and of the output are runs of the whole's."""
+    torch.manual_seed(0)
+    layer = bfp.LayerNormMLP(64, 128, recipe="fp8_current")
+    whole = values(32, 3, 64).requires_grad_()
+    y = layer(whole)
+    y.square().sum().backward()
+
+    def run(rank):
+        mesh = mesh_of("tp")
+        mine = bfp.parallelize(copy.deepcopy(layer), mesh, sequence_parallel=True, sequence_dim=0)
+        x = part(values(32, 3, 64), 0, rank).requires_grad_()
+        out = mine(x)
+        out.square().sum().backward()
+        return out, x.grad
+
+    for rank, (out, dx) in enumerate(threaded.run(2, run)):
+        assert out.shape == (16, 3, 64)
+        assert (out - part(y, 0, rank)).norm() <= 1e-5 * y.norm()
+        assert (dx - part(whole.grad, 0, rank)).norm() <= 1e-3 * whole.grad.norm()
 
 
 class Tied(nn.Module):
