@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gloo
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from blockfp.torch_backend.adamw import AdamW
 from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.checkpoint_files import read_index
@@ -136,9 +135,8 @@ def test_ten_kills_at_random_moments(tmp_path):
     assert any("," in line.split("]")[0] for line in rounds)
 
 
-def _with_gloo(rank, folder, results):
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def behind_the_trainings_back(rank):
+    folder = Path(os.environ["RUN"])
     model = shard(model_of("nvfp4_16x16", SHAPES), "fsdp2")
     optimizer = AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 0, 3)
@@ -169,14 +167,10 @@ def _with_gloo(rank, folder, results):
     ):
         with pytest.raises((BadCheckpoint, FileExistsError), match=match):
             action()
-    results[rank] = 1
-    dist.barrier()
-    os._exit(0)
 
 
-def _each_kind_with_gloo(rank, folder, results):
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
-    torch.set_num_threads(1)
+def each_kind_of_mesh(rank):
+    folder = Path(os.environ["RUN"])
     whole = {}
     for steps in (3, 5):
         whole[steps] = model_of("nvfp4_16x16", SHAPES)
@@ -194,20 +188,9 @@ def _each_kind_with_gloo(rank, folder, results):
         assert_is_part_of(other, other_optimizer, *whole[3])
         train(other, other_optimizer, 3, 5)
         assert_is_part_of(other, other_optimizer, *whole[5])
-    results[rank] = 1
-    dist.barrier()
-    os._exit(0)
 
 
-@pytest.mark.parametrize(("function", "world"), [(_with_gloo, 2), (_each_kind_with_gloo, 4)])
-def test_processes_with_gloo(function, world, tmp_path):
-    """Written behind the training's back, and each kind of mesh to another."""
-    fork = mp.get_context("fork")
-    results = fork.Array("i", world)
-    ranks = [fork.Process(target=function, args=(rank, tmp_path, results)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(60)
-        rank.kill()
-    assert list(results) == [1] * world
+@pytest.mark.parametrize(("function", "world"), [("behind_the_trainings_back", 2), ("each_kind_of_mesh", 4)])
+def test_processes_with_gloo(function, world, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN", str(tmp_path))
+    gloo.run(world, __file__, function)
