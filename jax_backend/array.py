@@ -171,6 +171,11 @@ class QuantizedArray:
         return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype}{where})"
 
 
+def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
+    """The QuantizedArray of codes and scales that were made of x [..., columns]; unchecked."""
+    return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
+
+
 def is_quantized(leaf: object) -> bool:
     """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
     return isinstance(leaf, QuantizedArray)
@@ -196,7 +201,8 @@ def _flatten_with_keys(q: QuantizedArray):
 
 def _unflatten(static, leaves) -> QuantizedArray:
     codes, scales, tensor_scale, tangent = leaves
-    return QuantizedArray(codes, scales, tensor_scale, *static, tangent)
+    format, columns, dtype, origin, sharding = static
+    return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
@@ -234,8 +240,7 @@ def quantize(
     numerics.check_input(x)
     format = Format.parse(format)
     choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
-    codes, scales, tensor_scale = ops.quantize(x, ops.key_array(key), format=format, choice=choice)
-    q = QuantizedArray(codes, scales, tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
+    q = of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x)
     return q._with_source(x) if isinstance(x, Tracer) else q
 
 

@@ -91,7 +91,7 @@ def _with_gradient(q: QuantizedArray, carrier: jax.Array | None, plan: plans.Pla
     """q, whose gradient goes to `carrier`, the array that was gathered."""
     if carrier is None:
         return q
-    tangent = _zeros_behind_gather(plan, q.shape[::-1] if columnwise else q.shape, carrier)
+    tangent: Any = _zeros_behind_gather(plan, q.shape[::-1] if columnwise else q.shape, carrier)
     return q.replace(tangent=tangent.mT if columnwise else tangent)
 
 
@@ -164,7 +164,7 @@ def _reduce_scatter(how: tuple[str, Format], x: jax.Array, key: jax.Array | None
     else:
         # A key for each part of each rank: they are arrays of their own.
         own = fold_in(key, lax.axis_index(axis))
-        keys = jnp.stack([fold_in(own, i) for i in range(size)])
+        keys = jnp.stack([jnp.asarray(fold_in(own, i)) for i in range(size)])
         q = jax.vmap(lambda part, key: quantize(part, format, key=key))(parts, keys)
     send = lambda leaf: lax.all_to_all(leaf, axis, split_axis=0, concat_axis=0)  # noqa: E731
     received = jax.tree.map(send, q)
@@ -191,7 +191,7 @@ def _all_reduce(how: tuple[str, Format], x: jax.Array, key: jax.Array | None) ->
     axis, format = how
     rows, size = x.shape[0], lax.axis_size(axis)
     filled = jnp.pad(x, ((0, -rows % size), (0, 0)))
-    part = _reduce_scatter(how, filled, key)
+    part: Any = _reduce_scatter(how, filled, key)
     own = None if key is None else fold_in(fold_in(key, size), lax.axis_index(axis))
     q = jax.tree.map(lambda leaf: lax.all_gather(leaf, axis), quantize(part, format, key=own))
     values = jax.vmap(lambda q: q.dequantize())(q)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from blockfp import recipes, scaling
-from blockfp.recipes import Recipe
+from blockfp.recipes import Operand, Recipe
 
 from . import sharded
 
@@ -67,6 +67,8 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
         ValueError: the recipe doesn't scale by history, or the trees differ.
     """
     recipe = _delayed(recipe)
+    options = recipe.delayed
+    assert options is not None
     leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
     observed = tree.flatten_up_to(seen)
     for leaf in (*leaves, *observed):
@@ -86,11 +88,14 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
     updated = []
     for i, state in enumerate(leaves):
         moved = []
-        pairs = ((histories[i], state.input_scale, "input"), (histories[len(leaves) + i], state.gradient_scale, "gradient"))
+        pairs: tuple[tuple[jax.Array, jax.Array, Operand], ...] = (
+            (histories[i], state.input_scale, "input"),
+            (histories[len(leaves) + i], state.gradient_scale, "gradient"),
+        )
         for history, scale, operand in pairs:
-            options = recipe.delayed
-            element = recipe.cast(operand).format.element
-            history, scale = scaling.update(history, scale, element, margin=options.margin, algorithm=options.algorithm)
+            format = recipe.cast(operand).format
+            assert format is not None
+            history, scale = scaling.update(history, scale, format.element, margin=options.margin, algorithm=options.algorithm)
             moved += [jnp.moveaxis(history, 0, -1), scale]
         updated.append(DelayedState(*moved))
     return jax.tree.unflatten(tree, updated)

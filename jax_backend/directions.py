@@ -11,7 +11,7 @@ from blockfp.formats import Format
 from blockfp.rounding import Key
 
 from . import implementations, ops
-from .array import QuantizedArray
+from .array import QuantizedArray, of_parts
 
 
 def quantize_columnwise(
@@ -69,7 +69,7 @@ def _checked(x, format: Format | str) -> Format:
 
 
 def _array(parts, format: Format, values, source, *, transposed: bool = True) -> QuantizedArray:
-    q = QuantizedArray(*parts, format, values.shape[-1], np.dtype(values.dtype))
+    q = of_parts(parts, format, values)
     if not isinstance(source, Tracer):
         return q
     return q._with_source(source.mT if transposed else source)

@@ -57,6 +57,7 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
     x, tokens = _as_matrices(lhs, tuple(lhs_contract), tuple(lhs_batch))
+    w: Any
     if isinstance(rhs, QuantizedArray):
         w, features = _quantized_matrix(rhs, tuple(rhs_contract), tuple(rhs_batch))
     else:

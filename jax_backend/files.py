@@ -77,8 +77,9 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 def _to_jax(array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:
     if not isinstance(array, NumpyArray):
         return jnp.asarray(array)
-    parts = (None if part is None else jnp.asarray(part) for part in (array.codes, array.scales, array.tensor_scale))
-    return QuantizedArray(*parts, array.format, array.columns, array.dtype)
+    tensor_scale = None if array.tensor_scale is None else jnp.asarray(array.tensor_scale)
+    codes, scales = jnp.asarray(array.codes), jnp.asarray(array.scales)
+    return QuantizedArray(codes, scales, tensor_scale, array.format, array.columns, array.dtype)
 
 
 def _description(x: Any) -> str:

@@ -23,7 +23,7 @@ from blockfp.rotation import GROUP, rotate
 from blockfp.rounding import COLUMNWISE, ROWWISE, Key, gradient_key
 
 from . import implementations, ops
-from .array import QuantizedArray
+from .array import QuantizedArray, of_parts
 from .linear import passing_overflow
 from .operands import eps_for
 from .params import dequantize_params, quantize_weight
@@ -162,8 +162,7 @@ def _quantized(x, tiles: _Tiles, cast: Cast, eps: float, *, columnwise: bool, ke
     eps = eps_for(format, eps)
     if key is None and not has_tensor_scale(format):
         choice = implementations.choose(None, "quantize", format, eps=eps)
-        q = ops.quantize(x, None, format=format, choice=choice, eps=eps)
-        return QuantizedArray(*q, format, x.shape[-1], np.dtype(x.dtype))
+        return of_parts(ops.quantize(x, None, format=format, choice=choice, eps=eps), format, x)
     amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
     if has_tensor_scale(format):
         field = "tensor" if format.scale.two_level else "blocks"
@@ -174,18 +173,17 @@ def _quantized(x, tiles: _Tiles, cast: Cast, eps: float, *, columnwise: bool, ke
     keys = None if key is None else jax.vmap(lambda group: _group_key(key, group))(tiles.group)
 
     def one(tile, amax, key, first, size):
-        place = {}
+        place: dict[str, Any] = {}
         if key is not None:
             place = {"origin": (0, first), "shape": (tile.shape[0], size)} if columnwise else {"origin": (first, 0)}
         return numerics.quantize(tile, format, key=key, eps=eps, amax=amax, settle=settle, **place)
 
-    q = jax.vmap(one)(x, amax, keys, tiles.first, tiles.sizes[tiles.group])
-    return QuantizedArray(*q, format, x.shape[-1], np.dtype(x.dtype))
+    return of_parts(jax.vmap(one)(x, amax, keys, tiles.first, tiles.sizes[tiles.group]), format, x)
 
 
 def _group_key(key: tuple[jax.Array, int], group: jax.Array) -> jax.Array:
     words, direction = key
-    return gradient_key(words, direction, group=group)
+    return jnp.asarray(gradient_key(words, direction, group=group))
 
 
 def _dtype_of(*operands) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def linear(
     words = None if key is None else jnp.asarray(ops.key_array(key))
     how = _How(recipe, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
     tokens = x.reshape(-1, x.shape[-1])
-    y, state_out = _linear(how, tokens, weight, carrier, bias, words, state)
+    y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
     y = y.reshape(*lies.leading_axes(x, y), y.shape[-1])
     return y if state is None else (y, state_out)
 
@@ -161,7 +161,8 @@ def _linear(how: _How, x, weight, carrier, bias, key, state):
     return _output(how, row, weight, bias), _seen(x, state)
 
 
-def _output(how: _How, row: Operand, weight: Operand, bias) -> jax.Array:
+def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
+    assert row is not None
     y = product(row, how.lies.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
     y = how.lies.sum_output(y)
     return y if bias is None else y + bias.astype(y.dtype)
@@ -195,10 +196,13 @@ def _backward(how: _How, kept, cotangents):
     column, weight, bias, key, scales, types = kept
     g, state_cotangent = cotangents
     recipe, lies = how.recipe, how.lies
-    input_scale, gradient_scale, history = scales or (None, None, None)
+    input_scale, gradient_scale = (None, None) if scales is None else scales[:2]
     if lies.gathers_input:
         _, column = input_operands(column, recipe, lies, input_scale, columnwise=True, rowwise=False)
     gradient_row, gradient_column = gradient_operands(g, recipe, lies, gradient_scale, key)
+    assert gradient_row is not None
+    assert gradient_column is not None
+    assert column is not None
     fast = recipe.fast_accum
     summed = (lies.tensor,) if lies.kind == "column" and lies.tensor and not lies.sequence else ()
     dx = product(gradient_row, _across(lies.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
@@ -218,12 +222,8 @@ def _backward(how: _How, kept, cotangents):
         # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
         newest = scaling.record(state_cotangent.gradient_amax_history, amax)[0]
         newest = replication.max_like(newest, types.state)
-        ds = DelayedState(
-            jnp.zeros_like(history),
-            jnp.zeros_like(input_scale),
-            jnp.zeros_like(history).at[0].set(newest),
-            jnp.zeros_like(gradient_scale),
-        )
+        zero_in, zero_gradient, history = (jnp.zeros_like(part) for part in scales)
+        ds = DelayedState(history, zero_in, history.at[0].set(newest), zero_gradient)
     return dx, None, dw, db, None, ds
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 from jax import lax
 
 from blockfp import plans
@@ -13,7 +12,7 @@ from blockfp.rotation import rotate
 from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
 
 from . import implementations, ops, sharded
-from .array import QuantizedArray
+from .array import QuantizedArray, of_parts
 from .lies import Lies
 from .products import Operand
 
@@ -54,7 +53,7 @@ def quantize_operand(
     eps = eps_for(format, eps)
     x = rotate(x) if cast.rotate else x
     choice = implementations.choose(None, "quantize", format, stochastic=key is not None, eps=eps)
-    return _array(ops.quantize(x, key, multiplier, format=format, choice=choice, eps=eps), format, x)
+    return of_parts(ops.quantize(x, key, multiplier, format=format, choice=choice, eps=eps), format, x)
 
 
 def eps_for(format: Format, eps: float) -> float:
@@ -81,7 +80,7 @@ class _Operands:
                 return (q, q.mT) if format.square else (q, self._planned(column, columnwise=True))
             choice = implementations.choose(None, "both", format)
             parts = ops.quantize_both(self.x, self.multiplier, format=format, choice=choice)
-            return _array(parts[0], format, self.x), _array(parts[1], format, self.x.mT)
+            return of_parts(parts[0], format, self.x), of_parts(parts[1], format, self.x.mT)
         return tuple(None if cast is None else self._one(cast, columnwise=bool(i)) for i, cast in enumerate((row, column)))  # pyright: ignore[reportReturnType]
 
     def _one_quantization(self, row: Cast, column: Cast) -> bool:
@@ -99,7 +98,7 @@ class _Operands:
         if columnwise and key is None and not cast.rotate and not eps_for(cast.format, self.eps):
             choice = implementations.choose(None, "columnwise", cast.format)
             q = ops.quantize_columnwise(self.x, None, self.multiplier, format=cast.format, choice=choice, rotate=False)
-            return _array(q, cast.format, self.x.mT)
+            return of_parts(q, cast.format, self.x.mT)
         x = self.x.mT if columnwise else self.x
         return quantize_operand(x, cast, self.eps, key=key, multiplier=self.multiplier)
 
@@ -121,7 +120,3 @@ class _Operands:
         key = self.keys[columnwise] if cast.stochastic else None
         how = sharded.Options(key, eps_for(format, self.eps), self.x.dtype.name, self.multiplier)
         return sharded.quantize(self.x, plan, how)
-
-
-def _array(q, format: Format, x: jax.Array) -> QuantizedArray:
-    return QuantizedArray(*q, format, x.shape[-1], np.dtype(x.dtype))

@@ -15,7 +15,7 @@ from blockfp.array import DTYPES
 from blockfp.recipes import CastFunction, Recipe
 
 from . import implementations, ops
-from .array import QuantizedArray, is_quantized
+from .array import QuantizedArray, is_quantized, of_parts
 from .operands import eps_for
 
 Filter = Callable[[str, Any], bool]
@@ -97,7 +97,7 @@ def quantize_weight(x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype
 
     for _ in range(x.ndim - 2 if format.per_tensor or format.scale.two_level else 0):
         one = jax.vmap(one)
-    return QuantizedArray(*one(x), format, x.shape[-1], dtype)
+    return of_parts(one(x), format, x).replace(dtype=dtype)
 
 
 def dequantize_params(tree: Any, dtype: Any = None) -> Any:

@@ -78,6 +78,10 @@ def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh) -> QuantizedArray:
     return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, _specs_of(stored))
 
 
+def _mesh_of(placed: Any) -> jax.sharding.Mesh:
+    return (placed.codes if is_quantized(placed) else placed).sharding.mesh
+
+
 def shard_state(state: Any, params: Any) -> Any:
     """An optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
 
@@ -88,7 +92,7 @@ def shard_state(state: Any, params: Any) -> Any:
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_leaf)
     if not leaves:
         return state
-    mesh = (leaves[0].codes if is_quantized(leaves[0]) else leaves[0]).sharding.mesh
+    mesh = _mesh_of(leaves[0])
     shapes = [_whole_shape(leaf) for leaf in leaves]
 
     def like_params(tree) -> bool:
@@ -124,8 +128,7 @@ def _like(x: jax.Array | None, param) -> jax.Array | None:
     sharding = param.sharding
     for dim in (0, 1):
         x = _take(x, dim, _element_places(sharding, dim))
-    mesh = param.codes.sharding.mesh
-    return jax.device_put(x, NamedSharding(mesh, _specs_of(param).codes))
+    return jax.device_put(x, NamedSharding(_mesh_of(param), _specs_of(param).codes))
 
 
 def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B008
@@ -159,7 +162,7 @@ def unshard_params(tree: Any) -> Any:
 
 def _even(q: QuantizedArray) -> QuantizedArray:
     """Where the parts of the whole of `q` are to lie: cut as `q` is, along axes that this divides evenly."""
-    shapes, mesh = jax.eval_shape(_whole, q), q.codes.sharding.mesh
+    shapes, mesh = jax.eval_shape(_whole, q), _mesh_of(q)
 
     def even(part, spec):
         entries = (*spec, *(None,) * (part.ndim - len(spec)))
@@ -229,8 +232,8 @@ def _broadcast(specs: Any, tree: Any) -> Any:
     )
 
 
-def _specs_of(q: QuantizedArray) -> QuantizedArray:
-    """The PartitionSpecs of what `q` stores."""
+def _specs_of(q: QuantizedArray) -> Any:
+    """The PartitionSpecs of what `q` stores, as a QuantizedArray of them."""
     sharding = q.sharding
     assert sharding is not None
     leading = (None,) * (q.codes.ndim - 2)

@@ -111,7 +111,7 @@ def _values(x: Operand, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array |
         return x.dequantize(dtype), None
     if x.format.per_tensor:
         return x.replace(scales=jnp.ones_like(x.scales)).dequantize(dtype), x.scales.reshape(())
-    return x.replace(tensor_scale=jnp.ones_like(x.tensor_scale)).dequantize(dtype), x.tensor_scale
+    return x.replace(tensor_scale=jnp.ones((), jnp.float32)).dequantize(dtype), x.tensor_scale
 
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:

@@ -121,7 +121,7 @@ def _into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
             axis = dim - 2
             shape = list(x.shape)
             shape[axis] = entries(format, sharding, dim) * block
-            starts = [0] * x.ndim
+            starts: list = [0] * x.ndim
             starts[axis] = _phase(format, sharding, dim)
             x = lax.dynamic_update_slice(_zeros_like_shape(x, shape), x, starts)
     return x
