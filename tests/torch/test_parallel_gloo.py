@@ -52,6 +52,11 @@ def block(device=None):
     return bfp.TransformerLayer(64, 128, 4, recipe="mxfp8", device=device, **options)
 
 
+def column():
+    torch.manual_seed(0)
+    return bfp.LayerNormLinear(64, 64, False, recipe="mxfp8", norm="rms_norm")
+
+
 def meta(rank):
     """parallelize, fully_shard, to_empty, reset_parameters: the shards of what one process draws."""
     expected, mesh = block(), mesh_of("fsdp x tp")
@@ -68,12 +73,12 @@ def meta(rank):
             assert torch.equal(getattr(got, field), getattr(other, field)), (name, field)
 
 
-def compiled(rank, kind="fsdp x tp", backend="aot_eager", steps=10):
+def compiled(rank, make=block, kind="fsdp x tp", backend="aot_eager", steps=10):
     """One graph for a block with tensor and sequence parallelism under FSDP2; without inductor, the bits of the eager one."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     mesh = mesh_of(kind)
-    eager = bfp.parallelize(block(), mesh["tp"], sequence_parallel=True)
+    eager = bfp.parallelize(make(), mesh["tp"], sequence_parallel=True)
     layer = copy.deepcopy(eager)
     layer.compile(fullgraph=True, backend=backend)
     optimizers = []
@@ -99,7 +104,7 @@ def compiled(rank, kind="fsdp x tp", backend="aot_eager", steps=10):
 
 
 def inductor(rank):
-    compiled(rank, "tp", "inductor", 2)
+    compiled(rank, column, "tp", "inductor", 2)
 
 
 @pytest.mark.parametrize("function", ["operands", "meta", "compiled"])
