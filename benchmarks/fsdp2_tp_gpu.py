@@ -90,8 +90,10 @@ def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: to
         fully_shard(each, mesh=mesh["dp"], mp_policy=policy)
     model = fully_shard(nn.Sequential(*blocks), mesh=mesh["dp"], mp_policy=policy)
     parameters = sum(p.numel() for p in model.parameters())
-    adamw = bfp.AdamW if name != "bf16" else torch.optim.AdamW
-    optimizer = adamw(model.parameters(), lr=1e-4)
+    if name == "bf16":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    else:
+        optimizer = bfp.AdamW(model.parameters(), lr=1e-4)
     shape = (options.tokens // options.length, options.length // mesh["tp"].size(), options.width)
     x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn_like(x)
