@@ -26,35 +26,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockfp import plans
-from blockfp.placement import Mesh, Shard, Sharding
+from blockfp.placement import Sharding
 from blockfp.plans import Operand
 from blockfp.recipes import Cast
 from blockfp.steps import Gather, Join, Quantize, Transpose, grid_span
 
 from . import part_ops
 from .collectives import max_reduce_together
-
-ROWS, COLUMNS = 0, 1
-
-
-class Place(NamedTuple):
-    """Which part of the matrix of one data-parallel rank, [rows, columns], this rank holds.
-
-    Attributes:
-        group: name of the process group that the matrix is cut over.
-        ranks: how many ranks it has.
-        rank: this rank's number in it.
-        axis: `ROWS` or `COLUMNS`, what is cut.
-        runs: how many sequences the rows are of, one after another: each is cut alike, and a rank holds its part of every one.
-        length: of what is cut, on all ranks together: rows of one sequence, or columns. None where all ranks hold the same.
-    """
-
-    group: str
-    ranks: int
-    rank: int
-    axis: int
-    runs: int = 1
-    length: int | None = None
+from .place import COLUMNS, ROWS, Place, sharding_of
 
 
 class Part(NamedTuple):
@@ -199,31 +178,6 @@ def _answer(
 def _rank(place: Place, run: int = 0) -> int:
     """This rank's number in the mesh of `sharding_of`: of several runs, one for each."""
     return run * place.ranks + place.rank
-
-
-def sharding_of(place: Place, local: tuple[int, int]) -> Sharding:
-    """How the whole matrix lies. Runs are an axis of the mesh, along which this rank has all places.
-
-    Raises:
-        ValueError: a part of that shape isn't what this rank holds.
-    """
-    rows, columns = local
-    own = columns if place.axis == COLUMNS else rows // place.runs
-    length = own * place.ranks if place.length is None else place.length
-    if place.axis == COLUMNS:
-        lies = Sharding((rows, length), Mesh((place.ranks,), ("tp",)), (Shard(1),))
-    elif place.runs == 1:
-        lies = Sharding((length, columns), Mesh((place.ranks,), ("tp",)), (Shard(0),))
-    else:
-        mesh = Mesh((place.runs, place.ranks), ("sequence", "tp"))
-        lies = Sharding((place.runs * length, columns), mesh, (Shard(0), Shard(0)))
-    shape = lies.region(place.rank).shape
-    if (shape[0] * place.runs, shape[1]) != local:
-        raise ValueError(
-            f"x: rank {place.rank} of {place.ranks} must hold {shape[0] * place.runs} x {shape[1]} of a matrix that lies "
-            f"{lies}, got {rows} x {columns}"
-        )
-    return lies
 
 
 def _2d(sharding: Sharding) -> tuple[int, int]:

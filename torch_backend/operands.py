@@ -17,12 +17,13 @@ from blockfp.plans import Operand
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from . import activations, part_ops
-from .activations import Direction, Place, Way, way_of
+from .activations import Direction, Way, way_of
 from .collectives import max_reduce
 from .delayed import record
 from .linear_function import Scaling, quantized_whole
 from .observe import observe_parts
 from .operand_ops import Directions, quantize_operand, tensor_amax
+from .place import Place
 
 
 class Matrix(NamedTuple):

@@ -22,7 +22,7 @@ from blockfp import layout
 from blockfp.formats import Format
 
 from . import ops
-from .activations import Place
+from .place import Place
 
 _c10d = torch.ops._c10d_functional
 

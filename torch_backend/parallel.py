@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from blockfp.formats import Format
 
-from .activations import COLUMNS, ROWS, Place
+from .place import COLUMNS, ROWS, Place
 
 Style = Literal["column", "row", "experts"]
 

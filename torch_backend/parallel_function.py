@@ -24,7 +24,6 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
 from . import ops, outputs
-from .activations import Place
 from .linear_function import (
     Call,
     Scaling,
@@ -35,6 +34,7 @@ from .linear_function import (
 )
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
+from .place import Place
 from .products import product
 
 

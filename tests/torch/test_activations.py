@@ -8,7 +8,8 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend import activations
-from blockfp.torch_backend.activations import COLUMNS, ROWS, Direction, Place
+from blockfp.torch_backend.activations import Direction
+from blockfp.torch_backend.place import COLUMNS, ROWS, Place, sharding_of
 from blockfp.torch_backend.quantize import quantize
 from samples import KINDS, sample
 
@@ -121,7 +122,7 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
     def on_rank(rank, ranks, axis, length, columnwise, operand, key):
         x = values(KINDS[length % len(KINDS)], (length, 40) if axis == ROWS else (24, length))
         place = place_on(rank, ranks, axis, length=length)
-        local = activations.sharding_of(place._replace(length=length), local_shape(x, place))
+        local = sharding_of(place._replace(length=length), local_shape(x, place))
         own = x[local.region(rank).slices].contiguous()
         cast = Cast(format, stochastic=key is not None)
         way = activations.way_of(own.shape, cast, place, columnwise=columnwise, operand=operand, gathers=False)

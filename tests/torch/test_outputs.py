@@ -5,7 +5,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend import outputs
-from blockfp.torch_backend.activations import ROWS, Place
+from blockfp.torch_backend.place import ROWS, Place
 from samples import sample
 
 import blockfp.torch as bfp
