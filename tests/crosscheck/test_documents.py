@@ -41,6 +41,7 @@ def test_snippets_run(tmp_path, code):
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(tmp_path, example):
     short = ["--steps", "2"] if example.stem.startswith("train_") else []
+    short += ["--recipes", "mxfp8"] if example.stem in ("train_fsdp2", "train_jax") else []
     assert run(tmp_path, example, *short)
 
 
