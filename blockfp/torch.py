@@ -18,6 +18,7 @@ from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
 from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
+from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.observe import observe
 from .torch_backend.parallelize import parallelize
@@ -32,6 +33,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "LinearState",
+    "MultiheadAttention",
     "QuantizedTensor",
     "TransformerLayer",
     "convert",

@@ -27,6 +27,7 @@ from .geometry import Geometry
 from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
+from .modules.multihead_attention import MultiheadAttention
 from .modules.transformer_layer import TransformerLayer
 from .modules.weights import QuantizedLayer
 from .parallel import Parallel
@@ -61,7 +62,8 @@ def parallelize(
     | `GroupedLinear` | the same of every expert; experts: each rank has some | "column", "row", "experts" |
     | `LayerNormLinear` | column; norm replicated | |
     | `LayerNormMLP` | up column, down row | |
-    | `TransformerLayer` | heads cut: qkv and up column, out and down row | |
+    | `MultiheadAttention` | heads cut: qkv column, out row | |
+    | `TransformerLayer` | those of its attention and of its MLP; norm replicated | |
     | `torch.nn.LayerNorm`, `torch.nn.RMSNorm` | replicated | |
     | any other | these inside it, and the layers that `style` names | {"*.attention.qkv": "column", ..} |
 
@@ -82,7 +84,7 @@ def parallelize(
 
     Raises:
         ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, heads that the ranks don't
-            divide, or a weight that is cut already.
+            divide, attention with its tokens on axis 0, or a weight that is cut already.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -123,11 +125,17 @@ class _Cutter:
     def known(self, module: nn.Module) -> bool:
         """Cuts a module whose styles are its own; False for any other."""
         if isinstance(module, TransformerLayer):
-            if module.heads % self.ranks:
-                raise ValueError(f"tp_mesh: {self.ranks} ranks can't share {module.heads} heads evenly")
-            self.known(module.qkv)
-            self.layer(module.out, "row")
+            self.known(module.attention)
+            self.norm(module.norm)
             self.known(module.mlp)
+        elif isinstance(module, MultiheadAttention):
+            heads = module.key_value_heads
+            if heads % self.ranks:
+                raise ValueError(f"tp_mesh: {self.ranks} ranks can't share {heads} heads of keys and values evenly")
+            if self.sequence and self.sequence_dim == 0:
+                raise ValueError("sequence_dim=0: attention takes [batch, tokens, features], so it must be -2")
+            self.layer(module.qkv, "column")
+            self.layer(module.out, "row")
         elif isinstance(module, LayerNormMLP):
             features = module.down.in_features
             if module.activation == "swiglu" and 2 * -(-features // self.ranks) != -(-2 * features // self.ranks):

@@ -20,6 +20,7 @@ LAYERS = {
     "linear": lambda name: bfp.Linear(64, 32, recipe=name),
     "layernorm_linear": lambda name: bfp.LayerNormLinear(64, 32, recipe=name),
     "rmsnorm_mlp_swiglu": lambda name: bfp.LayerNormMLP(64, 96, recipe=name, norm="rms_norm", activation="swiglu"),
+    "attention": lambda name: bfp.MultiheadAttention(64, 4, recipe=name, key_value_heads=2),
     "transformer_layer": lambda name: bfp.TransformerLayer(64, 96, 4, recipe=name),
 }
 
@@ -257,6 +258,7 @@ def test_loss_scaling_leaves_an_overflowing_step_out():
         (lambda: bfp.LayerNormLinear(8, 4, recipe="mxfp8", norm="batch_norm"), "norm must be"),
         (lambda: bfp.LayerNormMLP(8, 4, recipe="mxfp8", activation="relu"), "activation must be"),
         (lambda: bfp.TransformerLayer(64, 96, 5, recipe="mxfp8"), "heads must divide"),
+        (lambda: bfp.MultiheadAttention(64, 4, recipe="mxfp8", key_value_heads=3), "key_value_heads must divide heads = 4"),
     ],
 )
 def test_bad_options(make, message):

@@ -231,6 +231,8 @@ def refused(rank, case):
         bfp.parallelize(nn.Sequential(linear), tp, {"5": "row"})
     elif case == "heads":
         bfp.parallelize(bfp.TransformerLayer(63, 64, 3, recipe="mxfp8"), tp)
+    elif case == "tokens first":
+        bfp.parallelize(bfp.MultiheadAttention(64, 4, recipe="mxfp8"), tp, sequence_parallel=True, sequence_dim=0)
     elif case == "reduce":
         bfp.parallelize(linear, tp, "row", reduce_format="mxfp8_e5m2")
     elif case == "no mesh":
@@ -243,7 +245,8 @@ MESSAGES = {
     "experts": "style must be 'column' or 'row'",
     "twice": "cut already: call parallelize once",
     "pattern": "no layer is named '5'",
-    "heads": "2 ranks can't share 3 heads evenly",
+    "heads": "2 ranks can't share 3 heads of keys and values evenly",
+    "tokens first": "attention takes [batch, tokens, features]",
     "reduce": "sequence_parallel=True",
     "no mesh": "need a tp_mesh",
 }

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
 from ..linear import Compute
-from .layernorm_linear import LayerNormLinear, Norm
+from .layernorm_linear import Norm, make_norm
 from .layernorm_mlp import Activation, LayerNormMLP
-from .linear import Linear
+from .multihead_attention import MultiheadAttention
 from .weights import Weights
 
 
 class TransformerLayer(nn.Module):
-    """x + out(attention(qkv(norm(x)))), and to that the MLP of its norm.
-
-    Attention is torch's causal `scaled_dot_product_attention`, in high precision. The rows of `qkv.linear.weight` are
-    [heads, 3, features / heads]: query, key and value of the first head, then those of the next, so that tensor parallelism
-    cuts between heads.
+    """x + attention(norm(x)), and to that the MLP of its norm.
 
     Args:
         features: length of x's last axis.
         ffn_features: length between the MLP's layers.
-        heads: of the attention; they divide features.
+        heads, key_value_heads: of the attention, which is causal; see `MultiheadAttention`.
         bias, recipe, norm, activation, eps, device, dtype, weights, compute, keep_init: as for `LayerNormMLP`.
 
     Example:
@@ -41,6 +36,7 @@ class TransformerLayer(nn.Module):
         bias: bool = True,
         *,
         recipe: Recipe | str,
+        key_value_heads: int | None = None,
         norm: Norm = "layer_norm",
         activation: Activation = "gelu",
         eps: float = 1e-5,
@@ -51,16 +47,10 @@ class TransformerLayer(nn.Module):
         keep_init: bool = True,
     ):
         super().__init__()
-        if heads < 1 or features % heads:
-            raise ValueError(f"heads must divide features = {features}, got {heads}")
-        self.heads, self.head_features = heads, features // heads
-        self.qkv = LayerNormLinear(
-            features, 3 * features, bias, recipe=recipe, norm=norm, eps=eps, device=device, dtype=dtype, weights=weights,
-            compute=compute, keep_init=keep_init,
-        )  # fmt: skip
-        self.out = Linear(
-            features, features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
-            keep_init=keep_init,
+        self.norm = make_norm(norm, features, eps, device, dtype)
+        self.attention = MultiheadAttention(
+            features, heads, bias, recipe=recipe, causal=True, key_value_heads=key_value_heads, device=device, dtype=dtype,
+            weights=weights, compute=compute, keep_init=keep_init,
         )  # fmt: skip
         self.mlp = LayerNormMLP(
             features, ffn_features, bias, recipe=recipe, norm=norm, activation=activation, eps=eps, device=device, dtype=dtype,
@@ -69,11 +59,5 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, length, features] of x [batch, length, features]."""
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_features)).transpose(-4, -3)
-        query, key, value = heads.unbind(-2)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(-2, -3).flatten(-2))
+        x = x + self.attention(self.norm(x))
         return x + self.mlp(x)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}"

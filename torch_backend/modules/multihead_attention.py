@@ -1,0 +1,85 @@
+"""`MultiheadAttention`: self-attention between two linear layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..linear import Compute
+from .linear import Linear
+from .weights import Weights
+
+
+class MultiheadAttention(nn.Module):
+    """out(attention(qkv(x))): self-attention whose projections are quantized.
+
+    Attention itself is torch's `scaled_dot_product_attention`, in high precision. The rows of `qkv.weight` are [heads, 3,
+    features / heads]: query, key and value of the first head, then those of the next, so that tensor parallelism cuts between
+    heads. With fewer heads of keys and values they are [key_value_heads, heads / key_value_heads + 2, features / heads]: the
+    queries that share a key and a value, then those two.
+
+    Args:
+        features: length of x's last axis.
+        heads: of the queries; they divide features.
+        bias: whether the linear layers have one.
+        recipe: a `Recipe` or its name.
+        causal: whether a token attends only to itself and to those before it.
+        key_value_heads: heads of keys and values, each shared by as many queries (grouped-query attention); they divide heads,
+            and None means as many as heads.
+        device, dtype, weights, compute, keep_init: as for `Linear`.
+
+    Raises:
+        ValueError: numbers of heads that don't divide.
+
+    Example:
+        >>> attention = MultiheadAttention(1024, heads=16, recipe="mxfp8", causal=True, dtype=torch.bfloat16)
+        >>> y = attention(x)  # x [batch, tokens, 1024]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        bias: bool = True,
+        *,
+        recipe: Recipe | str,
+        causal: bool = False,
+        key_value_heads: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ):
+        super().__init__()
+        if heads < 1 or features % heads:
+            raise ValueError(f"heads must divide features = {features}, got {heads}")
+        key_value_heads = heads if key_value_heads is None else key_value_heads
+        if key_value_heads < 1 or heads % key_value_heads:
+            raise ValueError(f"key_value_heads must divide heads = {heads}, got {key_value_heads}")
+        self.heads, self.key_value_heads, self.head_features = heads, key_value_heads, features // heads
+        self.causal = causal
+        self.qkv = Linear(
+            features, (heads + 2 * key_value_heads) * self.head_features, bias, recipe=recipe, device=device, dtype=dtype,
+            weights=weights, compute=compute, keep_init=keep_init,
+        )  # fmt: skip
+        self.out = Linear(
+            features, features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
+            keep_init=keep_init,
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, features] of x [batch, tokens, features]."""
+        shared = self.heads // self.key_value_heads
+        # As many heads as the rows of this rank's part of the weight.
+        groups = self.qkv(x).unflatten(-1, (-1, shared + 2, self.head_features))
+        query, key, value = (each.flatten(-3, -2).transpose(-3, -2) for each in groups.split((shared, 1, 1), -2))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=shared > 1)
+        return self.out(attended.transpose(-3, -2).flatten(-2))
+
+    def extra_repr(self) -> str:
+        shared = "" if self.key_value_heads == self.heads else f", key_value_heads={self.key_value_heads}"
+        return f"heads={self.heads}{shared}, causal={self.causal}"
