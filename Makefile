@@ -50,7 +50,7 @@ cuda:
 .venv/cuda: .venv/package $(shell find kernels/cuda kernels/include -type f)
 	@cd $(OUTSIDE)
 	$(BIN)/python -P -m blockfp.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
-	touch $@
+	touch $(ROOT)/$@
 
 lint: .venv/dev
 	@$(BIN)/ruff check .
