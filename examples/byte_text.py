@@ -1,6 +1,13 @@
 """The task of the training examples: predict the next byte of the Python standard library's own sources.
 
-Text, batches and first weights are NumPy arrays, so that the PyTorch and the JAX example train on the same ones.
+Text, batches and first weights are NumPy arrays, so that the PyTorch and the JAX example train on the same ones. What either
+saves the other goes on from: a .safetensors file of `blockfp.save`, every array whole, with
+
+    NAME            the parameter, under its name in `first_weights`: codes and scales, or float32
+    master.NAME     float32, of quantized parameters
+    first.NAME      float32, AdamW's first moment
+    second.NAME     float32, its second moment
+    step            int32, the number of steps done
 """
 
 from __future__ import annotations
@@ -74,6 +81,22 @@ def first_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     weights["norm"] = np.ones(width, np.float32)
     weights["head"] = normal(VOCABULARY, width, scale=width**-0.5)
     return weights
+
+
+def saved(folder: Path, recipe: str) -> Path:
+    """The file of a recipe in the folder that --save and --resume name."""
+    return folder / f"{recipe}.safetensors"
+
+
+def steps_left(done: int, steps: int, path: Path) -> range:
+    """The steps that a run goes on with, from a file that has some done.
+
+    Raises:
+        ValueError: none is left.
+    """
+    if done >= steps:
+        raise ValueError(f"{path} has {done} steps done, and --steps is {steps}: pass more steps")
+    return range(done, steps)
 
 
 def learning_rate(step: int, steps: int, *, peak: float = 4e-3, warmup: int = 10) -> float:

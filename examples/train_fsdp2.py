@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_fsdp2.py                 # on GPUs, with NCCL
 
 Each recipe starts from the same weights and sees the same batches. Weights live sharded as codes and scales, FSDP2 gathers
-those, AdamW updates fp32 masters and writes codes and scales again.
+those, AdamW updates fp32 masters and writes codes and scales again. With --save and --resume a run goes on where this program
+or train_jax.py left it, with the same bits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -81,17 +83,58 @@ class GatheredBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build(config: byte_text.Config, recipe: str, seed: int, device: torch.device) -> nn.Module:
+def build(
+    config: byte_text.Config, recipe: str, seed: int, device: torch.device, saved: dict[str, torch.Tensor] | None = None
+) -> nn.Module:
+    """The model, sharded: with its first weights, or with saved ones."""
     model = Transformer(config)
     weights = byte_text.first_weights(config, seed)
     model.load_state_dict({f"{name}.weight": torch.from_numpy(value) for name, value in weights.items()})
     if recipe != "bf16":
         bfp.convert(model, recipe, filter=lambda name, module: name != "head")
+    if saved is not None:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                # Codes and scales are copied as they are; another format raises.
+                p.copy_(saved[name.removesuffix(".weight")])
     model.to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
+
+
+# What AdamW's state has, and its name in a file (`byte_text`).
+KINDS = {"master": "master", "exp_avg": "first", "exp_avg_sq": "second"}
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Gathers everything that a run goes on from, and writes it on rank 0."""
+    gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, states = get_state_dict(model, optimizer, options=gather)
+    if dist.get_rank() != 0:
+        return
+    tensors = {"step": torch.tensor(step, dtype=torch.int32)}
+    for key, p in model.named_parameters():
+        name, local = key.removesuffix(".weight"), p.to_local()
+        tensors[name] = weights[key]
+        if isinstance(local, bfp.QuantizedTensor):
+            parts = weights[key], weights[f"{key}_scale"], weights.get(f"{key}_tensor_scale")
+            tensors[name] = bfp.QuantizedTensor.from_parts(*parts, format=local.format, columns=p.shape[-1], dtype=local.dtype)
+        state = states["state"][key]
+        tensors |= {f"{kind}.{name}": state[own] for own, kind in KINDS.items() if own in state}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bfp.save(path, tensors)
+
+
+def load_state(optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Gives the optimizer its part of the masters and moments of a file."""
+    state = {}
+    for i, (key, _) in enumerate(model.named_parameters()):
+        name = key.removesuffix(".weight")
+        state[i] = {own: saved[f"{kind}.{name}"] for own, kind in KINDS.items() if f"{kind}.{name}" in saved}
+        state[i]["step"] = saved["step"]
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -105,18 +148,24 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
     config, rank, ranks = byte_text.Config(), dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     text, held_out = byte_text.read_text()
-    model = build(config, recipe, options.seed, device)
+    begin, saved = options.resume and byte_text.saved(options.resume, recipe), None
+    if begin is not None:
+        saved = bfp.load(begin)
+    steps = range(options.steps) if saved is None else byte_text.steps_left(int(saved["step"]), options.steps, begin)
+    model = build(config, recipe, options.seed, device, saved)
     # Before the first forward: FSDP2 leaves the root's own parameters whole after one.
     weight_bytes = sum(stored_bytes(p) for p in model.parameters())
     optimizer = bfp.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
-    task = progress.add_task(recipe, total=options.steps, loss=float("nan")) if progress else None
+    if saved is not None:
+        load_state(optimizer, model, saved)
+    task = progress.add_task(recipe, total=len(steps), loss=float("nan")) if progress else None
 
     def rows_of(source, rows, **which) -> torch.Tensor:
         rows = byte_text.batch(source, rows, config.context, **which)[rank::ranks]
         return torch.from_numpy(rows).to(device, torch.int64)
 
     losses, gathered, began = [], 0, time.perf_counter()
-    for step in range(options.steps):
+    for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = byte_text.learning_rate(step, options.steps)
         with GatheredBytes() as bytes_now:
@@ -130,6 +179,8 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
         gathered = bytes_now.received
         if progress:
             progress.update(task, advance=1, loss=losses[-1])
+        if options.save is not None and step + 1 == (options.save_at or options.steps):
+            save(byte_text.saved(options.save, recipe), model, optimizer, step + 1)
     seconds = time.perf_counter() - began
 
     with torch.no_grad():
@@ -137,6 +188,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
         dist.all_reduce(loss)
     return {
         "recipe": recipe,
+        "first_step": steps.start,
         "losses": losses,
         "held_out": float(loss),
         "gathered_bytes_a_step": gathered,
@@ -181,8 +233,13 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64, help="pieces of text that the trained model is judged on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="started here where torchrun started none")
+    parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer, RECIPE.safetensors")
+    parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
+    parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_jax.py wrote")
     parser.add_argument("--out", type=Path, default=Path("train_fsdp2.json"))
     options = parser.parse_args()
+    if (options.save or options.resume) and "fp8_delayed" in options.recipes.split(","):
+        parser.error("fp8_delayed has histories that these files don't hold: blockfp.torch.save_checkpoint saves those too")
     if "LOCAL_RANK" in os.environ:
         worker(options)
         return

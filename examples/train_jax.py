@@ -3,6 +3,7 @@
     python examples/train_jax.py                                        # two host devices on the CPU, or all GPUs
 
 Weights live sharded as codes and scales (FSDP), each layer gathers those, AdamW updates fp32 masters and quantizes them again.
+With --save and --resume a run goes on where this program or train_fsdp2.py left it, with the same bits.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ import blockfp.jax as bfp
 MATRICES = ("qkv", "out", "up", "down")
 
 
-def stacked(weights: dict[str, np.ndarray], layers: int) -> dict:
-    """`byte_text.first_weights` as a tree whose blocks are one stack, for scan."""
+def stacked(flat: dict, layers: int) -> dict:
+    """`byte_text.first_weights`, or what an optimizer keeps for each, as a tree whose blocks are one stack, for scan.
+
+    What `flat` lacks is None.
+    """
     blocks = {}
     for name in ("attention_norm", "mlp_norm", *MATRICES):
-        blocks[name] = jnp.stack([weights[f"blocks.{i}.{name}"] for i in range(layers)])
-    return {name: jnp.asarray(w) for name, w in weights.items() if not name.startswith("blocks.")} | {"blocks": blocks}
+        each = [flat.get(f"blocks.{i}.{name}") for i in range(layers)]
+        blocks[name] = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    others = ("embedding", "positions", "norm", "head")
+    return {name: jax.tree.map(jnp.asarray, flat.get(name)) for name in others} | {"blocks": blocks}
 
 
 def unstacked(tree: dict) -> dict:
-    """The inverse of `stacked`, of parameters or of what an optimizer keeps for each; quantized ones included."""
+    """The inverse of `stacked`; quantized weights included."""
     flat = {name: leaf for name, leaf in tree.items() if name != "blocks" and leaf is not None}
     for name, leaf in tree["blocks"].items():
         if leaf is not None:
@@ -90,22 +96,31 @@ def loss_of(params, rows, key, heads: int, recipe: str):
     return -chosen.mean()
 
 
+def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax.sharding.Mesh, resume: Path | None) -> tuple:
+    """Parameters and the optimizer's state on the mesh: the first ones, or those of a file."""
+    first = stacked(byte_text.first_weights(config, seed), config.layers)
+    is_matrix = lambda path, leaf: path.split(".")[-1] in MATRICES  # noqa: E731
+    specs = {name: P() for name in first} | {
+        "blocks": {name: P(None, "data") if name in MATRICES else P() for name in first["blocks"]}
+    }
+    whole = first if recipe == "bf16" else bfp.quantize_params(first, recipe, filter=is_matrix)
+    state = optimizer.init(whole, first)
+    if resume is not None:
+        whole, state = load(resume, whole, state)
+    params = bfp.shard_params(whole, mesh, specs)
+    return params, bfp.shard_state(state, params)
+
+
 def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
     """One run; what it measured."""
     config, ranks = byte_text.Config(), options.devices
     mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     text, held_out = byte_text.read_text()
-    first = stacked(byte_text.first_weights(config, options.seed), config.layers)
-    is_matrix = lambda path, leaf: path.split(".")[-1] in MATRICES  # noqa: E731
-    specs = {name: P() for name in first} | {
-        "blocks": {name: P(None, "data") if name in MATRICES else P() for name in first["blocks"]}
-    }
     rates = jnp.asarray([byte_text.learning_rate(step, options.steps) for step in range(options.steps)])
     optimizer = bfp.adamw(lambda step: rates[step], (0.9, 0.95), weight_decay=0.1)
-
-    whole = first if recipe == "bf16" else bfp.quantize_params(first, recipe, filter=is_matrix)
-    params = bfp.shard_params(whole, mesh, specs)
-    state = bfp.shard_state(optimizer.init(whole, first), params)
+    resume = None if options.resume is None else byte_text.saved(options.resume, recipe)
+    params, state = start(config, recipe, options.seed, optimizer, mesh, resume)
+    steps = range(options.steps) if resume is None else byte_text.steps_left(int(state.inner.step), options.steps, resume)
     loss_here = partial(loss_of, heads=config.heads, recipe=recipe)
 
     def step(params, state, rows, key):
@@ -124,38 +139,53 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
         )
     )
 
-    task = progress.add_task(recipe, total=options.steps, loss=float("nan"))
+    task = progress.add_task(recipe, total=len(steps), loss=float("nan"))
     losses, began = [], time.perf_counter()
-    for i in range(options.steps):
+    for i in steps:
         rows = byte_text.batch(text, options.batch, config.context, seed=options.seed, step=i)
         # Each rank takes every so many-th row, as in train_fsdp2.py.
         rows = np.concatenate([rows[rank::ranks] for rank in range(ranks)])
         params, state, loss = step(params, state, rows.astype(np.int32), jax.random.fold_in(jax.random.key(options.seed), i))
         losses.append(float(loss))
         progress.update(task, advance=1, loss=losses[-1])
+        if options.save is not None and i + 1 == (options.save_at or options.steps):
+            save(byte_text.saved(options.save, recipe), params, state)
     seconds = time.perf_counter() - began
 
     rows = byte_text.batch(held_out, options.held_out, config.context, seed=0, step=0)
-    if options.save is not None:
-        save(options.save / f"{recipe}.safetensors", bfp.unshard_params(params), bfp.unshard_state(state, params))
     matrices = sum(bytes_of(params["blocks"][name]) for name in MATRICES)
     return {
         "recipe": recipe,
+        "first_step": steps.start,
         "losses": losses,
         "held_out": float(judge(params, rows.astype(np.int32))),
         # Forward and backward gather each once; what a bf16 run keeps in fp32 travels in half of that.
         "gathered_bytes_a_step": 2 * matrices // (2 if recipe == "bf16" else 1),
         "weight_bytes": sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards[:1]),
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(first)),
+        "parameters": sum(w.size for w in byte_text.first_weights(config, options.seed).values()),
         "seconds": seconds,
     }
 
 
-def save(path: Path, params: dict, state) -> None:
-    """Everything that a run goes on from, layer by layer, under the names of `byte_text.first_weights`."""
+def everything(params: dict, state) -> dict:
+    """What a run goes on from, layer by layer, as `byte_text` says; of whole parameters and state."""
     trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
-    names = {f"{kind}.{name}": leaf for kind, tree in trees.items() for name, leaf in unstacked(tree).items()}
-    bfp.save(path, unstacked(params) | names | {"step": state.inner.step})
+    return unstacked(params) | {kind: unstacked(tree) for kind, tree in trees.items()} | {"step": state.inner.step}
+
+
+def save(path: Path, params: dict, state) -> None:
+    """Writes everything that a run goes on from, of sharded parameters and state."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    bfp.save(path, everything(bfp.unshard_params(params), bfp.unshard_state(state, params)))
+
+
+def load(path: Path, params: dict, state) -> tuple:
+    """Parameters and state of a file, of the formats and shapes of these."""
+    found = bfp.load(path, like=everything(params, state))
+    layers = len(params["blocks"]["mlp_norm"])
+    masters, first, second = (stacked(found[kind], layers) for kind in ("master", "first", "second"))
+    inner = state.inner._replace(step=found["step"], first=first, second=second)
+    return stacked(found, layers), state._replace(masters=masters, inner=inner)
 
 
 def bytes_of(tree) -> int:
@@ -171,6 +201,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=jax.device_count())
     parser.add_argument("--save", type=Path, help="folder for each run's weights and optimizer, RECIPE.safetensors")
+    parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
+    parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_fsdp2.py wrote")
     parser.add_argument("--out", type=Path, default=Path("train_jax.json"))
     options = parser.parse_args()
     columns = ("{task.description:>10}", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}", TimeElapsedColumn())

@@ -16,18 +16,16 @@ BASELINE = "bf16"
 def show(results: Sequence[Path], plot: Path | None = None) -> None:
     """Prints a table of the runs in these files and writes a plot of their losses beside the first."""
     found = [json.loads(path.read_text()) for path in results]
-    console = Console(width=120)
-    for each in found:
-        console.print(_table(each))
+    console = Console(width=140)
+    console.print(_table(found))
     plot = plot or results[0].with_suffix(".png")
     _plot(found, plot)
     console.print(f"losses drawn in {plot}")
 
 
-def _table(found: dict) -> Table:
-    runs = found["runs"]
-    baseline = next((run["held_out"] for run in runs if run["recipe"] == BASELINE), None)
-    table = Table(title=f"{found['framework']}, {found['ranks']} ranks, {runs[0]['parameters'] / 1e6:.2f} M parameters")
+def _table(found: Sequence[dict]) -> Table:
+    table = Table(title=f"{found[0]['runs'][0]['parameters'] / 1e6:.2f} M parameters")
+    table.add_column("framework, ranks")
     table.add_column("recipe")
     for column in (
         "steps",
@@ -39,18 +37,23 @@ def _table(found: dict) -> Table:
         "seconds",
     ):
         table.add_column(column, justify="right")
-    for run in runs:
-        ratio = "" if baseline is None else f"{run['held_out'] / baseline - 1:+.2%}"
-        table.add_row(
-            run["recipe"],
-            str(len(run["losses"])),
-            f"{run['losses'][-1]:.3f}",
-            f"{run['held_out']:.4f}",
-            ratio,
-            f"{run['gathered_bytes_a_step'] / 1e6:.2f} MB",
-            f"{run['weight_bytes'] / 1e6:.2f} MB",
-            f"{run['seconds']:.0f}",
-        )
+    baselines = {each["framework"]: run["held_out"] for each in found for run in each["runs"] if run["recipe"] == BASELINE}
+    for each in found:
+        baseline = baselines.get(each["framework"])
+        for run in each["runs"]:
+            first = run["first_step"]
+            table.add_row(
+                f"{each['framework']}, {each['ranks']}",
+                run["recipe"],
+                f"{first} to {first + len(run['losses'])}",
+                f"{run['losses'][-1]:.3f}",
+                f"{run['held_out']:.4f}",
+                "" if baseline is None else f"{run['held_out'] / baseline - 1:+.2%}",
+                f"{run['gathered_bytes_a_step'] / 1e6:.2f} MB",
+                f"{run['weight_bytes'] / 1e6:.2f} MB",
+                f"{run['seconds']:.0f}",
+            )
+        table.add_section()
     return table
 
 
@@ -61,10 +64,13 @@ def _plot(found: Sequence[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    recipes = list(dict.fromkeys(run["recipe"] for each in found for run in each["runs"]))
     for each, style in zip(found, ("-", "--", ":", "-."), strict=False):
-        axes.set_prop_cycle(None)
         for run in each["runs"]:
-            axes.plot(run["losses"], style, label=f"{run['recipe']}, {each['framework'].split()[0]}", linewidth=1.2)
+            first = run["first_step"]
+            label = f"{run['recipe']}, {each['framework'].split()[0]}" + (f" from step {first}" if first else "")
+            steps = range(first, first + len(run["losses"]))
+            axes.plot(steps, run["losses"], style, color=f"C{recipes.index(run['recipe'])}", label=label, linewidth=1.2)
     axes.set(xlabel="step", ylabel="training loss, nats a byte", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, ncols=len(found))

@@ -1,0 +1,112 @@
+"""A training run of one framework is continued by the other: the examples' files hold all of it, to the bit."""
+
+import json
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import gloo
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = ("mxfp8", "nvfp4")
+# Rows that two ranks cut inside of blocks.
+SIZES = {"width": 48, "heads": 2, "layers": 1, "context": 16, "hidden": 96}
+
+
+def options(**changed):
+    settings = {"steps": 5, "batch": 8, "held_out": 8, "seed": 0, "devices": 2, "save": None, "save_at": None, "resume": None}
+    return Namespace(**settings | changed)
+
+
+def pytorch(rank):
+    """On two ranks: what the folder "jax" has is saved again at once and continued; without it, runs from the start."""
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    import train_fsdp2 as train
+
+    config = train.byte_text.Config(**SIZES)
+    train.byte_text.Config = lambda: config
+    folder = Path(os.environ["CONTINUING"])
+    theirs = folder / "jax"
+    for recipe in RECIPES:
+        if theirs.exists():
+            saved = train.bfp.load(theirs / f"{recipe}.safetensors")
+            model = train.build(config, recipe, 1, torch.device("cpu"), saved)
+            optimizer = train.bfp.AdamW(model.parameters())
+            train.load_state(optimizer, model, saved)
+            train.save(folder / "torch again" / f"{recipe}.safetensors", model, optimizer, int(saved["step"]))
+            run = train.train(recipe, options(resume=theirs), None)
+        else:
+            run = train.train(recipe, options(save=folder / "torch", save_at=3), None)
+        if rank == 0:
+            (folder / f"{recipe}-{run['first_step']}.json").write_text(json.dumps(run["losses"]))
+
+
+class Silent:
+    """Progress bars that show nothing."""
+
+    def add_task(self, *_, **__):
+        return None
+
+    update = add_task
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """examples/train_jax.py on the small model."""
+    pytest.importorskip("jax")
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("CONTINUING", str(tmp_path))
+    import train_jax
+
+    config = train_jax.byte_text.Config(**SIZES)
+    monkeypatch.setattr(train_jax.byte_text, "Config", lambda: config)
+    # Compiling takes longer than all else here.
+    train_jax.jax.config.update("jax_disable_most_optimizations", True)
+    yield train_jax
+    train_jax.jax.config.update("jax_disable_most_optimizations", False)
+
+
+def equal_files(one, other):
+    """Both hold the same bytes under the same names, and all that a run goes on from."""
+    from safetensors.numpy import load_file
+
+    one, other = load_file(one), load_file(other)
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        assert (x.dtype, x.shape) == (other[name].dtype, other[name].shape), name
+        np.testing.assert_array_equal(x.reshape(-1).view(np.uint8), other[name].reshape(-1).view(np.uint8), name)
+    assert {"embedding", "master.blocks.0.down", "first.blocks.0.down", "second.norm", "step"} <= one.keys()
+
+
+def test_each_continues_the_other(train, tmp_path):
+    import jax
+
+    gloo.run(2, __file__, "pytorch")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    for recipe in RECIPES:
+        file = f"{recipe}.safetensors"
+        sharded = train.start(train.byte_text.Config(), recipe, 1, train.bfp.adamw(0.0), mesh, tmp_path / "torch" / file)
+        train.save(tmp_path / "jax" / file, *sharded)
+        equal_files(tmp_path / "torch" / file, tmp_path / "jax" / file)
+
+    # One of them goes on in JAX for a step, and for two.
+    run = train.train("mxfp8", options(resume=tmp_path / "torch", save=tmp_path / "jax", save_at=4), Silent())
+    gloo.run(2, __file__, "pytorch")
+    for recipe in RECIPES:
+        equal_files(*(tmp_path / folder / f"{recipe}.safetensors" for folder in ("jax", "torch again")))
+
+    whole, after_jax = (json.loads((tmp_path / f"mxfp8-{first}.json").read_text()) for first in (0, 4))
+    assert (run["first_step"], len(run["losses"])) == (3, 2)
+    np.testing.assert_allclose(run["losses"], whole[3:], rtol=0.005)
+    np.testing.assert_allclose(after_jax, whole[4:], rtol=0.005)
+
+
+def test_a_finished_run_is_not_continued(train, tmp_path):
+    with pytest.raises(ValueError, match="has 5 steps done, and --steps is 5: pass more"):
+        train.byte_text.steps_left(5, 5, tmp_path)
