@@ -1,4 +1,4 @@
-# make demo   trained weights through every format and library, compared bit by bit; then training in low precision, with plots
+# make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots
 # make test   lint, types, the wheel, all tests against the installed wheel
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
 #
@@ -29,7 +29,18 @@ demo: .venv/package .venv/model
 	weights=$$($(BIN)/python -c "from importlib.metadata import files; \
 	  print(next(f.locate() for f in files('$(MODEL)') if f.name == 'model.safetensors'))")
 	$(BIN)/blockfp check "$$weights" --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
-	$(BIN)/python $(ROOT)/examples/train_fsdp2.py --out $(ROOT)/.demo/train_fsdp2.json
+	cd $(ROOT)/.demo
+	train() { echo; echo "$$1"; shift; $(BIN)/python $(ROOT)/examples/"$$@"; }
+	train "A small transformer under FSDP2 in PyTorch, in four recipes; step 100 is saved:" \
+	  train_fsdp2.py --save from-pytorch --save-at 100
+	train "The same in JAX, under shard_map: the same first weights and batches; step 100 is saved:" \
+	  train_jax.py --recipes bf16,mxfp8 --save from-jax --save-at 100
+	train "JAX goes on from the codes, scales, fp32 weights and moments that PyTorch had after step 100:" \
+	  train_jax.py --recipes mxfp8 --resume from-pytorch --out jax-continues.json
+	train "and PyTorch from what JAX had:" \
+	  train_fsdp2.py --recipes mxfp8 --resume from-jax --out pytorch-continues.json
+	train "All of it in one table and one plot. A continued run ends where the run ends that it comes from, to float-sum error:" \
+	  training_report.py train_fsdp2.json train_jax.json jax-continues.json pytorch-continues.json
 
 test: .venv/dev lint
 	@cd $(OUTSIDE)
