@@ -39,7 +39,7 @@ demo: .venv/package .venv/model
 	  train_jax.py --recipes mxfp8 --resume from-pytorch --out jax-continues.json
 	train "and PyTorch from what JAX had:" \
 	  train_fsdp2.py --recipes mxfp8 --resume from-jax --out pytorch-continues.json
-	train "All of it in one table and one plot. A continued run ends where the run ends that it comes from, to float-sum error:" \
+	train "All of it in one table and one plot. A continued run ends close to the run that it comes from:" \
 	  training_report.py train_fsdp2.json train_jax.json jax-continues.json pytorch-continues.json
 
 test: .venv/dev lint

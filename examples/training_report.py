@@ -65,12 +65,15 @@ def _plot(found: Sequence[dict], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     recipes = list(dict.fromkeys(run["recipe"] for each in found for run in each["runs"]))
-    for each, style in zip(found, ("-", "--", ":", "-."), strict=False):
+    # Curves of the same recipe all but coincide: the later ones are drawn thinner, on top, and the first shows through.
+    for each, style, width in zip(found, ("-", "--", ":", "-."), (2.4, 1.2, 1.2, 1.2), strict=False):
         for run in each["runs"]:
             first = run["first_step"]
             label = f"{run['recipe']}, {each['framework'].split()[0]}" + (f" from step {first}" if first else "")
             steps = range(first, first + len(run["losses"]))
-            axes.plot(steps, run["losses"], style, color=f"C{recipes.index(run['recipe'])}", label=label, linewidth=1.2)
+            axes.plot(
+                steps, run["losses"], style, color=f"C{recipes.index(run['recipe'])}", label=label, linewidth=width, alpha=0.7
+            )
     axes.set(xlabel="step", ylabel="training loss, nats a byte", yscale="log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8, ncols=len(found))
