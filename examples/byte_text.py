@@ -99,7 +99,7 @@ def steps_left(done: int, steps: int, path: Path) -> range:
     return range(done, steps)
 
 
-def learning_rate(step: int, steps: int, *, peak: float = 4e-3, warmup: int = 10) -> float:
+def learning_rate(step: int, steps: int, *, peak: float = 2e-3, warmup: int = 10) -> float:
     """Linear warm-up, then a half cosine down to a tenth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
