@@ -9,14 +9,16 @@ for formats of two levels, tensor_scale. `row` and `column` are names of formats
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockfp import cuda, layout, native, numerics, rotation
+from blockfp import cuda, native, numerics, rotation
 from blockfp.formats import Format
 from blockfp.numerics import Amax, Quantized
+
+from .ops import empty_parts
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -180,14 +182,6 @@ def _second(key: Tensor | None) -> Tensor | None:
 
 @torch.library.register_fake("blockfp::quantize_operand", lib=_library)
 def _fake(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
-    parts = []
-    for name, shape in ((row, x.shape), (column, (x.shape[1], x.shape[0]))):
-        if name is None:
-            continue
-        format = Format.parse(name)
-        scale_dtype = cast(torch.dtype, getattr(torch, format.scale.dtype))
-        parts.append(x.new_empty(layout.codes_shape(shape, format), dtype=torch.uint8))
-        parts.append(x.new_empty(layout.scales_shape(shape, format), dtype=scale_dtype))
-        if format.scale.two_level:
-            parts.append(x.new_empty((), dtype=torch.float32))
+    directions = ((row, x.shape), (column, (x.shape[1], x.shape[0])))
+    parts = [part for name, shape in directions if name is not None for part in empty_parts(x, shape, Format.parse(name))]
     return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]

@@ -11,6 +11,7 @@ inside the graph: its op table entry takes q apart after dynamo has gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -37,6 +38,16 @@ dequantize_tensor = torch.ops.blockfp.dequantize_tensor.default
 def name_of(dtype: torch.dtype) -> str:
     """The core's name of a dtype: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> list[Tensor]:
+    """Codes, scales and, of two-level formats, the tensor scale of an array of this shape, not filled, on x's device."""
+    scale_dtype = cast(torch.dtype, getattr(torch, format.scale.dtype))
+    parts = [
+        x.new_empty(layout.codes_shape(shape, format), dtype=torch.uint8),
+        x.new_empty(layout.scales_shape(shape, format, origin), dtype=scale_dtype),
+    ]
+    return [*parts, x.new_empty((), dtype=torch.float32)] if format.scale.two_level else parts
 
 
 def _quantize(run, x: Tensor, format: str, key: Tensor | None) -> list[Tensor]:
@@ -90,13 +101,7 @@ def _dequantize_plain(q: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("blockfp::quantize", lib=_library)
 def _quantize_fake(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
-    parsed = Format.parse(format)
-    scale_dtype = cast(torch.dtype, getattr(torch, parsed.scale.dtype))
-    parts = [
-        x.new_empty(layout.codes_shape(x.shape, parsed), dtype=torch.uint8),
-        x.new_empty(layout.scales_shape(x.shape, parsed), dtype=scale_dtype),
-    ]
-    return [*parts, x.new_empty((), dtype=torch.float32)] if parsed.scale.two_level else parts
+    return empty_parts(x, x.shape, Format.parse(format))
 
 
 @torch.library.register_fake("blockfp::dequantize", lib=_library)

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from blockfp.formats import Format
 from blockfp.numerics import Amax
 from blockfp.rotation import rotate as rotated
 
+from .ops import empty_parts
 from .requantize import kernels_for
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
@@ -92,13 +91,7 @@ def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, or
 def _quantize_part_fake(
     x: Tensor, amaxes, key, format: str, columnwise: bool, rotate: bool, origin, shape, eps
 ) -> list[Tensor]:
-    parsed, size = Format.parse(format), (x.mT if columnwise else x).shape
-    scale_dtype = cast(torch.dtype, getattr(torch, parsed.scale.dtype))
-    parts = [
-        x.new_empty(layout.codes_shape(size, parsed), dtype=torch.uint8),
-        x.new_empty(layout.scales_shape(size, parsed, (origin[0], origin[1])), dtype=scale_dtype),
-    ]
-    return [*parts, x.new_empty((), dtype=torch.float32)] if parsed.scale.two_level else parts
+    return empty_parts(x, (x.mT if columnwise else x).shape, Format.parse(format), (origin[0], origin[1]))
 
 
 @torch.library.register_fake("blockfp::turned", lib=_library)
