@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from blockfp import cuda
-from blockfp.rounding import Key, fold_in, key_words
+from blockfp.rounding import COLUMNWISE, ROWWISE, Key, fold_in, gradient_key, key_words
 
 from .sharding import local_of
 from .tensor import QuantizedTensor
@@ -60,8 +60,7 @@ def random_key(generator: torch.Generator | None = None) -> Tensor:
 def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[int] = (), groups: int | None = None) -> Tensor:
     """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
 
-    They are `fold_in` of the key and, one after another, the step, each of `folds`, then 0 rowwise and 1 columnwise, then the
-    group's number where there are groups.
+    They are `rounding.gradient_key` of the key with, one after another, the step and each of `folds` folded in.
 
     Args:
         key: two words as an int32 or int64 tensor.
@@ -87,8 +86,8 @@ def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: i
         words = fold_in(words, int(step) & 0xFFFFFFFF if key.device.type == "cpu" else step)
     for fold in folds:
         words = fold_in(words, fold)
-    pair: list[Any] = [fold_in(words, direction) for direction in (0, 1)]
-    keys: list[Any] = [pair] if groups < 0 else [[fold_in(word, group) for word in pair] for group in range(groups)]
+    numbers = (None,) if groups < 0 else range(groups)
+    keys: list[Any] = [[gradient_key(words, way, group=number) for way in (ROWWISE, COLUMNWISE)] for number in numbers]
     if key.device.type == "cpu":
         signed = [[[_signed(int(word)) for word in words] for words in pair] for pair in keys]
         return torch.tensor(signed, dtype=torch.int32).view(-1, 2, 2)
