@@ -354,7 +354,7 @@ def export_command(
     if not folder:
         _check_output(target, ".safetensors", "OUT", force=force)
     try:
-        open_checkpoint = _find("torch", "torch_backend.dcp_model", "open_checkpoint")
+        open_checkpoint = _find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
     except ImportError as error:
         raise _refused(f"a checkpoint of PyTorch can't be read: {error}") from error
     with _progress() as progress:

@@ -5,25 +5,25 @@ bits as the NumPy and JAX faces. `convert` turns the linear layers of a model in
 weights, under FSDP2 too.
 """
 
-from .torch_backend.adamw import Adam, AdamW
-from .torch_backend.checkpoint import load_checkpoint, save_checkpoint
-from .torch_backend.convert import convert
-from .torch_backend.delayed import update_scales
-from .torch_backend.files import load, save
-from .torch_backend.interchange import from_jax
-from .torch_backend.keys import random_key
-from .torch_backend.linear import LinearState, linear
-from .torch_backend.loading import load_high_precision_
+from .torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from .torch_backend.checkpoint.files import load, save
+from .torch_backend.linear.delayed import update_scales
+from .torch_backend.linear.linear import LinearState, linear
+from .torch_backend.linear.observe import observe
+from .torch_backend.modules.convert import convert
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
 from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
+from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.transformer_layer import TransformerLayer
-from .torch_backend.observe import observe
-from .torch_backend.parallelize import parallelize
-from .torch_backend.quantize import fake_quantize, quantize
-from .torch_backend.tensor import QuantizedTensor
+from .torch_backend.optimizer.adamw import Adam, AdamW
+from .torch_backend.quantized_tensor.interchange import from_jax
+from .torch_backend.quantized_tensor.keys import random_key
+from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
+from .torch_backend.quantized_tensor.tensor import QuantizedTensor
+from .torch_backend.weights.loading import load_high_precision_
 
 __all__ = [
     "Adam",

@@ -1,9 +1,10 @@
 """Training with gradients set by hand, on any mesh, so that where a checkpoint was saved and loaded must not change a bit."""
 
 import torch
-from blockfp.torch_backend import optimizer_state, sharding
-from blockfp.torch_backend.loading import accept_high_precision
-from blockfp.torch_backend.state_dict import placed, save_in_parts
+from blockfp.torch_backend.optimizer import optimizer_state
+from blockfp.torch_backend.quantized_tensor import sharding
+from blockfp.torch_backend.weights.loading import accept_high_precision
+from blockfp.torch_backend.weights.state_dict import placed, save_in_parts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,8 +1,8 @@
 """A model of quantized weights that needs nothing but `dequantize`, and its training under FSDP2 with every gather checked."""
 
 import torch
-from blockfp.torch_backend.requantize import requantize_
-from blockfp.torch_backend.sharding import region_of
+from blockfp.torch_backend.quantized_tensor.sharding import region_of
+from blockfp.torch_backend.weights.requantize import requantize_
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

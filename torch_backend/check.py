@@ -10,8 +10,8 @@ from blockfp import numerics
 from blockfp.formats import Format
 from blockfp.numerics import Quantized
 
-from .quantize import quantize
-from .tensor import QuantizedTensor
+from .quantized_tensor.quantize import quantize
+from .quantized_tensor.tensor import QuantizedTensor
 
 
 class TorchBackend:

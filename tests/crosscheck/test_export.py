@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
 import threaded  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from blockfp.torch_backend.adamw import AdamW  # noqa: E402
-from blockfp.torch_backend.checkpoint import save_checkpoint  # noqa: E402
+from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint  # noqa: E402
+from blockfp.torch_backend.optimizer.adamw import AdamW  # noqa: E402
 from resumed import model_of, shard, train  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
@@ -248,7 +248,7 @@ def test_a_nan_scale_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_part_that_is_missing_is_named(tmp_path):
-    from blockfp.torch_backend.dcp_model import open_checkpoint
+    from blockfp.torch_backend.checkpoint.dcp_model import open_checkpoint
 
     state = model_of("nvfp4", SHAPES).state_dict()
     del state["1.weight_tensor_scale"]

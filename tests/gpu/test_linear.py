@@ -8,9 +8,9 @@ from blockfp.recipes import Cast
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import torch.nn.functional as F
-    from blockfp.torch_backend import products
-    from blockfp.torch_backend.keys import gradient_keys
-    from blockfp.torch_backend.linear import LinearState
+    from blockfp.torch_backend.custom_ops import products
+    from blockfp.torch_backend.linear.linear import LinearState
+    from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
     from linear_reference import assert_close, expected
 
     import blockfp.torch as bfp

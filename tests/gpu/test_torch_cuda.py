@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend import ops
+    from blockfp.torch_backend.custom_ops import ops
 
     import blockfp.torch as bfp
     from blockfp import cuda, numerics

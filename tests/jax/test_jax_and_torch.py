@@ -7,8 +7,8 @@ import pytest
 import torch
 from blockfp.jax_backend.lies import Lies
 from blockfp.jax_backend.operands import gradient_operands, input_operands
-from blockfp.torch_backend.keys import gradient_keys
-from blockfp.torch_backend.operand_ops import quantize_operand
+from blockfp.torch_backend.custom_ops.operand_ops import quantize_operand
+from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 from samples import bits_of, sample
 
 import blockfp.jax as bfp

@@ -7,10 +7,10 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend import activations
-from blockfp.torch_backend.activations import Direction
-from blockfp.torch_backend.place import COLUMNS, ROWS, Place, sharding_of
-from blockfp.torch_backend.quantize import quantize
+from blockfp.torch_backend.linear import activations
+from blockfp.torch_backend.linear.activations import Direction
+from blockfp.torch_backend.linear.place import COLUMNS, ROWS, Place, sharding_of
+from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from samples import KINDS, sample
 
 from blockfp import numerics, plans, simulate

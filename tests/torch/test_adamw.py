@@ -6,8 +6,8 @@ import gc
 import numpy as np
 import pytest
 import torch
-from blockfp.torch_backend import optimizer_step as module
-from blockfp.torch_backend.cast_weight import CastWeight
+from blockfp.torch_backend.optimizer import optimizer_step as module
+from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp

@@ -3,9 +3,9 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend import optimizer_step as module
-from blockfp.torch_backend import sharding
-from blockfp.torch_backend.cast_weight import CastWeight
+from blockfp.torch_backend.optimizer import optimizer_step as module
+from blockfp.torch_backend.quantized_tensor import sharding
+from blockfp.torch_backend.weights.cast_weight import CastWeight
 from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -7,10 +7,10 @@ import pytest
 import threaded
 import torch
 import torch.distributed.checkpoint as dcp
-from blockfp.torch_backend.adamw import AdamW
-from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.sharding import local_of
-from blockfp.torch_backend.state_dict import offloaded, placed, stored
+from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.optimizer.adamw import AdamW
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from blockfp.torch_backend.weights.state_dict import offloaded, placed, stored
 from resumed import MESHES, assert_is_part_of, model_of, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

@@ -10,9 +10,9 @@ from pathlib import Path
 import gloo
 import pytest
 import torch.distributed as dist
-from blockfp.torch_backend.adamw import AdamW
-from blockfp.torch_backend.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.checkpoint_files import read_index
+from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.checkpoint.checkpoint_files import read_index
+from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 
 from blockfp import manifest

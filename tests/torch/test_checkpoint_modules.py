@@ -6,7 +6,7 @@ import threading
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.sharding import local_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from resumed import MESHES
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict

@@ -6,8 +6,8 @@ import io
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.cast_weight import CastWeight
-from blockfp.torch_backend.sharding import local_of, region_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from blockfp.torch_backend.weights.cast_weight import CastWeight
 from small_model import Side, device_mesh, inputs_for, parts_of, shapes_for, shard, weights_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard

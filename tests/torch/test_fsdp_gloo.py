@@ -3,8 +3,8 @@
 import gloo
 import pytest
 import torch
-from blockfp.torch_backend.loading import load_high_precision_
-from blockfp.torch_backend.sharding import local_of, region_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from blockfp.torch_backend.weights.loading import load_high_precision_
 from small_model import Side, device_mesh, inputs_for, quantized, shapes_for, train, weights_for
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

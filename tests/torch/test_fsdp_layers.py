@@ -3,7 +3,7 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.sharding import local_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from small_model import device_mesh, inputs_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -5,9 +5,9 @@ import re
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.loading import load_high_precision_
-from blockfp.torch_backend.requantize import requantize_
-from blockfp.torch_backend.sharding import local_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from blockfp.torch_backend.weights.loading import load_high_precision_
+from blockfp.torch_backend.weights.requantize import requantize_
 from small_model import Side, inputs_for, quantized, weights_for
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

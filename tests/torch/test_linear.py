@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from blockfp.torch_backend import operand_ops, products
-from blockfp.torch_backend.keys import gradient_keys
-from blockfp.torch_backend.linear import LinearState
+from blockfp.torch_backend.custom_ops import operand_ops, products
+from blockfp.torch_backend.linear.linear import LinearState
+from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 from linear_reference import assert_close, expected, quantized
 
 import blockfp.torch as bfp
@@ -172,7 +172,7 @@ def test_products_nobody_wants_are_not_run(monkeypatch):
         return product(*arguments)
 
     product = products.product
-    from blockfp.torch_backend import linear_function
+    from blockfp.torch_backend.linear import linear_function
 
     monkeypatch.setattr(linear_function, "product", counted)
     weight = bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32")

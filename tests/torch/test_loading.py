@@ -3,9 +3,9 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.cast_weight import CastWeight
-from blockfp.torch_backend.loading import accept_high_precision, load_high_precision_
-from blockfp.torch_backend.sharding import local_of, region_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from blockfp.torch_backend.weights.cast_weight import CastWeight
+from blockfp.torch_backend.weights.loading import accept_high_precision, load_high_precision_
 from small_model import Side, SmallLinear, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

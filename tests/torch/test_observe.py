@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from blockfp.torch_backend.observe import OPERANDS
+from blockfp.torch_backend.linear.observe import OPERANDS
 from torch import nn
 
 import blockfp.torch as bfp

@@ -3,7 +3,7 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend import ops
+from blockfp.torch_backend.custom_ops import ops
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -4,8 +4,8 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend import outputs
-from blockfp.torch_backend.place import ROWS, Place
+from blockfp.torch_backend.linear import outputs
+from blockfp.torch_backend.linear.place import ROWS, Place
 from samples import sample
 
 import blockfp.torch as bfp

@@ -6,10 +6,10 @@ import gloo
 import pytest
 import torch
 import torch._dynamo.utils
-from blockfp.torch_backend import linear_function, parallel_function
-from blockfp.torch_backend.linear import check_recipe
-from blockfp.torch_backend.products import product
-from blockfp.torch_backend.sharding import local_of
+from blockfp.torch_backend.custom_ops.products import product
+from blockfp.torch_backend.linear import linear_function, parallel_function
+from blockfp.torch_backend.linear.linear import check_recipe
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from parallel_operands import (
     SHAPES,
     STYLES,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.linear import check_recipe
+from blockfp.torch_backend.linear.linear import check_recipe
 from parallel_operands import (
     ALL,
     MESHES,

@@ -6,9 +6,9 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear import check_recipe
-from blockfp.torch_backend.parallel import Parallel
-from blockfp.torch_backend.parallelize import part_of
+from blockfp.torch_backend.linear.linear import check_recipe
+from blockfp.torch_backend.linear.parallel import Parallel
+from blockfp.torch_backend.modules.parallelize import part_of
 from parallel_operands import (
     ALL,
     RANKS,

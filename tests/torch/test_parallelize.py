@@ -5,8 +5,8 @@ import copy
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.linear import check_recipe
-from blockfp.torch_backend.parallelize import part_of
+from blockfp.torch_backend.linear.linear import check_recipe
+from blockfp.torch_backend.modules.parallelize import part_of
 from parallel_operands import mesh_of, part, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

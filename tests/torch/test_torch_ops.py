@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from blockfp.torch_backend import ops
+from blockfp.torch_backend.custom_ops import ops
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format

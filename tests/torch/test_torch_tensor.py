@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from blockfp.torch_backend.geometry import Base
+from blockfp.torch_backend.quantized_tensor.geometry import Base
 
 import blockfp.torch as bfp
 from blockfp import numerics

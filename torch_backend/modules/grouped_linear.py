@@ -9,9 +9,9 @@ from torch import Tensor
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
-from ..sharding import local_of
-from .weights import QuantizedLayer, Weights
+from ..linear.linear import Compute
+from ..quantized_tensor.sharding import local_of
+from .quantized_layer import QuantizedLayer, Weights
 
 
 class GroupedLinear(QuantizedLayer):

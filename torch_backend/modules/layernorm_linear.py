@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
+from ..linear.linear import Compute
 from .linear import Linear
-from .weights import Weights
+from .quantized_layer import Weights
 
 Norm = Literal["layer_norm", "rms_norm"]
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
+from ..linear.linear import Compute
 from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
-from .weights import Weights
+from .quantized_layer import Weights
 
 Activation = Literal["gelu", "swiglu"]
 

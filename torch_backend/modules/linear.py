@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
-from .weights import QuantizedLayer, Weights
+from ..linear.linear import Compute
+from .quantized_layer import QuantizedLayer, Weights
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +58,7 @@ class Linear(QuantizedLayer):
         self.make_parameters((out_features, in_features), bias, device, dtype)
         if tp_mesh is not None:
             # It knows all layers, this one too.
-            from ..parallelize import parallelize
+            from .parallelize import parallelize
 
             parallelize(self, tp_mesh, style, sequence_parallel=sequence_parallel)
         elif style is not None or sequence_parallel:

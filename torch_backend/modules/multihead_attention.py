@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
+from ..linear.linear import Compute
 from .linear import Linear
-from .weights import Weights
+from .quantized_layer import Weights
 
 
 class MultiheadAttention(nn.Module):

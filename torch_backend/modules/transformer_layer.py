@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Recipe
 
-from ..linear import Compute
+from ..linear.linear import Compute
 from .layernorm_linear import Norm, make_norm
 from .layernorm_mlp import Activation, LayerNormMLP
 from .multihead_attention import MultiheadAttention
-from .weights import Weights
+from .quantized_layer import Weights
 
 
 class TransformerLayer(nn.Module):

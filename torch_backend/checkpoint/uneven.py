@@ -1,0 +1,72 @@
+"""DTensors whose parts torch doesn't find: saved, and read, as replicated wholes.
+
+Where FSDP2 cuts what tensor parallelism has cut and nothing divides evenly, the placements of a DTensor don't say which rows a
+rank has (`blockfp.parts.offsets_agree`); a checkpoint that went by them would load other rows on another mesh. This is about
+biases, master weights and moments; codes and scales are whole already (`state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.parts import offsets_agree
+
+from ..optimizer.optimizer_state import part_of
+from ..quantized_tensor import sharding
+from ..weights.state_dict import reduced, replicated
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A DTensor of a state, and the dictionary or list where a whole stands for it."""
+
+    holder: Any
+    key: Any
+    value: Tensor
+
+
+def make_whole(state: Any) -> list[Replaced]:
+    """Puts replicated wholes in the place of such DTensors, in nested dictionaries and lists; collective."""
+    replaced = []
+    for holder, key, value in list(leaves(state)):
+        if sharding.mesh_of(value) is not None and not offsets_agree(part_of(value).lies):
+            holder[key] = replicated(value, _gathered(value))
+            replaced.append(Replaced(holder, key, value))
+    return replaced
+
+
+def put_back(replaced: list[Replaced]) -> None:
+    """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
+    for one in replaced:
+        local, whole = sharding.local_of(one.value), sharding.local_of(one.holder[one.key])
+        local.copy_(_own(one.value, whole).view(local.shape))
+        one.holder[one.key] = one.value
+
+
+def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
+    """(dictionary or list, key, tensor) of each tensor."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if isinstance(value, Tensor):
+            yield state, key, value
+        elif isinstance(value, dict | list):
+            yield from leaves(value)
+
+
+def _gathered(values: Tensor) -> Tensor:
+    local, lies = sharding.local_of(values), part_of(values).lies
+    whole = torch.zeros(tuple(values.shape), dtype=local.dtype, device=local.device)
+    own = _own(values, whole)
+    own.copy_(local.view(own.shape))
+    # The parts are apart, so the others' bytes are zero here, and sums of bytes know no rounding.
+    return reduced(values, lies, whole.view(torch.uint8), "sum").view(local.dtype)
+
+
+def _own(values: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole, a view."""
+    lies = part_of(values).lies
+    return whole.view(lies.shape)[lies.region(sharding.rank_in(values)).slices]

@@ -1,0 +1,1 @@
+"""Custom ops on plain tensors, the bottom of the backend: nothing here knows a sharding or a module."""

@@ -1,0 +1,99 @@
+"""The custom ops that quantize a part of a matrix that is cut over ranks. Between the first two stands a collective.
+
+    blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
+    blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]
+    blockfp::turned         (codes, scales, ..) -> [codes, scales]    of the transposed matrix, for square blocks
+
+`columnwise` and `rotate` come first: `origin` and `shape` speak of the matrix as it is encoded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockfp import cuda, layout, numerics
+from blockfp.formats import Format
+from blockfp.numerics import Amax
+from blockfp.rotation import rotate as rotated
+
+from .ops import empty_parts, kernels_for
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "quantize_part(Tensor x, Tensor[]? amaxes, Tensor? key, str format, bool columnwise, bool rotate, int[] origin, "
+    "int[] shape, float eps) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define("turned(Tensor codes, Tensor scales, str format, int columns) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+part_amaxes = torch.ops.blockfp.part_amaxes.default
+quantize_part = torch.ops.blockfp.quantize_part.default
+turned = torch.ops.blockfp.turned.default
+
+
+def _encoded(x: Tensor, columnwise: bool, rotate: bool) -> Tensor:
+    values = x.mT if columnwise else x
+    return rotated(values) if rotate else values
+
+
+@torch.library.impl(_library, "part_amaxes", "CompositeExplicitAutograd")
+def _part_amaxes(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
+    values = _encoded(x, columnwise, rotate)
+    found = kernels_for(values).amax(values, Format.parse(format), origin=tuple(origin))
+    return [x.new_empty(0, dtype=torch.int32) if field is None else field for field in found]
+
+
+@torch.library.impl(_library, "quantize_part", "CompositeExplicitAutograd")
+def _quantize_part(
+    x: Tensor,
+    amaxes: list[Tensor] | None,
+    key: Tensor | None,
+    format: str,
+    columnwise: bool,
+    rotate: bool,
+    origin: list[int],
+    shape: list[int],
+    eps: float,
+) -> list[Tensor]:
+    values = _encoded(x, columnwise, rotate)
+    parsed, amax = Format.parse(format), None
+    if amaxes is not None:
+        blocks, nan, tensor = amaxes
+        amax = Amax(blocks, None if parsed.element.has_nan else nan, tensor if parsed.scale.two_level else None)
+    options = {"key": key, "eps": eps, "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
+    parts = kernels_for(values).quantize(values, parsed, **options)
+    return [part.contiguous() for part in parts if part is not None]
+
+
+@torch.library.impl(_library, "turned", "CompositeExplicitAutograd")
+def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
+    run = cuda if codes.is_cuda and cuda.available() else numerics
+    # Copies: an op may not return what it was given.
+    return [part.clone(memory_format=torch.contiguous_format) for part in run.transpose(codes, scales, format, columns=columns)]
+
+
+@torch.library.register_fake("blockfp::part_amaxes", lib=_library)
+def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
+    parsed = Format.parse(format)
+    grid = layout.scales_shape((x.mT if columnwise else x).shape, parsed, (origin[0], origin[1]))
+    nan = (0,) if parsed.element.has_nan else grid
+    tensor = () if parsed.scale.two_level else (0,)
+    return [x.new_empty(size, dtype=torch.int32) for size in (grid, nan, tensor)]
+
+
+@torch.library.register_fake("blockfp::quantize_part", lib=_library)
+def _quantize_part_fake(
+    x: Tensor, amaxes, key, format: str, columnwise: bool, rotate: bool, origin, shape, eps
+) -> list[Tensor]:
+    return empty_parts(x, (x.mT if columnwise else x).shape, Format.parse(format), (origin[0], origin[1]))
+
+
+@torch.library.register_fake("blockfp::turned", lib=_library)
+def _turned_fake(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
+    packed = layout.packed_columns(codes.shape[0], Format.parse(format).element.bits)
+    return [codes.new_empty((columns, packed)), scales.new_empty((scales.shape[1], scales.shape[0]))]

@@ -1,0 +1,202 @@
+"""`linear`: y = x w^T + bias, with each operand of its three products quantized as a recipe says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockfp import recipes
+from blockfp.recipes import HIGH_PRECISION, Recipe
+from blockfp.rounding import Key
+
+from ..quantized_tensor.keys import key_tensor
+from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .linear_function import Call, LinearFunction
+from .parallel import Parallel
+from .parallel_function import ParallelFunction
+
+Compute = Literal["quantized", "high_precision"]
+
+
+class LinearState(NamedTuple):
+    """What a layer remembers between steps, in tensors that are written in place; None what its recipe doesn't use.
+
+    Attributes:
+        input_amax_history, gradient_amax_history: float32 [steps], newest first, of delayed scaling.
+        input_scale, gradient_scale: float32 (), what x and the gradient are multiplied with.
+        rng_key: int64 [2], two words, of stochastic rounding.
+        step: int64 (), how many backwards there were.
+        rank: this rank's coordinate on the data-parallel axes, folded into the key.
+        observed: float64 [operands, figures], see observe.py.
+    """
+
+    input_amax_history: Tensor | None = None
+    input_scale: Tensor | None = None
+    gradient_amax_history: Tensor | None = None
+    gradient_scale: Tensor | None = None
+    rng_key: Tensor | None = None
+    step: Tensor | None = None
+    rank: int = 0
+    observed: Tensor | None = None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | str,
+    state: LinearState | None = None,
+    key: Key | None = None,
+    compute: Compute = "quantized",
+) -> Tensor:
+    """x @ weight^T + bias, forward and backward in the formats of a recipe.
+
+    Args:
+        x: float32, float16 or bfloat16, [.., in]; quantized as [tokens, in], so that columnwise blocks run along tokens.
+        weight: [out, in], a `QuantizedTensor` in the recipe's weight format, or values, which are quantized here.
+        bias: [out], or None.
+        recipe: a `Recipe` or its name.
+        state: of delayed scaling, and the key of stochastic rounding; modules keep it in buffers.
+        key: of stochastic rounding, instead of a state: a seed or two uint32 words.
+        compute: "high_precision" multiplies the dequantized weight with x and the gradient as they are.
+
+    Under `torch.autocast`, x and bias are cast to its dtype. The weight's gradient has the weight's dtype. Products run as
+    `blockfp.products` says, on codes or exactly dequantized.
+
+    Raises:
+        TypeError: a dtype that isn't supported, or dtypes of x, weight and bias that differ outside of autocast.
+        ValueError: shapes that don't fit, a weight in another format than the recipe's, or no state or key where the recipe
+            needs one.
+
+    Example:
+        >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
+    """
+    return apply(x, weight, bias, check_recipe(recipe, compute), state=state, key=key)
+
+
+def apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    state: LinearState | None = None,
+    key: Key | None = None,
+    counts: Sequence[int] | None = None,
+    parallel: Parallel | None = None,
+) -> Tensor:
+    """`linear` with a recipe from `check_recipe`.
+
+    With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
+    x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
+    """
+    parallel = None if parallel is None else parallel.of(x.shape)
+    _check_tensors(x, weight, bias, grouped=counts is not None)
+    y = _run(x.reshape(-1, x.shape[-1]), weight, bias, recipe, state or LinearState(), key, counts, parallel)
+    leading = list(x.shape[:-1])
+    if parallel is not None and parallel.sequence:
+        # It has more tokens than x, or fewer.
+        leading[parallel.sequence_dim] = 1
+        leading[parallel.sequence_dim] = y.shape[0] // max(torch.Size(leading).numel(), 1)
+    # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
+    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
+
+
+def check_recipe(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
+    """The recipe as `linear` runs it: without what `compute` leaves in high precision.
+
+    Raises:
+        ValueError: it asks for what a linear layer doesn't do.
+    """
+    recipe = recipes.parse(recipe)
+    if compute not in ("quantized", "high_precision"):
+        raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
+    for operand in ("input", "weight"):
+        for direction in ("rowwise", "columnwise"):
+            if recipe.cast(operand, direction).stochastic:
+                raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
+    for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
+        if cast.rotate:
+            raise ValueError(f"recipe {recipe} rotates {cast}, but only the operands of the weight gradient are rotated")
+    if recipe.delayed is not None:
+        for operand in ("input", "gradient"):
+            formats = {recipe.cast(operand).format, recipe.cast(operand, "columnwise").format} - {None}
+            if len(formats) > 1 or any(not format.per_tensor for format in formats if format):
+                raise ValueError(
+                    f"recipe {recipe}: delayed scaling keeps one scale for the {operand}, which needs one format with one "
+                    f"scale per tensor in both directions, got {', '.join(map(str, formats))}"
+                )
+    if compute == "high_precision":
+        casts: dict[str, Any] = dict.fromkeys(
+            ("input", "input_columnwise", "gradient", "gradient_columnwise", "weight_columnwise"), HIGH_PRECISION
+        )
+        return recipe.replace(**casts, delayed=None)
+    return recipe
+
+
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool) -> None:
+    if isinstance(x, QuantizedTensor):
+        raise TypeError("x is quantized already: pass its values, or x.dequantize()")
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
+    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-1]:
+        lies = "[groups, out, in]" if grouped else "[out, in]"
+        raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise ValueError(f"bias must have shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    state: LinearState,
+    key: Key | None,
+    counts: Sequence[int] | None,
+    parallel: Parallel | None,
+) -> Tensor:
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    x = x.to(dtype)
+    stored = None
+    if isinstance(weight, QuantizedTensor):
+        # What a DTensor holds has no attributes in compiled code; the product looks at its format.
+        stored = weight.format if parallel is None else recipe.weight.format
+    if stored is not None and stored is not recipe.weight.format:
+        raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
+    if autocast:
+        bias = None if bias is None else bias.to(dtype)
+        weight = weight.to(dtype) if recipe.weight.format is None else weight
+    elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
+        other = weight.dtype if weight.dtype != dtype else bias is not None and bias.dtype
+        raise TypeError(f"x is {dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
+    training = torch.is_grad_enabled()
+    needs = tuple(training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    _check_state(recipe, state, key, any(needs))
+    words = state.rng_key if key is None else key_tensor(key, x.device)
+    call = Call(recipe, stored, counts is not None, needs, training, None if key is not None else state.rank, parallel)
+    delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
+    tensors = delayed if recipe.delayed else (None,) * 4
+    arguments = (call, counts, *tensors, words, state.step, state.observed)
+    function = LinearFunction if parallel is None else ParallelFunction
+    if not autocast:
+        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+    # Products choose their dtypes themselves.
+    with torch.autocast(x.device.type, enabled=False):
+        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+
+
+def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:
+    if recipe.delayed is not None and (state.input_scale is None or state.gradient_scale is None):
+        raise ValueError(
+            f"recipe {recipe} scales by amaxes of earlier steps: pass state=LinearState(..), or use the Linear module"
+        )
+    stochastic = recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic
+    if training and stochastic and key is None and (state.rng_key is None or state.step is None):
+        raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass key=, or use the Linear module")

@@ -1,0 +1,258 @@
+"""The autograd function behind `linear`.
+
+    forward   y  = x w^T     x rowwise      weight rowwise
+    dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
+    wgrad     dw = g^T x     g columnwise   x columnwise: made in the forward, from the same read as rowwise, and saved
+
+It runs over the custom ops of operand_ops.py and products.py, so that eager and compiled code carry out the same ones. What it
+saves for the backward is the codes and scales of x columnwise, and the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockfp.formats import Format
+from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
+
+from ..custom_ops import ops
+from ..custom_ops.operand_ops import part_count, quantize_operand, tensor_amax
+from ..custom_ops.products import product
+from ..quantized_tensor.keys import gradient_keys
+from .delayed import record
+from .observe import observe_operand
+from .parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call knows before it sees a value; equal calls compile to one graph.
+
+    Attributes:
+        recipe: from `check_recipe`.
+        stored: format of the weight, or None for values.
+        grouped: whether there is a weight for each of several groups.
+        needs: whether x, weight and bias want gradients.
+        training: whether amaxes are recorded.
+        rank: folded into the key of the gradients; None for a key that was given for this call.
+        parallel: how a tensor-parallel group shares the call, or None.
+    """
+
+    recipe: Recipe
+    stored: Format | None
+    grouped: bool
+    needs: tuple[bool, ...]
+    training: bool
+    rank: int | None
+    parallel: Parallel | None = None
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        counts: Sequence[int] | None,
+        input_amax_history: Tensor | None,
+        input_scale: Tensor | None,
+        gradient_amax_history: Tensor | None,
+        gradient_scale: Tensor | None,
+        key: Tensor | None,
+        step: Tensor | None,
+        observed: Tensor | None,
+    ) -> Tensor:
+        recipe = call.recipe
+        format, parts = _weight_parts(weight, call)
+        scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
+        columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
+        columns: list[Tensor] = []
+        outputs = []
+        for index, group in groups_of(x, counts):
+            row, column = quantized_whole(group, "input", recipe.input, columnwise, scaling)
+            columns += column
+            added = bias if bias is None or index is None else bias[index]
+            operands = (row, recipe.input.format, parts, format)
+            outputs.append(_product("forward", operands, weight.shape[-2:], recipe, x.dtype, bias=added, index=index))
+            del row, column, operands
+        if call.needs[1] and columnwise.format is None:
+            columns = [x]
+        ctx.save_for_backward(*columns, *(parts if call.needs[0] else ()))
+        ctx.columns, ctx.call, ctx.counts, ctx.format = len(columns), call, counts, format
+        ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
+        # Not saved: another microbatch's backward may write into them before this one's.
+        ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
+        return outputs[0] if counts is None else torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call = ctx.call
+        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        saved = list(ctx.saved_tensors)
+        inputs, parts = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts), saved[ctx.columns :]
+        del saved
+        if not torch.compiler.is_compiling():
+            # From here on each copy lives until its product is done.
+            ctx.maybe_clear_saved_tensors()
+        rowwise = recipe.gradient if needs_x else HIGH_PRECISION
+        columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
+        keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
+        scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+        d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
+        d_inputs = []
+        for index, group in groups_of(gradient, ctx.counts):
+            key = None if keys is None else keys[index or 0]
+            row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
+            if needs_weight:
+                across = column if columnwise.format is not None else [group.mT]
+                operands = (across, columnwise.format, inputs.pop(0), recipe.input_columnwise.format)
+                size = (ctx.shape[-1], group.shape[0])
+                each = _product("wgrad", operands, size, recipe, ctx.dtype)
+                del operands, across
+                each = passing_overflow(each, group)
+                if d_weight is None:
+                    d_weight = each
+                else:
+                    d_weight[index].copy_(each)
+                del each
+            del column
+            if needs_x:
+                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), group))
+            del row
+        d_x = None
+        if needs_x:
+            d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
+        d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+        return d_x, d_weight, d_bias, *([None] * 9)
+
+
+class Scaling(NamedTuple):
+    """How amaxes become scales: eps, or with delayed scaling the multiplier, and the history to record in (None: don't)."""
+
+    eps: float
+    multiplier: Tensor | None = None
+    history: Tensor | None = None
+    observed: Tensor | None = None
+
+
+def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
+    """(index, rows) of each group; one group without index where there are no counts."""
+    return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
+
+
+def _weight_parts(weight: Tensor, call: Call) -> tuple[Format | None, list[Tensor]]:
+    """The weight as an operand: itself, or what it is quantized to here."""
+    format = call.recipe.weight.format
+    if call.stored is not None or format is None:
+        return call.stored, [weight]
+    return format, ops.quantize(weight, format.name)
+
+
+def quantized_whole(
+    x: Tensor, operand: str, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Parts of x [tokens, size] rowwise and columnwise, from one read. Without a format: the values, and nothing columnwise."""
+    row, column = rowwise.format, columnwise.format
+    if row is None and column is None:
+        return [x], []
+    per_tensor = all(format is None or format.per_tensor for format in (row, column))
+    amax = None
+    if scaling.multiplier is None and per_tensor and x.is_cuda and torch.compiler.is_compiling() and x.numel():
+        # There the compiler finds it while it makes x.
+        amax = tensor_amax(x)
+    row_key = key[0] if key is not None and rowwise.stochastic else None
+    column_key = key[1] if key is not None and columnwise.stochastic else None
+    found = quantize_operand(
+        x,
+        row,
+        column,
+        amax=amax,
+        multiplier=scaling.multiplier,
+        row_key=row_key,
+        column_key=column_key,
+        rotate=columnwise.rotate,
+        eps=scaling.eps,
+    )
+    if found.amax is not None and scaling.history is not None:
+        record(scaling.history, found.amax)
+    if scaling.observed is not None:
+        observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
+    return (found.row if row is not None else [x]), found.column
+
+
+def _product(
+    name: Product,
+    operands: tuple[list[Tensor], Format | None, list[Tensor], Format | None],
+    size: Sequence[int],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    columnwise: bool = False,
+    index: int | None = None,
+) -> Tensor:
+    """a @ b^T for (a, its format, b, its format) and size (rows of b, contracted length)."""
+    a, a_format, b, b_format = operands
+    names = [None if format is None else format.name for format in (a_format, b_format)]
+    return product(a, names[0], b, names[1], *size, bias, dtype, name in recipe.fast_accum, columnwise, index)
+
+
+def _dgrad(row: list[Tensor], group: Tensor, parts: list[Tensor], index: int | None, ctx: Any, recipe: Recipe) -> Tensor:
+    n, k = ctx.shape[-1], ctx.shape[-2]
+    columnwise = recipe.weight_columnwise.format
+    if ctx.format is None and columnwise is not None:
+        # A weight whose rowwise operand is in high precision has no codes yet.
+        weight = parts[0] if index is None else parts[0][index]
+        operands = (row, recipe.gradient.format, quantize_operand(weight, None, columnwise).column, columnwise)
+        return _product("dgrad", operands, (n, k), recipe, group.dtype)
+    operands = (row, recipe.gradient.format, parts, ctx.format)
+    return _product("dgrad", operands, (n, k), recipe, group.dtype, columnwise=True, index=index)
+
+
+def _columns(saved: list[Tensor], format: Format | None, counts: Sequence[int] | None) -> list[list[Tensor]]:
+    """x columnwise of each group, from what the forward saved."""
+    if not saved:
+        return []
+    if format is None:
+        return [[group.mT] for _, group in groups_of(saved[0], counts)]
+    each = part_count(format)
+    return [saved[first : first + each] for first in range(0, len(saved), each)]
+
+
+def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    """The keys of this backward, which moves the step on."""
+    call: Call = ctx.call
+    groups = len(ctx.counts) if call.grouped else None
+    own = slice(None)
+    if groups is not None and call.parallel is not None and call.parallel.style == "experts":
+        # Experts are numbered over all ranks.
+        own = slice(call.parallel.first, call.parallel.first + groups)
+        groups = call.parallel.features
+    if call.rank is None:
+        return gradient_keys(ctx.key, groups=groups)[own]
+    keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
+    ctx.step.add_(1)
+    return keys[own]
+
+
+def passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:
+    """The product of a float16 gradient, NaN where that holds an Inf.
+
+    FP8 saturates Inf at its largest finite value, behind which a GradScaler would not see that the loss scale was too large.
+    """
+    if gradient.dtype is not torch.float16 or gradient.numel() == 0:
+        return product
+    return torch.where(gradient.isinf().any(), torch.full_like(product, torch.nan), product)
+
+
+def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    if counts is None:
+        return gradient.sum(0).to(dtype)
+    return torch.stack([group.sum(0) for _, group in groups_of(gradient, counts)]).to(dtype)

@@ -1,0 +1,191 @@
+"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit.
+
+    blockfp::quantization_figures   (x, parts, format, rotate, origin) -> float64 [figures]
+
+is a custom op, so that it means the same in compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from blockfp import layout, rotation
+from blockfp.formats import Format
+from blockfp.recipes import Cast
+
+from ..custom_ops import ops
+
+if TYPE_CHECKING:
+    from ..custom_ops.operand_ops import Directions
+
+OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
+"""The rows of a layer's figures."""
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define(
+    "quantization_figures(Tensor x, Tensor[] parts, str format, bool rotate, SymInt[] origin) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+_op = torch.ops.blockfp.quantization_figures.default
+
+_FIGURES = 6  # amax, elements, saturated, flushed, signal, noise
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One operand of one layer in one step.
+
+    Attributes:
+        step: number of the step, from 0.
+        module: path of the layer.
+        operand: one of `OPERANDS`.
+        amax: largest finite magnitude.
+        elements: how many elements were quantized.
+        saturated: how many of them were cut to the largest value of their scale.
+        flushed: how many were not zero and became zero.
+        sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without any error.
+    """
+
+    step: int
+    module: str
+    operand: str
+    amax: float
+    elements: int
+    saturated: int
+    flushed: int
+    sqnr: float
+
+
+@dataclass
+class Observation:
+    """What `observe` hands out.
+
+    Attributes:
+        records: what `step` has read so far.
+    """
+
+    modules: dict[str, nn.Module]
+    records: list[Observed] = field(default_factory=list)
+    steps: int = 0
+
+    def step(self) -> list[Observed]:
+        """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them."""
+        new = []
+        for path, module in self.modules.items():
+            figures: Tensor = module.observed  # pyright: ignore[reportAssignmentType]
+            for operand, row in zip(OPERANDS, figures.tolist(), strict=True):
+                amax, elements, saturated, flushed, signal, noise = row
+                if elements:
+                    sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+                    counts = (int(elements), int(saturated), int(flushed))
+                    new.append(Observed(self.steps, path, operand, amax, *counts, sqnr))
+            figures.zero_()
+        self.records += new
+        self.steps += 1
+        return new
+
+    def rows(self) -> list[dict]:
+        """The records as dictionaries, for tables and JSON."""
+        return [asdict(record) for record in self.records]
+
+
+@contextmanager
+def observe(model: nn.Module) -> Iterator[Observation]:
+    """Records what quantization does to inputs and gradients of the model's layers, while it is open.
+
+    Example:
+        >>> with bfp.observe(model) as observation:
+        ...     loss(model(x)).backward()
+        ...     for record in observation.step():
+        ...         print(record.module, record.operand, record.sqnr)
+
+    It reads each operand once more and dequantizes it. A compiled model is compiled again for it.
+
+    Raises:
+        ValueError: no layer of the model quantizes anything, or the model is observed already.
+    """
+    modules = {path: module for path, module in model.named_modules() if hasattr(module, "observed")}
+    if not modules:
+        raise ValueError("model holds no layer of blockfp.torch: use convert(model, recipe) first")
+    if any(module.observed is not None for module in modules.values()):
+        raise ValueError("model is observed already")
+    try:
+        for module in modules.values():
+            device = next(module.parameters(recurse=False)).device
+            module.observed = torch.zeros((len(OPERANDS), _FIGURES), dtype=torch.float64, device=device)
+        yield Observation(modules)
+    finally:
+        for module in modules.values():
+            module.__dict__["observed"] = None
+
+
+def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:
+    """Adds what happened to an operand in both directions to a layer's figures.
+
+    Args:
+        observed: float64 [operands, figures], written in place.
+        operand: "input" or "gradient".
+        x: [tokens, size].
+        found: its parts.
+        rowwise, columnwise: how they were made.
+    """
+    for direction, parts, cast in (("rowwise", found.row, rowwise), ("columnwise", found.column, columnwise)):
+        if cast.format is not None:
+            observe_parts(observed, f"{operand} {direction}", x if direction == "rowwise" else x.mT, parts, cast)
+
+
+def observe_parts(
+    observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
+) -> None:
+    """The same for one direction.
+
+    Args:
+        observed: see `observe_operand`.
+        row: one of `OPERANDS`.
+        x: the matrix in the direction in which it was quantized.
+        parts: its parts.
+        cast: how they were made.
+        origin: (row, column) of x's first element in the matrix whose blocks are counted.
+    """
+    assert cast.format is not None
+    new = _op(x, parts, cast.format.name, cast.rotate, list(origin))
+    figures = observed[OPERANDS.index(row)]
+    figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))
+
+
+@torch.library.impl(_library, "quantization_figures", "CompositeExplicitAutograd")
+def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
+    element, columns = Format.parse(format).element, x.shape[-1]
+    tensor_scale = parts[2] if len(parts) > 2 else None
+    back = ops.dequantize(parts[0], parts[1], tensor_scale, format, torch.float32, columns, origin)
+    values = (rotation.rotate(x) if rotate else x).float()
+    finite = values.isfinite() & back.isfinite()
+    magnitude = torch.where(finite, values.abs(), 0.0)
+    code = layout.unpack(parts[0], element.bits, columns)
+    sign = 0 if element.signed == "complement" else 1 << (element.bits - 1)
+    largest = (code & ~sign & 0xFF) == element.max_code
+    # Beyond what rounding to the largest value explains.
+    beyond = magnitude > back.abs() * (1 + 2.0 ** -(element.mantissa_bits + 2))
+    error = torch.where(finite, values - back, 0.0)
+    figures = (
+        magnitude.amax() if magnitude.numel() else magnitude.sum(),
+        torch.tensor(float(x.numel()), device=x.device),
+        (finite & largest & beyond).sum(),
+        (finite & (values != 0) & (back == 0)).sum(),
+        magnitude.double().square().sum(),
+        error.double().square().sum(),
+    )
+    return torch.stack([figure.double() for figure in figures])
+
+
+@torch.library.register_fake("blockfp::quantization_figures", lib=_library)
+def _figures_fake(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
+    return x.new_empty((_FIGURES,), dtype=torch.float64)

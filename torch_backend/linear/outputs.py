@@ -1,0 +1,117 @@
+"""Outputs of products whose contracted axis is cut over a tensor-parallel group: terms, to be summed over its ranks.
+
+    y = sum of the ranks' terms [rows, columns]
+    all_reduce       the whole sum on every rank
+    reduce_scatter   of each sequence, every rank gets its rows of the sum
+
+Sums are begun early and waited for late, like the gathers of `activations`. As an option the terms of a reduce-scatter travel
+quantized: each rank sends every other its rows as codes and scales, which are dequantized and added in fp32, in the order of
+the ranks. That rounds each term once to the format, so it is asked for by name (`reduce_format`) and never chosen.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockfp import layout
+from blockfp.formats import Format
+
+from ..custom_ops import ops
+from .place import Place
+
+_c10d = torch.ops._c10d_functional
+
+
+class Pending(NamedTuple):
+    """A sum under way.
+
+    Attributes:
+        received: what the collective is to write; not to be read before `finish`.
+        rows: of the result.
+        chunk: rows of one sequence that every rank gets, padding included.
+    """
+
+    received: Tensor
+    rows: int
+    chunk: int
+
+
+def all_reduce(y: Tensor, group: str) -> Tensor:
+    """The sum over the group's ranks, in y's dtype; y is left as it is."""
+    return _c10d.wait_tensor(_c10d.all_reduce(y.contiguous(), "sum", group))
+
+
+def check_reduce_format(format: Format | str | None) -> Format | None:
+    """The format in which terms are to travel; None sends them in their own dtype.
+
+    Raises:
+        ValueError: a format in which the rows of different ranks would share a scale.
+    """
+    if format is None:
+        return None
+    format = Format.parse(format)
+    if format.block is None or format.block[0] != 1 or format.scale.two_level:
+        raise ValueError(
+            f"reduce_format {format}: rows that go to different ranks must not share a scale; use a format in blocks of one "
+            "row and one level of scales, such as mxfp8_e5m2 or fp8_e4m3_1x128"
+        )
+    return format
+
+
+def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
+    """Begins a reduce-scatter of y's rows, or an all-reduce.
+
+    Args:
+        y: this rank's terms [rows of all sequences, columns].
+        to: where the rows of the result lie, cut along rows; or the name of the group every rank of which gets all.
+        format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
+    """
+    rows, columns = operator.index(y.shape[0]), operator.index(y.shape[1])
+    if isinstance(to, str):
+        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), rows, rows)
+    place = to
+    length = rows // place.runs
+    chunk = -(-length // place.ranks)
+    own = max(0, min(chunk, length - place.rank * chunk))
+    terms = y.reshape(place.runs, length, columns)
+    if chunk * place.ranks != length:
+        terms = F.pad(terms, (0, 0, 0, chunk * place.ranks - length))
+    # Rows in the order of the ranks that they go to.
+    terms = terms.view(place.runs, place.ranks, chunk, columns).transpose(0, 1).reshape(-1, columns)
+    if format is None:
+        sums = _c10d.reduce_scatter_tensor(terms, "sum", place.ranks, place.group)
+        return Pending(sums, place.runs * own, chunk)
+    codes, scales = ops.quantize(terms, format.name)
+    sent = torch.cat([part.view(place.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
+    sizes = [1] * place.ranks
+    return Pending(_c10d.all_to_all_single(sent, sizes, sizes, place.group), place.runs * own, chunk)
+
+
+def finish(pending: Pending, to: Place | str, columns: int, dtype: torch.dtype, format: Format | None = None) -> Tensor:
+    """Waits for the sum, or for this rank's rows of it: [rows, columns] in `dtype`."""
+    received = _c10d.wait_tensor(pending.received)
+    if isinstance(to, str):
+        return received.to(dtype)
+    place = to
+    rows = place.runs * pending.chunk
+    if format is not None:
+        codes_size = rows * layout.packed_columns(columns, format.element.bits)
+        codes = received[:, :codes_size].reshape(place.ranks * rows, -1)
+        scale_dtype = getattr(torch, format.scale.dtype)
+        scales = received[:, codes_size:].contiguous().view(scale_dtype).view(place.ranks * rows, -1)
+        terms = ops.dequantize(codes, scales, None, format.name, torch.float32, columns, [0, 0]).view(
+            place.ranks, rows, columns
+        )
+        received = terms[0]
+        for rank in range(1, place.ranks):
+            received = received + terms[rank]
+    received = received.to(dtype)
+    if pending.rows == rows:
+        return received
+    own = pending.rows // place.runs
+    return received.view(place.runs, pending.chunk, columns)[:, :own].reshape(pending.rows, columns)

@@ -1,0 +1,165 @@
+"""What the layers share: how a weight is stored, initialized and loaded, and the buffers that a recipe needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..linear.linear import Compute, LinearState, apply, check_recipe
+from ..linear.parallel import Parallel
+from ..quantized_tensor import sharding
+from ..quantized_tensor.keys import data_rank, random_key
+from ..quantized_tensor.quantize import quantize
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+from ..weights.loading import accept_high_precision, load_high_precision_
+from ..weights.state_dict import save_in_parts
+from .shared_layers import multiply_shared
+
+Weights = Literal["quantized", "high_precision"]
+
+
+class QuantizedLayer(nn.Module):
+    """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
+
+    Attributes:
+        recipe: the `Recipe`.
+        weights: "quantized": the weight is stored as codes and scales. "high_precision": as values, quantized at use, or by
+            FSDP2 on the shard before each gather.
+        compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
+        keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
+        observed: figures that `observe` gathers, or None.
+        parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    input_amax_history: Tensor | None
+    input_scale: Tensor | None
+    gradient_amax_history: Tensor | None
+    gradient_scale: Tensor | None
+    rng_key: Tensor | None
+    step: Tensor | None
+
+    def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
+        super().__init__()
+        if weights not in get_args(Weights):
+            raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
+        self.checked = check_recipe(recipe, compute)
+        self.recipe = self.checked if isinstance(recipe, str) and compute == "quantized" else check_recipe(recipe)
+        self.weights, self.compute, self.keep_init = weights, compute, keep_init
+        self.observed: Tensor | None = None
+        self.parallel: Parallel | None = None
+        save_in_parts(self)
+        accept_high_precision(self)
+
+    def make_parameters(
+        self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        """Makes weight, bias and buffers, and fills them: weight of `shape` [.., out, in], bias [.., out]."""
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        self.set_weight(values)
+        device = torch.empty(0, device=device).device
+        if device.type != "meta":
+            self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
+        self.bias = nn.Parameter(values.new_empty(shape[:-1], device=device)) if bias else None
+        self.set_buffers(device)
+        self.reset_parameters()
+
+    def set_weight(self, values: Tensor, *, requires_grad: bool = True) -> None:
+        """Makes the weight parameter of these values; on the meta device, of their shape."""
+        format = self.recipe.weight.format
+        values = values.detach()
+        if format is None:
+            weight = values
+        elif self.weights == "high_precision":
+            weight = CastWeight.from_values(values, format)
+        else:
+            weight = quantize(values, format)
+            if self.keep_init and not values.is_meta:
+                weight.initial = values.to("cpu", copy=True)
+        self.weight = nn.Parameter(weight, requires_grad)
+
+    def set_buffers(self, device: torch.device) -> None:
+        """Makes the buffers that the recipe needs."""
+        delayed, stochastic = (
+            self.checked.delayed,
+            self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic,
+        )
+        for operand in ("input", "gradient"):
+            history = None if delayed is None else torch.zeros(delayed.history, device=device)
+            self.register_buffer(f"{operand}_amax_history", history)
+            self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
+        self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
+
+    def state(self) -> LinearState:
+        """The buffers as `linear` takes them."""
+        return LinearState(
+            self.input_amax_history,
+            self.input_scale,
+            self.gradient_amax_history,
+            self.gradient_scale,
+            self.rng_key,
+            self.step,
+            0 if self.rng_key is None else data_rank(self.weight),
+            self.observed,
+        )
+
+    def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """`linear` of x and of this layer's parameters, as they lie."""
+        if self.parallel is not None:
+            return multiply_shared(self, self.parallel, x, counts)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws new values as `torch.nn.Linear` does, and resets the buffers; of sharded parameters too.
+
+        Every rank draws the whole weight and keeps its rows, so ranks that are seeded alike get what one rank alone would.
+        """
+        bound = 1 / math.sqrt(self.weight.shape[-1]) if self.weight.shape[-1] else 0.0
+        for param in (self.weight, self.bias):
+            if param is not None:
+                values = torch.empty(param.shape, dtype=param.dtype, device=sharding.local_of(param).device)
+                fill(param, values.uniform_(-bound, bound), keep_init=self.keep_init)
+        self.reset_buffers()
+
+    def reset_buffers(self) -> None:
+        """Sets delayed scaling and the step to their start, and draws a new random key."""
+        for buffer in (self.input_amax_history, self.gradient_amax_history, self.step):
+            if buffer is not None:
+                buffer.zero_()
+        for buffer in (self.input_scale, self.gradient_scale):
+            if buffer is not None:
+                buffer.fill_(1)
+        if self.rng_key is not None and not self.rng_key.is_meta:
+            self.rng_key.copy_(random_key())
+
+    def extra_repr(self) -> str:
+        options = [] if self.weights == "quantized" else [f"weights={self.weights!r}"]
+        options += [] if self.compute == "quantized" else [f"compute={self.compute!r}"]
+        return ", ".join([f"bias={self.bias is not None}", f"recipe={self.recipe}", *options])
+
+
+def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
+    """Writes the values of a whole parameter into it, or into this rank's part of it."""
+    local = sharding.local_of(param)
+    if local.is_meta:
+        return
+    if isinstance(local, QuantizedTensor):
+        load_high_precision_(param, values, keep_init=keep_init)
+        return
+    mesh = sharding.mesh_of(param)
+    if mesh is not None:
+        from torch.distributed.tensor import distribute_tensor
+
+        placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
+        values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
+    local.copy_(values)

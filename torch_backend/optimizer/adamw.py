@@ -1,0 +1,250 @@
+"""`AdamW` and `Adam` for quantized, plain and sharded parameters alike.
+
+A step goes over all parameters of a device in one call of the kernels: gradient in, master weight and moments updated, and
+where the blocks of a quantized weight lie within this rank's part, its codes and scales written in the same pass. Weights
+whose amax reaches further (one scale per tensor, NVFP4, blocks that straddle ranks) are quantized from their masters after
+it, all together, with the few reductions that `requantize_` needs. Without kernels the definition (`blockfp.adamw`) does the
+same, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from blockfp import adamw
+from blockfp.adamw import Coefficients
+from blockfp.rounding import Key, key_words
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from .optimizer_state import needs_master, new_master, new_moments, part_of, portable, restore
+from .optimizer_step import Todo, carry_out
+
+_NOT_YET = Coefficients(1.0, *([0.0] * 7))
+
+
+class _Adam(Optimizer):
+    """What AdamW and Adam share; they differ in what weight decay is."""
+
+    # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
+    _step_supports_amp_scaling = True
+    _decoupled: bool
+
+    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable):
+        if master not in ("float32", None):
+            raise ValueError(f"master must be 'float32' or None, got {master!r}")
+        adamw.check_settings(lr, betas, eps, weight_decay, moments)
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
+        first, second = key_words(0 if key is None else key)
+        words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
+        super().__init__(params, settings | {"capturable": capturable, "key": words})
+        self.register_state_dict_post_hook(_show, prepend=True)
+        self.register_load_state_dict_pre_hook(_wrap)
+        self.register_load_state_dict_post_hook(_restore, prepend=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step; parameters without a gradient stay as they are.
+
+        Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. It writes
+        shards, which FSDP2's next gather reads; where FSDP2 still holds whole weights (after a forward without a backward, or
+        `set_reshard_after_backward(False)`), call `reshard()` of its modules.
+
+        Args:
+            closure: evaluates the loss again, and returns it.
+
+        Returns:
+            What the closure returns, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        number = 0
+        todo: list[Todo] = []
+        for group in self.param_groups:
+            group_todo = []
+            for param in group["params"]:
+                if param.grad is not None:
+                    group_todo.append(self._todo(param, group, number))
+                number += 1
+            if group_todo and not self._begin(group, group_todo, found, scale):
+                return loss
+            todo += group_todo
+        # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+        carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+        return loss
+
+    def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
+        part, state = part_of(param), self.state[param]
+        if not state:
+            on = part.local.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=on)
+            state |= new_moments(part, group["moments"])
+        if "master" not in state and needs_master(part, group["master"]):
+            state["master"] = new_master(part)
+        if "master" not in state and part.local.dtype == torch.float16 and not isinstance(part.local, QuantizedTensor):
+            raise ValueError("master=None is for quantized, bfloat16 and float32 parameters: float16 ones need a master")
+        return Todo(part, state, _local_gradient(param), number, _NOT_YET, 0)
+
+    def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
+        """Counts the step and works out its constants; False where the host knows that there is none to take."""
+        steps: list[Tensor] = [one.state["step"] for one in todo]
+        lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
+        if group["capturable"]:
+            _begin_on_device(todo, steps, lr, settings, self._decoupled, found, scale)
+            return True
+        if found is not None and found.item() != 0:
+            return False
+        unscale = 1.0 if scale is None else 1.0 / scale.item()
+        lr = lr.item() if isinstance(lr, Tensor) else lr
+        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        known: dict[int, Coefficients] = {}
+        for one, step in zip(todo, steps, strict=True):
+            one.step = int(step.item())
+            if one.step not in known:
+                c = adamw.coefficients(one.step, lr, *settings, decoupled=self._decoupled)
+                known[one.step] = c._replace(unscale=unscale)
+            one.coefficients = known[one.step]
+        return True
+
+
+class AdamW(_Adam):
+    """AdamW (decoupled weight decay) for quantized parameters, plain ones and DTensors of either.
+
+    Args:
+        params: parameters or groups of them; each of the options below may differ by group, except `key`.
+        lr: learning rate, a number or a tensor of one element.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        master: "float32" keeps an fp32 master of every quantized or 16-bit parameter; it begins with the original values where
+            the parameter has kept them (`initial`), else with what it is. None keeps none: the step is rounded stochastically
+            to the parameter's own format.
+        moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`blockfp.adamw`).
+        key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default.
+        capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
+
+    `state_dict` holds fp32 masters and moments, placed as their parameters; loading keeps them in fp32.
+
+    Raises:
+        ValueError: a setting that means nothing.
+
+    Example:
+        >>> q = torch.nn.Parameter(quantize(torch.ones(32, 64), "mxfp8_e4m3_32x32"))
+        >>> q.grad = torch.ones(32, 64)
+        >>> AdamW([q], lr=0.5).step()
+        >>> q.dequantize()[0, 0].item()
+        0.5
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        master: str | None = "float32",
+        moments: str = "float32",
+        key: Key | None = None,
+        capturable: bool = False,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
+
+
+class Adam(_Adam):
+    """Adam: as `AdamW`, but that weight decay is a term of the gradient (L2), 0 by default."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        master: str | None = "float32",
+        moments: str = "float32",
+        key: Key | None = None,
+        capturable: bool = False,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
+
+
+def _local_gradient(param: Tensor) -> Tensor:
+    gradient = param.grad
+    assert gradient is not None
+    if gradient.layout is not torch.strided:
+        raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
+    mesh = sharding.mesh_of(param)
+    if mesh is not None and sharding.mesh_of(gradient) is not None:
+        if gradient.placements != param.placements:  # pyright: ignore[reportAttributeAccessIssue]
+            gradient = gradient.redistribute(mesh, param.placements)  # pyright: ignore[reportAttributeAccessIssue]
+        gradient = gradient.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient.detach().contiguous()
+
+
+def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
+    """`_begin` with nothing read back: the constants of each parameter are a row of a tensor."""
+    by_device: dict[torch.device, list[int]] = {}
+    for i, step in enumerate(steps):
+        by_device.setdefault(step.device, []).append(i)
+    for device, places in by_device.items():
+        counts = [steps[i] for i in places]
+        skip = torch.zeros((), device=device) if found is None else (found.to(device) != 0).to(torch.float32)
+        torch._foreach_add_(counts, [1 - skip] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
+        step = torch.stack(counts).to(torch.float64)
+        rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
+        c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
+        unscale = 1.0 if scale is None else scale.to(device, torch.float64).reciprocal()
+        # A step that is skipped has perhaps number 0, and constants that nobody reads.
+        columns = [
+            x.to(torch.float64).expand(len(counts)) if isinstance(x, Tensor) else torch.full_like(step, x)
+            for x in c._replace(unscale=unscale, skip=skip)
+        ]
+        table = torch.stack(columns, dim=1).to(torch.float32)
+        for i, row in zip(places, table.unbind(), strict=True):
+            todo[i].coefficients, todo[i].step = row, steps[i]
+
+
+@dataclass
+class _Shown:
+    """A tensor on its way through torch's `load_state_dict`, which would cast it to the parameter's dtype."""
+
+    value: Any
+
+
+def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    states = state_dict["state"]
+    shown = {i: portable(param, states[i]) for i, param in zip(ids, params, strict=True) if i in states}
+    state_dict["state"] = shown
+
+
+def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    wrapped = {i: {name: _Shown(value) for name, value in state.items()} for i, state in state_dict["state"].items()}
+    return {**state_dict, "state": wrapped}
+
+
+def _restore(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        options = {name: group[name] for name in ("moments", "master", "capturable")}
+        for param in group["params"]:
+            if optimizer.state.get(param):
+                values = {name: shown.value for name, shown in optimizer.state[param].items()}
+                optimizer.state[param] = restore(param, values, **options)

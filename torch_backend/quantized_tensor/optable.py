@@ -1,0 +1,381 @@
+"""The op table: every torch operation that a `QuantizedTensor` answers, and what it does to codes and scales.
+
+None of them looks at values. Whatever is not here raises and names itself; nothing dequantizes on its own.
+
+`fully_shard` hits, in this order: split, new_zeros (the padded shard), slice, copy_, view to one dimension, slice, detach, and
+new_empty where ranks outnumber rows; empty_like when a meta tensor is materialized; as_strided at the first gather. See
+`geometry` for what they pass on to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from blockfp import layout, numerics
+
+from ..custom_ops import ops, products
+from .geometry import Base, Geometry
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+_TABLE: dict[Any, Callable[..., Any]] = {}
+_VIEWS: set[Any] = set()
+
+
+def _implements(*functions, view: bool = False):
+    """Enters the decorated handler, which takes the op's own arguments, into the table.
+
+    view: the result shares memory with the first argument, which autograd and functionalization must be told.
+    """
+
+    def register(handler):
+        _TABLE.update(dict.fromkeys(functions, handler))
+        if view:
+            _VIEWS.update(functions)
+        return handler
+
+    return register
+
+
+def run(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Carries out one operation.
+
+    Raises:
+        NotImplementedError: the operation is not in the table, or not with these arguments.
+    """
+    handler = _TABLE.get(func)
+    if handler is None:
+        raise _refusal(func, "it needs values", "call dequantize() on the quantized tensor first")
+    result = handler(*args, **kwargs)
+    return return_and_correct_aliasing(func, args, kwargs, result) if func in _VIEWS else result
+
+
+def _refusal(func: Any, reason: str, remedy: str) -> NotImplementedError:
+    return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
+
+
+def _parts(q: QuantizedTensor) -> list[Tensor]:
+    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+
+
+def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geometry | None = None) -> QuantizedTensor:
+    tensor_scale = None if q.tensor_scale is None else function(q.tensor_scale)
+    return q.with_parts(function(q.codes), function(q.scales), tensor_scale, geometry=geometry)
+
+
+@_implements(ops.dequantize_tensor)
+def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    origin = list(q.origin)
+    return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
+
+
+@_implements(products.product)
+def _product(
+    a: Sequence[Tensor],
+    a_format: str | None,
+    b: Sequence[QuantizedTensor],
+    b_format: str | None,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+    columnwise: bool = False,
+    index: int | None = None,
+    origin: Sequence[int] = (0, 0),
+    a_origin: Sequence[int] = (0, 0),
+) -> Tensor:
+    # b knows its own origin.
+    (q,) = b
+    if q.format.name != b_format:
+        raise ValueError(f"b is in {q.format}, but the product was told {b_format}")
+    options = (bias, dtype, fast_accum, columnwise, index, list(q.origin), list(a_origin))
+    return products.product(a, a_format, _parts(q), b_format, n, k, *options)
+
+
+# ---- the same tensor again
+
+
+@_implements(aten.detach.default, aten.alias.default, view=True)
+def _alias(q: QuantizedTensor) -> QuantizedTensor:
+    return _map(q, aten.alias.default)
+
+
+@_implements(aten.view.default, view=True)
+def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    # FSDP2 keeps `shard.view(-1)` and asks nothing of it; any other answer would make it look for a storage.
+    if tuple(shape) != tuple(q.shape) and not (tuple(shape) == (-1,) and q.geometry.base):
+        raise _refusal(
+            aten.view.default,
+            f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}",
+            "reshape before quantizing (and give DistributedDataParallel init_sync=False: it would broadcast the weights flat)",
+        )
+    return _alias(q)
+
+
+@_implements(aten.as_strided.default, view=True)
+def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int], storage_offset: int | None = None):
+    # What functionalization asks for where a compiled function returns an alias of its argument, and FSDP2 of a whole weight.
+    if tuple(shape) != tuple(q.shape) or tuple(stride) != q.stride() or storage_offset:
+        raise _refusal(
+            aten.as_strided.default,
+            f"strides {tuple(stride)} say nothing about codes and blocks",
+            "slice whole rows, and where a compiled function returns a slice of its argument, slice outside it",
+        )
+    return _alias(q)
+
+
+# ---- copies
+
+
+@_implements(aten.clone.default)
+def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = None) -> QuantizedTensor:
+    initial = None if q.initial is None else q.initial.clone()
+    geometry = q.geometry.copy(initial=initial)
+    return _map(q, lambda part: aten.clone.default(part, memory_format=torch.contiguous_format), geometry)
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
+    if dtype is not None and dtype != q.dtype:
+        raise _refusal(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype})")
+    if where.get("layout") not in (None, torch.strided):
+        raise _refusal(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
+    where["memory_format"] = torch.contiguous_format
+    return _map(q, lambda part: aten._to_copy.default(part, **where), q.geometry.copy(initial=q.initial))
+
+
+@_implements(aten._pin_memory.default)
+def _pin_memory(q: QuantizedTensor, device: torch.device | None = None) -> QuantizedTensor:
+    return _map(q, lambda part: aten._pin_memory.default(part, device), q.geometry.copy(initial=q.initial))
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(q: QuantizedTensor, device: torch.device | None = None) -> bool:
+    return all(aten.is_pinned.default(part, device) for part in _parts(q))
+
+
+@_implements(aten.record_stream.default)
+def _record_stream(q: QuantizedTensor, stream: torch.Stream) -> None:
+    for part in _parts(q):
+        aten.record_stream.default(part, stream)
+
+
+@_implements(aten.copy_.default)
+def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    from .tensor import QuantizedTensor
+
+    op = aten.copy_.default
+    if not isinstance(source, QuantizedTensor):
+        raise _refusal(
+            op,
+            f"the source holds {source.dtype} values, and the scales of a shard may depend on what other ranks hold",
+            "use blockfp.torch.load_high_precision_(parameter, values), or copy quantize(values, format) into it",
+        )
+    if not isinstance(destination, QuantizedTensor):
+        raise _refusal(op, f"the destination holds {destination.dtype} values", "copy source.dequantize() into it")
+    for name in ("format", "shape", "dtype"):
+        ours, theirs = getattr(destination, name), getattr(source, name)
+        if ours != theirs:
+            raise ValueError(f"copy_ needs equal quantized tensors: {name} is {ours}, that of the source is {theirs}")
+    scales = destination.scales
+    if destination.geometry.origin is None:
+        destination.geometry.bind(source.geometry, source.origin)
+        scales = scales[tuple(slice(size) for size in source.scales.shape)]
+    elif scales.shape != source.scales.shape or _phase(destination) != _phase(source):
+        raise ValueError(
+            f"copy_ needs the same blocks: the origin is {destination.origin}, that of the source is {source.origin}"
+        )
+    else:
+        destination.geometry.initial = None if source.initial is None else source.initial.clone()
+    aten.copy_.default(destination.codes, source.codes, non_blocking)
+    aten.copy_.default(scales, source.scales, non_blocking)
+    if destination.tensor_scale is not None and source.tensor_scale is not None:
+        aten.copy_.default(destination.tensor_scale, source.tensor_scale, non_blocking)
+    return destination
+
+
+def _phase(q: QuantizedTensor) -> tuple[int, int]:
+    rows, columns = q.format.block or (1, 1)
+    return q.origin[0] % rows, q.origin[1] % columns
+
+
+# ---- new memory: for codes where it is to hold this tensor or a part of it, else for values
+
+
+@_implements(aten.empty_like.default)
+def _empty_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
+    if dtype is not None:
+        return torch.empty(q.shape, dtype=dtype, **_on_device_of(q, where))
+    like = {**where, "memory_format": torch.contiguous_format}
+    return _map(q, lambda part: aten.empty_like.default(part, **like), q.geometry.copy(initial=None))
+
+
+@_implements(aten.new_zeros.default)
+def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    if dtype is not None:
+        return torch.zeros(tuple(shape), dtype=dtype, **_on_device_of(q, where))
+    if len(shape) != q.ndim or tuple(shape[1:]) != tuple(q.shape[1:]):
+        raise _refusal(
+            aten.new_zeros.default,
+            f"a buffer of shape {tuple(shape)} is no run of the first axis of {tuple(q.shape)}",
+            "shard on dim 0 only (a shard_placement_fn of fully_shard must return Shard(0)), or name a dtype for values",
+        )
+    scales = list(q.scales.shape)
+    if q.format.block is not None:
+        # Wherever it will lie, its rows touch no more blocks than this.
+        scales[0] = -(-shape[0] // q.format.block[0]) + 1 if q.ndim == 2 else shape[0]
+    where = _on_device_of(q, where)
+    return q.with_parts(
+        q.codes.new_zeros((shape[0], *q.codes.shape[1:]), **where),
+        q.scales.new_zeros(scales, **where),
+        None if q.tensor_scale is None else q.tensor_scale.new_zeros((), **where),
+        geometry=q.geometry.buffer(q.shape, shape[0], q.origin),
+    )
+
+
+@_implements(aten.new_empty.default)
+def _new_empty(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype or q.dtype, **_on_device_of(q, where))
+
+
+@_implements(aten.zeros_like.default)
+def _zeros_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
+    return torch.zeros(q.shape, dtype=dtype or q.dtype, **_on_device_of(q, where))
+
+
+def _on_device_of(q: QuantizedTensor, where: dict[str, Any]) -> dict[str, Any]:
+    return {**where, "device": where.get("device") or q.device}
+
+
+# ---- the transposed matrix
+
+
+@_implements(aten.t.default)
+def _t(q: QuantizedTensor) -> QuantizedTensor:
+    return _swap_matrix(q)
+
+
+@_implements(aten.transpose.int)
+def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
+    if {dim0 % q.ndim, dim1 % q.ndim} != {q.ndim - 2, q.ndim - 1}:
+        raise _refusal(aten.transpose.int, f"axes {dim0} and {dim1} are not the matrix", "swap the last two axes")
+    return _swap_matrix(q)
+
+
+@_implements(aten.permute.default)
+def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
+    swapped = [*range(q.ndim - 2), q.ndim - 1, q.ndim - 2]
+    if [dim % q.ndim for dim in dims] != swapped:
+        raise _refusal(aten.permute.default, f"{tuple(dims)} moves more than the matrix", "swap the last two axes")
+    return _swap_matrix(q)
+
+
+def _swap_matrix(q: QuantizedTensor) -> QuantizedTensor:
+    codes, scales = numerics.transpose(q.codes, q.scales, q.format, columns=q.shape[-1])
+    # Unpacked codes come back as a view; codes are contiguous everywhere.
+    codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in (codes, scales))
+    tensor_scale = None if q.tensor_scale is None else q.tensor_scale.clone()
+    return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], geometry=Geometry((q.origin[1], q.origin[0])))
+
+
+# ---- parts
+
+
+@_implements(aten.slice.Tensor, view=True)
+def _slice(q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
+    axis = dim % q.ndim
+    first, last, _ = slice(start, end).indices(q.shape[axis])
+    if step != 1:
+        raise _refusal(aten.slice.Tensor, f"a slice with step {step} cuts blocks apart", "slice with step 1")
+    return _narrow(q, axis, first, max(first, last))
+
+
+@_implements(aten.split.Tensor, view=True)
+def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    length = q.shape[dim]
+    starts = range(0, length, size) if length else (0,)
+    return _divide(q, dim, [(start, min(start + size, length)) for start in starts])
+
+
+@_implements(aten.split_with_sizes.default, view=True)
+def _split_with_sizes(q: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    if sum(sizes) != q.shape[dim]:
+        raise ValueError(f"split sizes {list(sizes)} must add up to {q.shape[dim]}, the length of axis {dim}")
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return _divide(q, dim, [(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+
+
+def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[QuantizedTensor]:
+    axis = dim % q.ndim
+    parts = [_narrow(q, axis, first, last) for first, last in spans]
+    if axis == 0:
+        for part in parts:
+            # Of its own, even where it is all of q, whose geometry it would share.
+            part.geometry = replace(part.geometry, base=Base(tuple(q.shape), q.origin))
+    return parts
+
+
+def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
+    """Elements first .. last along an axis: any rows, whole blocks of columns."""
+    bytes_first, bytes_last = (first, last) if axis < q.ndim - 1 else _bytes(q, first, last)
+    columns = q.shape[-1] if axis < q.ndim - 1 else last - first
+    codes = aten.slice.Tensor(q.codes, axis, bytes_first, bytes_last)
+    tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
+    scales, geometry = aten.alias.default(q.scales), q.geometry
+    if q.geometry.origin is not None:
+        from_last = axis - q.ndim
+        if q.format.block is not None:
+            block = q.format.block[from_last] if from_last >= -2 else 1
+            start = q.origin[from_last] if from_last >= -2 else 0
+            scales_first = (start + first) // block - start // block
+            scales_last = scales_first + layout.block_grid(last - first, block, start + first)
+            scales = aten.slice.Tensor(q.scales, axis, scales_first, scales_last)
+        if (first, last) != (0, q.shape[axis]):
+            geometry = q.geometry.part(axis, first, last, q.ndim)
+    elif first or axis:
+        raise _refusal(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
+    elif last == 0 and q.format.block is not None:
+        scales = aten.slice.Tensor(q.scales, 0, 0, 0)
+    return q.with_parts(codes, scales, tensor_scale, columns=columns, geometry=geometry)
+
+
+def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
+    """Where columns first .. last lie in a row of codes, if they are whole blocks."""
+    block = q.format.block[1] if q.format.block else 1
+    cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
+    bits = q.format.element.bits
+    together = {8: 1, 6: 4, 4: 2}[bits]
+    if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
+        raise _refusal(
+            aten.slice.Tensor,
+            f"columns {first} .. {last} of {q.shape[-1]} cut blocks of {block} or packed bytes apart",
+            f"slice columns at multiples of {block}, or dequantize() first",
+        )
+    return layout.packed_columns(first, bits), layout.packed_columns(last, bits)
+
+
+@_implements(aten.select.int, view=True)
+def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    axis = dim % q.ndim
+    if axis >= q.ndim - 2:
+        raise _refusal(aten.select.int, "one row or column is no matrix", "slice one with q[i : i + 1]")
+    codes = aten.select.int(q.codes, axis, index)
+    scales = aten.select.int(q.scales, axis, index if q.format.block else 0)
+    tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
+    initial = None if q.initial is None else q.initial.select(axis, index)
+    return q.with_parts(codes, scales, tensor_scale, geometry=Geometry(q.origin, None, initial, q.geometry.gathered))
+
+
+@_implements(aten.unbind.int, view=True)
+def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(q, dim, index) for index in range(q.shape[dim])]

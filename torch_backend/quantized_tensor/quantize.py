@@ -1,0 +1,79 @@
+"""`quantize` and `fake_quantize`, with a straight-through gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockfp import numerics
+from blockfp.formats import Format
+from blockfp.rounding import Key
+
+from ..custom_ops import (
+    op_sharding,  # noqa: F401  (DTensor learns of the ops)
+    ops,
+)
+from .keys import key_tensor
+from .tensor import QuantizedTensor
+
+
+def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> QuantizedTensor:
+    """Quantizes a tensor in blocks of its last two axes.
+
+    Where x requires grad the result does too, and the gradient passes through unchanged (straight-through). In a compiled
+    function the result's `dequantize` and `mT` can be used, its attributes not; one that is differentiated through must
+    not be among the function's results.
+
+    Args:
+        x: float32, float16 or bfloat16, two or more axes.
+        format: a `Format` or its name, see `blockfp.formats.NAMES`.
+        key: None rounds to nearest even; a seed or a tensor of two uint32 words on x's device (int32 and int64 hold them
+            too) rounds stochastically. In compiled code use a tensor: another seed is another graph.
+
+    Raises:
+        TypeError: x is not a tensor of a supported dtype, or the key is a `torch.Generator` (see `random_key`).
+        ValueError: x has fewer than two axes, or the format or key is not valid.
+
+    Example:
+        >>> q = quantize(torch.ones(4, 64), "mxfp8_e4m3")
+        >>> q.codes.shape, q.scales.shape
+        (torch.Size([4, 64]), torch.Size([4, 2]))
+    """
+    if isinstance(x, QuantizedTensor):
+        raise TypeError(f"x is quantized already, got {x!r}: dequantize() it first")
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"x must be a torch.Tensor, got {type(x).__name__}: use blockfp.quantize for NumPy and blockfp.jax.quantize for JAX"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"x must be a dense tensor, got layout {x.layout}: use x.to_dense()")
+    numerics.check_input(x)
+    format = Format.parse(format)
+    words = None if key is None else key_tensor(key, x.device)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Quantize.apply(x, format, words)  # pyright: ignore[reportReturnType]
+    return _quantize(x, format, words)
+
+
+def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Tensor:
+    """x quantized and dequantized again, in its own dtype: what a product with it would see.
+
+    The gradient passes through unchanged. Arguments and errors are those of `quantize`.
+    """
+    return quantize(x, format, key=key).dequantize()
+
+
+def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
+    parts = ops.quantize(x, format.name, key)
+    tensor_scale = parts[2] if format.scale.two_level else None
+    return QuantizedTensor(parts[0], parts[1], tensor_scale, format, x.shape[-1], x.dtype)
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, format: Format, key: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _quantize(x, format, key)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None, None

@@ -1,0 +1,232 @@
+"""`QuantizedTensor`: codes, scales and a format that look like one tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockfp import numerics
+from blockfp.bits import FLOAT_DTYPES
+from blockfp.formats import Format
+
+from ..custom_ops import ops
+from . import fsdp, optable
+from .geometry import Base, Geometry, Origin
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class QuantizedTensor(Tensor):
+    """Codes and scales in any format, as a tensor of the original's shape and dtype.
+
+    It holds no values of that dtype: operations on values raise, `dequantize()` gives them. Made by `quantize`, or by
+    `from_parts` from codes and scales that are already there. It can be a parameter, be saved, loaded, copied, moved to
+    a device, and go in and out of compiled functions.
+
+    Attributes:
+        codes: uint8 [..., rows, bytes], packed along the last axis.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        tensor_scale: float32 of shape () for NVFP4, else None.
+        format: the `Format`. In a compiled function it can be read on arguments and parameters, not on a tensor made there.
+
+    `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact and not requantized, for
+    square blocks and one scale per tensor; other blocks raise ValueError. Slices of rows, and of whole blocks along the last
+    axis, share memory with the whole. `fully_shard` shards it, and gathers codes and scales.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    tensor_scale: Tensor | None
+    format: Format
+    geometry: Geometry
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, geometry=None):
+        shape = (*codes.shape[:-1], columns)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        tensor_scale: Tensor | None,
+        format: Format,
+        columns: int,
+        dtype: torch.dtype,
+        geometry: Geometry | None = None,
+    ):
+        # No checks: tracing passes placeholders here. `from_parts` has them.
+        self.codes = codes
+        self.scales = scales
+        self.tensor_scale = tensor_scale
+        self.format = format
+        self.geometry = Geometry() if geometry is None else geometry
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        tensor_scale: Tensor | None = None,
+        *,
+        format: Format | str,
+        columns: int,
+        dtype: torch.dtype,
+        origin: Origin = (0, 0),
+    ) -> QuantizedTensor:
+        """A quantized tensor of codes and scales that are already there; they are not copied.
+
+        Args:
+            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`).
+            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`).
+            tensor_scale: float32 of shape () for NVFP4, else None.
+            format: a `Format` or its name.
+            columns: length of the last axis, which packing hides.
+            dtype: float32, float16 or bfloat16, the nominal dtype.
+            origin: (row, column) of the first element in the unsharded matrix.
+
+        Raises:
+            TypeError: a part is not a tensor or has the wrong dtype.
+            ValueError: the parts don't fit each other, the format or `columns`, or lie on different devices.
+        """
+        format = Format.parse(format)
+        parts = {"codes": codes, "scales": scales}
+        if tensor_scale is not None:
+            parts["tensor_scale"] = tensor_scale
+        for name, part in parts.items():
+            if not isinstance(part, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(part).__name__}")
+            if part.device != codes.device:
+                raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
+            if part.requires_grad:
+                raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+        numerics.check_codes(codes, columns, format)
+        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
+
+    def with_parts(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        tensor_scale: Tensor | None,
+        *,
+        columns: int | None = None,
+        geometry: Geometry | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of other parts, like this one and with its geometry where nothing else is said; unchecked."""
+        columns = self.shape[-1] if columns is None else columns
+        geometry = self.geometry if geometry is None else geometry
+        return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, self.dtype, geometry)
+
+    @property
+    def origin(self) -> Origin:
+        """(row, column) of the first element in the unsharded matrix; (0, 0) where nothing is sharded."""
+        return self.geometry.start
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The original values of exactly these rows, a plain CPU tensor, or None where they aren't kept.
+
+        An optimizer takes them as its master weights and sets None. They follow slices, copies and sharding, are never
+        written to, and are not saved. What overwrites the codes drops them, unless it brings others along.
+        """
+        return self.geometry.initial
+
+    @initial.setter
+    def initial(self, values: Tensor | None) -> None:
+        if values is not None and (values.shape != self.shape or values.device.type != "cpu" or values.dtype not in DTYPES):
+            raise ValueError(
+                f"initial must be a float tensor of shape {tuple(self.shape)} on the CPU, got {values.dtype} "
+                f"{tuple(values.shape)} on {values.device}"
+            )
+        self.geometry.initial = None if values is None else values.detach()
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The values, rounded once to `dtype`; the gradient passes through unchanged.
+
+        Args:
+            dtype: float32, float16 or bfloat16; by default the original's.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+        return ops.dequantize_tensor(self, dtype)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        where = f", device='{self.device}'" if self.device.type != "cpu" else ""
+        origin = f", origin={self.origin}" if self.origin != (0, 0) else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}{where}{origin}{grad})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return optable.run(func, args, kwargs or {})
+
+    def __tensor_flatten__(self):
+        names = ["codes", "scales"] if self.tensor_scale is None else ["codes", "scales", "tensor_scale"]
+        return names, (self.format, self.dtype, self.origin)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        format, dtype, origin = context
+        parts = (inner["codes"], inner["scales"], inner.get("tensor_scale"))
+        return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
+        """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        place = fsdp.place(self.format, self.shape, self.geometry, mesh)
+        return fsdp.send(place, self.codes, self.scales, self.tensor_scale)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        return fsdp.receive(gathered, sent, dtype, out)
+
+    def _stable_hash_for_caching(self) -> str:
+        # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
+        identity = (str(self.format), self.dtype, self.origin, tuple(self.shape), self.device, self.requires_grad)
+        return hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+
+    def __reduce_ex__(self, protocol):
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        parts = (self.codes, self.scales, self.tensor_scale, str(self.format), self.shape[-1], self.dtype, self.origin)
+        base = self.geometry.base
+        return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
+
+
+DTYPES = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.dtype = q.dtype
+        return ops.dequantize_tensor(q, dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient.to(ctx.dtype), None
+
+
+def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
+    q = QuantizedTensor.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin)
+    q.geometry.base = base and Base(*base)
+    return torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,196 @@
+"""`CastWeight`: a weight in high precision that travels quantized.
+
+The parameter, its shard and what the optimizer sees are ordinary float32 or bfloat16 values. FSDP2's hook quantizes the shard
+before each gather, with the amaxes that it shares with other ranks reduced first, so the gathered weight is the quantization
+of the whole one. Where nothing is gathered, a product quantizes it at the point of use (`quantized`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from blockfp import plans
+from blockfp.checks import check_input
+from blockfp.formats import Format
+from blockfp.placement import Mesh, Shard, Sharding, StridedShard
+from blockfp.steps import Quantize
+
+from ..custom_ops.ops import kernels_for, name_of
+from ..quantized_tensor import fsdp
+from ..quantized_tensor.geometry import Base, Geometry
+from ..quantized_tensor.tensor import QuantizedTensor
+from .requantize import Work, reduced_amaxes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+aten = torch.ops.aten
+
+_KEEP_CLASS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+}
+"""What `fully_shard`, copies and moves between devices make of a `CastWeight` is one; all else gives plain tensors."""
+
+
+class Cut(NamedTuple):
+    """How tensor parallelism cut a weight, before FSDP2 divides it.
+
+    Attributes:
+        group: name of the process group.
+        ranks: how many ranks it has.
+        rank: this rank's number in it.
+        dim: the axis that is cut.
+        length: of that axis, on all ranks together.
+    """
+
+    group: str
+    ranks: int
+    rank: int
+    dim: int
+    length: int
+
+
+class CastWeight(Tensor):
+    """Values of a weight, and the format in which they travel and are multiplied. Every operation acts on the values.
+
+    Attributes:
+        values: the weight, a plain tensor.
+        format: what it is quantized to.
+        whole: shape of what FSDP2 divides: the unsharded weight, or what tensor parallelism left of it.
+        cut: how that did; None where it didn't.
+    """
+
+    values: Tensor
+    format: Format
+    whole: tuple[int, ...]
+    cut: Cut | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(cls, values, format, whole, cut=None):
+        return Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: Cut | None = None):
+        # No checks: tracing passes placeholders here. `from_values` has them.
+        self.values = values
+        self.format = format
+        self.whole = whole
+        self.cut = cut
+
+    @classmethod
+    def from_values(cls, values: Tensor, format: Format | str, cut: Cut | None = None) -> CastWeight:
+        """A whole weight, or what tensor parallelism leaves of one; its memory is shared.
+
+        Args:
+            values: float32, float16 or bfloat16, two or more axes.
+            format: a `Format` or its name.
+            cut: how tensor parallelism cut it.
+
+        Raises:
+            TypeError, ValueError: the values can't be quantized, or the format is not known.
+        """
+        check_input(values)
+        return cls(values, Format.parse(format), tuple(values.shape), cut)
+
+    def quantized(self) -> QuantizedTensor:
+        """The whole weight quantized as it is now, without a gradient."""
+        with torch.no_grad():
+            codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
+        return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
+        """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+        base = (
+            Base(self.whole, (0, 0))
+            if self.cut is None
+            else Base(self.whole, _lies(self, self.cut).region(self.cut.rank).origin)
+        )
+        place = fsdp.place(self.format, self.shape, Geometry(None, base), mesh)
+        sharding, rank = place.gather.sharding, place.rank
+        groups: dict[str, str] = {"fsdp": mesh.get_group().group_name}
+        if self.cut is not None:
+            sharding, rank = _lies(self, self.cut, mesh.size()), place.rank * self.cut.ranks + self.cut.rank
+            groups["tp"] = self.cut.group
+        region = sharding.region(rank)
+        (step,) = plans.quantize_shards(self.format, sharding).steps
+        assert isinstance(step, Quantize)
+        (amax,) = reduced_amaxes([Work(self.values, step, region, groups.__getitem__)])
+        parts = kernels_for(self.values).quantize(
+            self.values, self.format, nominal=name_of(self.dtype), origin=region.origin, amax=amax
+        )
+        return fsdp.send(place, *parts)
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        return fsdp.receive(gathered, sent, dtype, out)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"CastWeight({self.format}, {self.values!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if func not in _KEEP_CLASS:
+            return result
+        weight: CastWeight = args[0]
+        whole = weight.whole
+        # Parts are parts of what is split; so is what goes into a buffer that is no longer than it.
+        if func is aten.split.Tensor or (func is aten.new_zeros.default and not result.numel() > weight.numel()):
+            whole = tuple(weight.shape)
+
+        def keep(values: Tensor) -> Tensor:
+            return CastWeight(values, weight.format, whole, weight.cut) if values.dtype == weight.dtype else values
+
+        return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+
+    def __tensor_flatten__(self):
+        return ["values"], (self.format, self.whole, self.cut)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, outer_size, outer_stride):
+        return CastWeight(inner["values"], *context)
+
+    def _stable_hash_for_caching(self) -> str:
+        return f"{self.format} {self.whole} {self.cut} {self.dtype} {tuple(self.shape)} {self.device} {self.requires_grad}"
+
+    def __reduce_ex__(self, protocol):
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        cut = None if self.cut is None else tuple(self.cut)
+        return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+
+
+def _lies(weight: CastWeight, cut: Cut, shards: int = 1) -> Sharding:
+    """How the whole weight lies on (FSDP's shards, tensor parallelism's ranks)."""
+    shape = list(weight.whole)
+    shape[cut.dim] = cut.length
+    rows = StridedShard(0, cut.ranks) if cut.dim == 0 else Shard(0)
+    return Sharding(tuple(shape), Mesh((shards, cut.ranks), ("fsdp", "tp")), (rows, Shard(cut.dim)))
+
+
+def _rebuild(values, format, whole, cut, requires_grad, is_parameter):
+    weight = CastWeight(values, Format.parse(format), tuple(whole), None if cut is None else Cut(*cut))
+    return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])

@@ -1,0 +1,114 @@
+"""How high-precision values reach weights, sharded or not: all ranks find the same scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from blockfp.placement import StridedShard
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .cast_weight import CastWeight
+from .requantize import requantize_
+
+
+def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = True) -> None:
+    """Quantizes a high-precision weight into a quantized parameter, in place, as if the parameter were whole.
+
+    Every rank that holds a part of the parameter must call it. A weight that is kept in high precision and travels quantized
+    takes the values as they are.
+
+    Args:
+        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one.
+        tensor: float32, float16 or bfloat16: the whole weight, alike on every rank, or a DTensor placed like `param`. It may be
+            on another device.
+        keep_init: keep this rank's original values, on the CPU, as `initial`.
+
+    Raises:
+        TypeError: param is neither, or the dtype of tensor is none of these.
+        ValueError: the shape or placements don't fit, param is on the meta device, or it is FSDP's gathered copy.
+
+    Example:
+        >>> for name, weight in checkpoint.items():
+        ...     bfp.load_high_precision_(model.get_parameter(name), weight)
+    """
+    local = sharding.local_of(param)
+    if not isinstance(local, QuantizedTensor | CastWeight):
+        raise TypeError(
+            f"param must be a QuantizedTensor, a CastWeight or a DTensor of one, got {type(local).__name__} of {local.dtype}"
+        )
+    if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or isinstance(sharding.local_of(tensor), QuantizedTensor):
+        raise TypeError(f"tensor must hold values in one of {', '.join(map(str, DTYPES))}, got {_kind(tensor)}")
+    if local.is_meta:
+        raise ValueError("param is on the meta device and has no memory: call to_empty(device=...) of its module first")
+    if tensor.shape != param.shape:
+        raise ValueError(f"tensor must be of the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
+    values = _part_of(tensor, param).detach()
+    if isinstance(values, CastWeight):
+        values = values.values
+    if isinstance(local, CastWeight):
+        local.values.copy_(values)
+        return
+    requantize_([param], [values.to(local.device)])
+    if keep_init:
+        local.initial = values.to("cpu", copy=True)
+
+
+def _kind(tensor: Any) -> str:
+    return str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+
+
+def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
+    """What this rank holds of a high-precision tensor."""
+    lies, region = sharding.sharding_of(param), sharding.region_of(param)
+    if sharding.mesh_of(tensor) is None:
+        return tensor[region.slices]
+    if not sharding.placed_alike(tensor, param):
+        raise ValueError(
+            f"tensor must be placed like the parameter, {lies}, got {sharding.sharding_of(tensor)}: redistribute it, or pass "
+            "full_tensor()"
+        )
+    # Where nothing divides evenly, torch gives the ranks of a strided DTensor other rows than FSDP2 does.
+    strided = any(isinstance(placement, StridedShard) for placement in lies.placements)
+    local = sharding.local_of(tensor)
+    if tuple(local.shape) != region.shape or (strided and len({r.shape for r in lies.regions}) > 1):
+        raise ValueError(f"tensor, {lies}, may hold other rows than the parameter on this rank: pass full_tensor()")
+    return local
+
+
+def accept_high_precision(module: nn.Module) -> None:
+    """Makes `load_state_dict` take whole or sharded high-precision values for the module's own quantized parameters.
+
+    They are taken out of the state dict before torch would copy them, and loaded by `load_high_precision_` once FSDP2's own
+    hooks have put the sharded parameters back into the module. The module's attribute `keep_init` says whether originals are
+    kept.
+    """
+    module.register_load_state_dict_pre_hook(_take_out)
+    module.register_load_state_dict_post_hook(_load)
+
+
+_TAKEN = "_high_precision_taken"
+
+
+def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    taken: dict[str, tuple[str, Tensor]] = {}
+    for name, param in module.named_parameters(recurse=False):
+        key = prefix + name
+        value = state_dict.get(key)
+        ours = isinstance(sharding.local_of(param), QuantizedTensor | CastWeight)
+        # What has another shape, or is quantized itself, torch copies or complains of.
+        if not ours or not isinstance(value, Tensor) or value.shape != param.shape:
+            continue
+        if not isinstance(sharding.local_of(value), QuantizedTensor):
+            taken[name] = (key, state_dict.pop(key))
+    module.__dict__[_TAKEN] = taken
+
+
+def _load(module: nn.Module, incompatible: Any) -> None:
+    taken: dict[str, tuple[str, Tensor]] = module.__dict__.pop(_TAKEN, {})
+    for name, (key, value) in taken.items():
+        load_high_precision_(module.get_parameter(name), value, keep_init=getattr(module, "keep_init", True))
+        if key in incompatible.missing_keys:
+            incompatible.missing_keys.remove(key)
