@@ -1,4 +1,7 @@
-"""Collectives by group name: functional, so that compiled code holds them as they are and eager code the same ones."""
+"""Collectives by group name: functional, so that compiled code holds them as they are and eager code the same ones.
+
+blockfp::following  (x, other) -> x copied, which a compiler can't move to where `other` isn't known yet
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+_library = torch.library.Library("blockfp", "FRAGMENT")
+_library.define("following(Tensor x, Tensor other) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+following = torch.ops.blockfp.following.default
+
+
+@torch.library.impl(_library, "following", "CompositeExplicitAutograd")
+def _following(x: Tensor, other: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("blockfp::following", lib=_library)
+def _following_fake(x: Tensor, other: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:

@@ -17,7 +17,7 @@ from blockfp.plans import Operand
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops import part_ops
-from ..custom_ops.collectives import max_reduce
+from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, quantize_operand, tensor_amax
 from . import activations
 from .activations import Direction, Way, way_of
@@ -121,10 +121,14 @@ class Coming(NamedTuple):
         return Matrix(quantized_whole(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1], self.cast.format)
 
 
-def regathered_input(kept: list[Tensor], shape: Sequence[int], cast: Cast, place: Place) -> Coming:
+def regathered_input(kept: list[Tensor], shape: Sequence[int], cast: Cast, place: Place, gradient: Tensor) -> Coming:
     """Begins to gather the whole input columnwise, from what `gathered_input` kept of a part of this shape."""
     way = way_of(shape, cast, place, columnwise=True)
-    return Coming(activations.start(place, activations.padded(way, kept)), way, cast, place)
+    sent = activations.padded(way, kept)
+    if torch.compiler.is_compiling():
+        # Else it would be gathered as soon as it is known: in the forward, which would keep all of it for the backward.
+        sent[-1] = following(sent[-1], gradient)
+    return Coming(activations.start(place, sent), way, cast, place)
 
 
 def gathered_gradient(

@@ -101,7 +101,7 @@ class ParallelFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         coming = None
         if needs_weight and parallel.gathers_input:
-            coming = regathered_input(kept, ctx.x_shape, recipe.input_columnwise, parallel.tokens)
+            coming = regathered_input(kept, ctx.x_shape, recipe.input_columnwise, parallel.tokens, gradient)
         inputs = [] if coming is not None else _inputs(kept, recipe, ctx)
         del kept
         rowwise = recipe.gradient if needs_x else None

@@ -1,0 +1,36 @@
+"""What torch.compile makes of a layer that a tensor-parallel group shares: which collectives run, and where."""
+
+from collections import Counter
+
+import pytest
+import threaded
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.device_mesh import init_device_mesh
+
+import blockfp.torch as bfp
+
+
+@pytest.mark.parametrize("tokens", [128, 100], ids=["as codes", "as values"])
+@pytest.mark.filterwarnings("ignore:all-gather of the")
+def test_the_input_is_gathered_again_in_the_backward(tokens):
+    """A compiler that gathered it in the forward would keep the gathered one, of all tokens, on every rank."""
+    gathers = []
+
+    def count(graph, inputs):
+        names = Counter(str(node.target) for node in graph.graph.nodes)
+        gathers.append(names["_c10d_functional.all_gather_into_tensor_coalesced.default"])
+        return make_boxed_func(graph.forward)
+
+    def run(rank):
+        layer = bfp.Linear(64, 64, recipe="mxfp8")
+        bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
+        # As inductor divides a graph into forward and backward.
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+        layer.compile(fullgraph=True, backend=backend)
+        layer(torch.randn(2, tokens, 64)).sum().backward()
+
+    threaded.run(1, run)
+    assert gathers == [1, 1]
