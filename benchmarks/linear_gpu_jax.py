@@ -1,9 +1,11 @@
 """An MLP of two linear layers in JAX on one GPU, forward and backward under jit: each recipe against bf16.
 
-    python benchmarks/linear_gpu_jax.py [--tokens 16384] [--features 4096] [--ffn 16384] [--json FILE]
+    python benchmarks/linear_gpu_jax.py [--tokens 16384] [--features 4096] [--ffn 16384] [--recipes NAME ...] [--json FILE]
 
-Rounds of all contenders take turns, each warmed up by as many steps as are timed; the figure is the median. With sizes small
-enough it runs on the CPU too, to see that it does.
+Each recipe takes turns with bf16, both warmed up by as many steps as are timed; the figures are medians. A line is printed, and
+the file written again, as soon as a recipe is timed. NAME:xla multiplies by `lax.dot_general` where cuBLASLt would be called.
+All contenders are compiled with XLA's defaults; `--no-triton` turns the search for Triton's matrix products, which takes long,
+off for all of them. With sizes small enough it runs on the CPU too, to see that it does.
 """
 
 from __future__ import annotations
@@ -13,18 +15,22 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from blockfp.jax_backend import implementations
 
 import blockfp.jax as bfp
 from blockfp import recipes
 
 # Share of bf16's speed to reach.
 GOALS = {"fp8_current": 1.55}
+RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "mxfp6", "mxfp4", "fp8_current:xla")
 
 
 def mlp(x, weights, states, key, recipe: str):
@@ -42,8 +48,19 @@ def mlp(x, weights, states, key, recipe: str):
     return x, out
 
 
-def contender(recipe: str, tokens: int, features: int, ffn: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A jitted step, from x and the cotangent of y to the gradients, and its arguments."""
+def step(recipe: str, x, weights, states, g, key):
+    """y, the new states and the gradients of x, the weights and the states: for the latter, the amaxes of the backward."""
+
+    def loss(x, weights, states):
+        y, new = mlp(x, weights, states, key, recipe)
+        return jnp.vdot(y, g, preferred_element_type=jnp.float32), (y, new)
+
+    (_, out), gradients = bfp.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, weights, states)
+    return out, gradients
+
+
+def arguments(recipe: str, tokens: int, features: int, ffn: int) -> tuple[Any, ...]:
+    """What `step` takes behind the recipe."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((ffn, features), (features, ffn))
     weights = [jax.random.normal(k, s, jnp.bfloat16) / s[1] ** 0.5 for k, s in zip(keys, shapes, strict=False)]
@@ -54,60 +71,63 @@ def contender(recipe: str, tokens: int, features: int, ffn: int) -> tuple[Callab
         weights = bfp.quantize_params(weights, recipe)
         if recipes.parse(recipe).delayed:
             states = [bfp.delayed_state(recipe) for _ in weights]
-
-    @jax.jit
-    def step(x, weights, states, g, key):
-        def loss(x, weights, states):
-            y, _ = mlp(x, weights, states, key, recipe)
-            return (y.astype(jnp.float32) * g).sum()
-
-        # Gradients of the states are the amaxes of the backward, part of a step.
-        return bfp.grad(loss, (0, 1, 2))(x, weights, states)
-
-    return step, (x, weights, states, g, jax.random.key(1))
+    return x, weights, states, g, jax.random.key(1)
 
 
-def milliseconds(step: Callable[[], Any], steps: int) -> float:
+def compiled(name: str, sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[Callable[[], Any], float]:
+    """(a step on arguments of its own, seconds that it took to compile)."""
+    recipe, _, by = name.partition(":")
+    operands = arguments(recipe, *sizes)
+    by_xla = mock.patch.object(implementations, "missing_product", return_value="the benchmark wants XLA's")
+    began = time.perf_counter()
+    with by_xla if by == "xla" else nullcontext():
+        lowered = jax.jit(partial(step, recipe)).lower(*operands)
+    run = lowered.compile(compiler_options=options)
+    return partial(run, *operands), time.perf_counter() - began
+
+
+def milliseconds(run: Callable[[], Any], steps: int) -> float:
     # The GPU's clock follows its power: what ran before must not help or hinder.
     for _ in range(steps):
-        result = step()
+        result = run()
     jax.block_until_ready(result)
     start = time.perf_counter()
     for _ in range(steps):
-        result = step()
+        result = run()
     jax.block_until_ready(result)
     return (time.perf_counter() - start) / steps * 1e3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 16384), ("features", 4096), ("ffn", 16384), ("rounds", 5), ("steps", 12)):
+    for name, default in (("tokens", 16384), ("features", 4096), ("ffn", 16384), ("rounds", 5), ("steps", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--recipes", nargs="*", default=list(recipes.RECIPES))
+    parser.add_argument("--recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--no-triton", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    contenders: dict[str, Callable[[], Any]] = {}
-    for name in ("bf16", *options.recipes):
-        step, arguments = contender(name, options.tokens, options.features, options.ffn)
-        began = time.perf_counter()
-        jax.block_until_ready(step(*arguments))
-        contenders[name] = partial(step, *arguments)
-        print(f"{name}: compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    rounds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name, step in contenders.items():
-            rounds[name].append(milliseconds(step, options.steps))
-    base = statistics.median(rounds["bf16"])
-    results = {}
-    for name, times in rounds.items():
-        median = statistics.median(times)
-        results[name] = {"ms": median, "speedup": base / median, "goal": GOALS.get(name), "rounds": times}
+    sizes = (options.tokens, options.features, options.ffn)
+    flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
+    about = {"shape": sizes, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "compiler_options": flags,
+             "cuBLASLt for products": implementations.missing_product(120900) or "yes"}  # fmt: skip
+    print(json.dumps(about), flush=True)
+    base, seconds = compiled("bf16", sizes, flags)
+    print(f"bf16 compiled in {seconds:.1f} s", flush=True)
+    results: dict[str, Any] = {}
+    for name in options.recipes:
+        run, seconds = compiled(name, sizes, flags)
+        times: dict[str, list[float]] = {"bf16": [], name: []}
+        for _ in range(options.rounds):
+            times["bf16"].append(milliseconds(base, options.steps))
+            times[name].append(milliseconds(run, options.steps))
+        bf16, median = (statistics.median(each) for each in times.values())
+        results[name] = {"ms": median, "bf16 ms": bf16, "speedup": bf16 / median, "goal": GOALS.get(name),
+                         "compile s": seconds, "rounds": times}  # fmt: skip
         goal = f"(goal {GOALS[name]})" if name in GOALS else ""
-        print(f"{name:14} {median:9.3f} ms  {base / median:.3f}x {goal}", flush=True)
-    if options.json:
-        shape = [options.tokens, options.features, options.ffn]
-        about = {"shape": shape, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+        line = f"{name:16} {median:9.3f} ms  bf16 {bf16:9.3f} ms  {bf16 / median:.3f}x {goal}  compiled in {seconds:.1f} s"
+        print(line, flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def build(path: Path, flags: tuple[str, ...]) -> None:
         linked = Path(scratch) / LIBRARY
         tvm = Path(libinfo.find_libtvm_ffi())
         link = [_nvcc(), "-shared", "-cudart", "static", *(str(target) for _, target in calls)]
-        _run([*link, f"-L{tvm.parent}", "-ltvm_ffi", "-o", str(linked)])
+        _run([*link, f"-L{tvm.parent}", "-ltvm_ffi", "-ldl", "-o", str(linked)])
         os.replace(linked, path)
 
 

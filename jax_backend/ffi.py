@@ -6,6 +6,7 @@ kernels/cuda/exports.cu says what the functions take. An array that is absent is
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,16 @@ from blockfp.formats import Format
 from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Quantized
 
+if TYPE_CHECKING:
+    from .array import QuantizedArray
+
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
 _DEQUANTIZE = (*_FORMAT, "row", "column")
+_PRODUCT = ("a_element", "b_element", "a_block_rows", "b_block_rows", "fast")
+
+# What cuBLAS recommends on Hopper.
+_WORKSPACE = 32 * 2**20
 
 
 @cache
@@ -27,10 +35,13 @@ def _register() -> None:
     import jax_tvm_ffi
 
     library = cuda.library()
-    for name, attributes in (("amax", ()), ("quantize", _QUANTIZE), ("dequantize", _DEQUANTIZE)):
+    functions = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+    for name, attributes in functions.items():
         arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
+        # cuBLAS's first call makes a handle, which may not happen inside a capture.
+        capturable = name != "product"
         jax_tvm_ffi.register_ffi_target(
-            f"blockfp_{name}", getattr(library, name), arguments, platform="gpu", allow_cuda_graph=True
+            f"blockfp_{name}", getattr(library, name), arguments, platform="gpu", allow_cuda_graph=capturable
         )
 
 
@@ -132,3 +143,38 @@ def dequantize(
         row=origin[0],
         column=origin[1],
     )
+
+
+@cache
+def cublas_version() -> int:
+    """That of the cuBLASLt which the library finds, such as 130100; 0 where there is none."""
+    return int(cuda.library().cublas_version())
+
+
+def product(a: QuantizedArray, b: QuantizedArray, dtype, *, fast: bool) -> jax.Array:
+    """a @ b^T by cuBLASLt, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `products.product`."""
+    (m, k), n = a.shape, b.shape[0]
+    if 0 in (m, n, k):
+        return jnp.zeros((m, n), dtype)
+    numbers = [format_numbers(x.format) for x in (a, b)]
+    out, _ = _call(
+        "product",
+        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((_WORKSPACE,), jnp.uint8)],
+        a.codes,
+        b.codes,
+        _product_scales(a),
+        _product_scales(b),
+        a_element=numbers[0][0],
+        b_element=numbers[1][0],
+        a_block_rows=numbers[0][1],
+        b_block_rows=numbers[1][1],
+        fast=fast,
+    )
+    return out
+
+
+def _product_scales(x: QuantizedArray) -> jax.Array:
+    """Scales as cuBLASLt reads them: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
+    if x.format.per_tensor:
+        return x.scales.reshape(1)
+    return x.scales.mT if x.format.block == (1, 128) else layout.pad_scales(x.scales, 1, 4)

@@ -79,9 +79,25 @@ def run(choice: Choice, kernel: Callable, definition: Callable, *operands):
     """Results of `kernel(*operands)`, or of `definition` where it is chosen or the program is not for a CUDA device."""
     if choice.name == "xla":
         return definition(*operands)
+    kernel = _varying_like(definition, kernel)
     if choice.asked:
         return kernel(*operands)
     return lax.platform_dependent(*operands, cuda=kernel, default=definition)
+
+
+def _varying_like(definition: Callable, kernel: Callable) -> Callable:
+    """The kernel, whose results vary over the same mesh axes as the definition's inside shard_map."""
+    from .replication import vary, varying
+
+    def run(*operands):
+        results = kernel(*operands)
+        if not any(map(varying, jax.tree.leaves(operands))):
+            return results
+        types = jax.make_jaxpr(definition)(*operands).out_avals
+        leaves, structure = jax.tree.flatten(results)
+        return structure.unflatten(vary(x, t.mat.varying) for x, t in zip(leaves, types, strict=True))
+
+    return run
 
 
 def quantize(
@@ -231,6 +247,25 @@ def _missing(name: str) -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+def missing_product(version: int) -> str | None:
+    """Why cuBLASLt can't be given a product of codes and scales through the CUDA library, or None where it can.
+
+    Args:
+        version: the least that will do, as cuBLASLt counts: 120900 is that of CUDA 12.9.
+    """
+    if _would_be_partitioned():
+        return "XLA may have to split the product over devices"
+    missing = _missing("ffi")
+    if missing is not None:
+        return missing
+    from . import ffi
+
+    found = ffi.cublas_version()
+    if found == 0:
+        return "neither libcublasLt.so.13 nor libcublasLt.so.12 was found"
+    return None if found >= version else f"cuBLASLt is {found}, and {version} or later is needed"
 
 
 @cache

@@ -9,7 +9,7 @@ from jax import lax
 from blockfp import layout
 from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
 
-from . import implementations, sharded
+from . import implementations, replication, sharded
 from .array import QuantizedArray
 
 Operand = jax.Array | QuantizedArray
@@ -32,7 +32,8 @@ def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
 
     def on(platform, capability=None):
         def run(a, b):
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, n=b.shape[-2], k=b.shape[-1])
+            sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes)
             return _MODES[chosen.mode](a, b, dtype, chosen, fast)
 
         return run
@@ -51,20 +52,49 @@ def _format(x: Operand):
     return x.format if isinstance(x, QuantizedArray) else None
 
 
-def _contract(a: jax.Array, b: jax.Array, precision=None) -> jax.Array:
+def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> jax.Array:
     dimensions = (((1,), (1,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=dtype)
+
+
+def _rounded(a: jax.Array, b: jax.Array, dtype, precision=None) -> jax.Array:
+    """The product, its sums in fp32 and rounded once to `dtype`; by the matrix units, where that is the operands' own."""
+    return _contract(a, b, dtype if a.dtype == b.dtype == dtype else jnp.float32, precision).astype(dtype)
 
 
 def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.Array:
-    return _contract(a, b).astype(dtype)
+    return _rounded(a, b, dtype)
 
 
 def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    # XLA would write the product in fp32 and read it again to scale it.
+    if implementations.missing_product(_TENSOR_SCALES) is None:
+        return _by_cublas(a, b, dtype, fast)
     codes = (lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name]) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
     return (out * a.scales.reshape(()) * b.scales.reshape(())).astype(dtype)
+
+
+def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """FP8 blocks of 128, which XLA has no product for."""
+    missing = implementations.missing_product(_BLOCK_SCALES)
+    if missing is None:
+        # Fast accumulation is not offered.
+        return _by_cublas(a, b, dtype, False)
+    working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
+    return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
+
+
+# Versions of cuBLASLt that have them.
+_TENSOR_SCALES, _BLOCK_SCALES = 120000, 120900
+
+
+def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
+    from . import ffi
+
+    over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
+    return replication.vary(ffi.product(a, b, dtype, fast=fast), frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
@@ -97,9 +127,13 @@ def _dequantized(a: Operand, b: Operand, dtype, chosen: Route, fast: bool) -> ja
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
     values, factors = zip(*(_values(x, working, chosen.scale_product) for x in (a, b)), strict=True)
     # In fp32 the default precision of a GPU would round operands to TF32.
-    out = _contract(*values, precision=lax.Precision.HIGHEST if working == "float32" else None)
+    precision = lax.Precision.HIGHEST if working == "float32" else None
+    factors = [factor for factor in factors if factor is not None]
+    if not factors:
+        return _rounded(*values, dtype, precision)
+    out = _contract(*values, precision=precision)
     for factor in factors:
-        out = out if factor is None else out * factor
+        out = out * factor
     return out.astype(dtype)
 
 
@@ -112,12 +146,6 @@ def _values(x: Operand, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array |
     if x.format.per_tensor:
         return x.replace(scales=jnp.ones_like(x.scales)).dequantize(dtype), x.scales.reshape(())
     return x.replace(tensor_scale=jnp.ones((), jnp.float32)).dequantize(dtype), x.tensor_scale
-
-
-def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """FP8 blocks of 128, which XLA has no product for: cuBLAS's is reached from PyTorch alone."""
-    working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
-    return _dequantized(a, b, dtype, Route("dequantize", working, False, "XLA has no product for blocks of 128"), fast)
 
 
 _MODES = {

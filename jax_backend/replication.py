@@ -24,6 +24,12 @@ def varying(x: Any) -> Axes:
     return frozenset(jax.typeof(x).mat.varying)
 
 
+def vary(x: jax.Array, over: Axes) -> jax.Array:
+    """x, of which JAX is told that it varies over these mesh axes: of what a kernel makes it doesn't know."""
+    missing = tuple(sorted(over - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
 def sum_like(cotangent: jax.Array, primal: Axes, axes: Iterable[str]) -> jax.Array:
     """The sum of ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
     over = _excess(cotangent, primal, tuple(axes))

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "blockfp/adamw.h"
@@ -96,6 +97,26 @@ struct DequantizeArguments {
   int dtype;
 };
 
+// FP8 codes [rows, k] of one side of a product.
+struct Factor {
+  const void* codes;
+  const float* scales;  // one; of blocks of 1x128 [k / 128, rows]; of 128x128 [rows / 128, k / 128 filled up to fours]
+  int element;          // kId of elements.h
+  int block_rows;       // 0: one scale for the whole tensor
+};
+
+// out [m, n] = a b^T.
+struct ProductArguments {
+  Factor a, b;
+  int64_t m, n, k;
+  void* out;
+  int dtype;
+  void* workspace;
+  size_t workspace_bytes;
+  bool fast;  // whether the matrix units may accumulate in reduced precision
+  int device;
+};
+
 // Scales of lines (rows or columns) that lie by tiles of 128 x 128, a word for each line and tile.
 struct ScalesByTile {
   uint32_t* words;
@@ -125,6 +146,11 @@ cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t s
 // Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
 cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
                              cudaStream_t stream);
+
+// cuBLASLt's version, such as 130100; 0 where there is none.
+int64_t cublas_version();
+// Why a product couldn't be enqueued, or null.
+const char* launch_product(const ProductArguments& a, cudaStream_t stream);
 
 // One definition for each element: each is compiled on its own, from the same file.
 template <class E>

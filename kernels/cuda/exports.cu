@@ -21,6 +21,11 @@
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
 //   fold_keys(key, step?, rank, groups, out)
 //       key: int32 or int64 [2]; step: int64, one element; out: int32 [max(groups, 1), 2, 2]. Negative rank or groups: not folded in.
+//   product(a, b, a_scales, b_scales, out, workspace, a_element, b_element, a_block_rows, b_block_rows, fast)
+//       out [m, n] = a b^T by cuBLASLt, of FP8 codes a [m, k] and b [n, k]. block_rows: 0 (one scale), 1 (1x128) or 128 (128x128); scales
+//       of 1x128 lie [k / 128, rows], of 128x128 [rows / 128, k / 128 filled up to a multiple of 4]. fast: reduced-precision accumulation.
+//   cublas_version()
+//       cuBLASLt's, such as 130100; 0 where the process finds none.
 //   adamw(table, x)
 //       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
 //       its device and the caller's stream.
@@ -314,6 +319,34 @@ void interleave(TensorView scales, TensorView out, int64_t rows, int64_t repeat)
                                 static_cast<int>(repeat), device.stream));
 }
 
+Factor factor_of(const TensorView& codes, const TensorView& scales, int64_t element, int64_t block_rows) {
+  check(codes.device().device_type == kDLCUDA && codes.IsContiguous() && codes.ndim() == 2 && codes.dtype().bits == 8,
+        "codes must be contiguous uint8 matrices");
+  check(element == E4M3::kId || element == E5M2::kId, "elements must be E4M3 or E5M2");
+  check(block_rows == 0 || block_rows == 1 || block_rows == 128, "blocks must be 1x128, 128x128 or the whole tensor");
+  const int64_t rows = codes.size(0), blocks = ceil_div(codes.size(1), 128);
+  const int64_t count = block_rows == 0 ? 1 : (block_rows == 1 ? rows * blocks : ceil_div(rows, 128) * ceil_div(blocks, 4) * 4);
+  check_array(scales, count, 32, "scales must be contiguous float32, as the product wants them");
+  return {data_of<const void>(codes), data_of<const float>(scales), static_cast<int>(element), static_cast<int>(block_rows)};
+}
+
+void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scales, TensorView out, TensorView workspace,
+             int64_t a_element, int64_t b_element, int64_t a_block_rows, int64_t b_block_rows, bool fast) {
+  const OnDevice device(a);
+  ProductArguments p{factor_of(a, a_scales, a_element, a_block_rows), factor_of(b, b_scales, b_element, b_block_rows)};
+  p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
+  check(b.size(1) == p.k && p.m * p.n * p.k > 0, "a must be [m, k] and b [n, k], with elements");
+  p.dtype = dtype_of(out);
+  check_array(out, p.m * p.n, p.dtype == Fp32::kId ? 32 : 16, "out must be contiguous [m, n]");
+  p.out = data_of<void>(out);
+  p.workspace = data_of<void>(workspace);
+  p.workspace_bytes = static_cast<size_t>(workspace.numel());
+  p.fast = fast;
+  p.device = a.device().device_id;
+  const char* wrong = launch_product(p, device.stream);
+  if (wrong != nullptr) TVM_FFI_THROW(RuntimeError) << "product: " << wrong;
+}
+
 void adamw(TensorView table, TensorView x) {
   check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
             table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
@@ -344,6 +377,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(product, product);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublas_version, cublas_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(interleave, interleave);
