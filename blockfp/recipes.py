@@ -23,6 +23,7 @@ from .formats import Format
 Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
+Compute = Literal["quantized", "high_precision"]
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,11 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 """The named recipes."""
 
+ByPath = Callable[[str], "Recipe | str | None"]
+"""From a module's (or a weight's) path to a recipe, its name, or None: that one stays as it is, in high precision."""
+
 CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
-"""From (module path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
+"""From (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
 
 
 def parse(recipe: Recipe | str) -> Recipe:
@@ -232,29 +236,88 @@ def parse(recipe: Recipe | str) -> Recipe:
     return RECIPES[recipe]()
 
 
-def resolve(recipe: Recipe | str | CastFunction, path: str) -> Recipe:
-    """The recipe of the module at `path`: a recipe, a name, or what a function of (path, operand, direction) says.
+def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
+    """The recipe of the module at `path`, or None for one that stays as it is.
 
     Args:
-        recipe: a `Recipe`, its name, or a function that gives a cast for each operand and direction.
-        path: the module's path, such as "layers.0.mlp.up".
+        recipe: a `Recipe`, its name, or a function of the path that gives one of these, or None.
+        path: the module's path, such as "layers.0.mlp.up"; of JAX's trees, the weight's.
 
     Raises:
-        TypeError, ValueError: the function's answer is not a cast, or the casts don't make a recipe; the message names the
-            path, operand and direction.
+        TypeError, ValueError: there is no such recipe; if a function gave it, the message names the path.
     """
     if not callable(recipe):
         return parse(recipe)
-    casts: dict[str, Any] = {}
-    for operand in get_args(Operand):
-        for direction in get_args(Direction):
-            answer = recipe(path, operand, direction)
-            try:
-                cast = answer if isinstance(answer, Cast) else Cast(None if answer is None else Format.parse(answer))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"recipe for {path!r}, {operand} {direction}: {error}") from error
-            casts[operand if direction == "rowwise" else f"{operand}_columnwise"] = cast
+    answer = recipe(path)
     try:
-        return Recipe(f"{getattr(recipe, '__name__', 'recipe')}({path})", **casts)
-    except ValueError as error:
-        raise ValueError(f"recipe for {path!r}: {error}") from error
+        return None if answer is None else parse(answer)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"recipe for {path!r}: {error}") from error
+
+
+def by_operand(casts: CastFunction) -> ByPath:
+    """A function of the path, as `resolve` takes it, of one that gives the cast of each operand in each direction.
+
+    Where it gives None for all of them, the module stays as it is.
+
+    Raises:
+        TypeError, ValueError: (at the call for a path) an answer is not a cast, or the casts don't make a recipe; the message
+            names the path, operand and direction.
+
+    Example:
+        >>> by_operand(lambda path, operand, direction: "mxfp8_e4m3_32x32" if operand == "weight" else "mxfp8_e5m2")
+    """
+
+    def recipe(path: str) -> Recipe | None:
+        found: dict[str, Cast] = {}
+        for operand in get_args(Operand):
+            for direction in get_args(Direction):
+                answer = casts(path, operand, direction)
+                try:
+                    cast = answer if isinstance(answer, Cast) else Cast(None if answer is None else Format.parse(answer))
+                except (TypeError, ValueError) as error:
+                    raise type(error)(f"recipe for {path!r}, {operand} {direction}: {error}") from error
+                found[operand if direction == "rowwise" else f"{operand}_columnwise"] = cast
+        if all(cast == HIGH_PRECISION for cast in found.values()):
+            return None
+        try:
+            return Recipe(f"{getattr(casts, '__name__', 'recipe')}({path})", **found)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise ValueError(f"recipe for {path!r}: {error}") from error
+
+    return recipe
+
+
+def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
+    """The recipe as a linear layer runs it: without what `compute` leaves in high precision.
+
+    Args:
+        recipe: a `Recipe` or its name.
+        compute: "high_precision" multiplies the dequantized weight with inputs and gradients as they are.
+
+    Raises:
+        ValueError: the recipe asks for what a linear layer doesn't do, or `compute` is neither of the two.
+        TypeError, ValueError: as `parse`.
+    """
+    recipe = parse(recipe)
+    if compute not in get_args(Compute):
+        raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
+    for operand in ("input", "weight"):
+        for direction in get_args(Direction):
+            if recipe.cast(operand, direction).stochastic:
+                raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
+    for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
+        if cast.rotate:
+            raise ValueError(f"recipe {recipe} rotates {cast}, but only the operands of the weight gradient are rotated")
+    if recipe.delayed is not None:
+        for operand in ("input", "gradient"):
+            formats = {recipe.cast(operand, direction).format for direction in get_args(Direction)} - {None}
+            if len(formats) > 1 or any(not format.per_tensor for format in formats if format):
+                raise ValueError(
+                    f"recipe {recipe}: delayed scaling keeps one scale for the {operand}, which needs one format with one "
+                    f"scale per tensor in both directions, got {', '.join(sorted(map(str, formats)))}"
+                )
+    if compute == "quantized":
+        return recipe
+    names = ("input", "input_columnwise", "gradient", "gradient_columnwise", "weight_columnwise")
+    return recipe.replace(delayed=None, **dict.fromkeys(names, HIGH_PRECISION))

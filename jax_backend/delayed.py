@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from blockfp import recipes, scaling
 from blockfp.recipes import Operand, Recipe
 
-from . import sharded
+from . import replication, sharded
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +41,24 @@ class DelayedState:
     input_scale: jax.Array
     gradient_amax_history: jax.Array
     gradient_scale: jax.Array
+
+    def after_forward(self, amax: jax.Array) -> DelayedState:
+        """The state whose input history knows an amax, float32 of shape ()."""
+        return replace(self, input_amax_history=scaling.record(self.input_amax_history, lax.stop_gradient(amax)))
+
+    def after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes) -> DelayedState:
+        """The cotangent of this state: the amax of a layer's gradient, or that of a later use.
+
+        Args:
+            amax: float32 of shape ().
+            later: the cotangent of the state that the layer gave back.
+            varies: the mesh axes that this state varies over.
+        """
+        # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
+        newest = scaling.record(later.gradient_amax_history, amax)[0]
+        zeros = jax.tree.map(jnp.zeros_like, self)
+        history = zeros.gradient_amax_history.at[0].set(replication.max_like(newest, varies))
+        return replace(zeros, gradient_amax_history=history)
 
 
 def delayed_state(recipe: Recipe | str) -> DelayedState:
@@ -81,10 +100,7 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
     ]
     histories = [*inputs, *gradients]
     if axes and histories:
-        newest = jnp.concatenate([h[0].reshape(-1) for h in histories])
-        newest = sharded.max_over(newest.view(jnp.int32), axes).view(jnp.float32)
-        parts = jnp.split(newest, list(itertools.accumulate(h[0].size for h in histories[:-1])))
-        histories = [h.at[0].set(part.reshape(h[0].shape)) for h, part in zip(histories, parts, strict=True)]
+        histories = _largest_over(histories, axes)
     updated = []
     for i, state in enumerate(leaves):
         moved = []
@@ -93,12 +109,26 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
             (histories[len(leaves) + i], state.gradient_scale, "gradient"),
         )
         for history, scale, operand in pairs:
-            format = recipe.cast(operand).format
-            assert format is not None
-            history, scale = scaling.update(history, scale, format.element, margin=options.margin, algorithm=options.algorithm)
+            format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
+            if format is not None:
+                history, scale = scaling.update(
+                    history, scale, format.element, margin=options.margin, algorithm=options.algorithm
+                )
             moved += [jnp.moveaxis(history, 0, -1), scale]
         updated.append(DelayedState(*moved))
     return jax.tree.unflatten(tree, updated)
+
+
+def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
+    """Histories [history, ...] whose newest entries are the largest over mesh axes; one reduction for all of them."""
+    # Older entries are equal on all ranks. Where JAX keeps account of what varies it doesn't know that, until they are reduced.
+    known = [not replication.varying(h) & set(axes) for h in histories]
+    parts = [h[:1] if k else h for h, k in zip(histories, known, strict=True)]
+    together = jnp.concatenate([part.reshape(-1) for part in parts])
+    together = sharded.max_over(together.view(jnp.int32), axes).view(jnp.float32)
+    each = jnp.split(together, list(itertools.accumulate(part.size for part in parts))[:-1])
+    reduced = [new.reshape(part.shape) for new, part in zip(each, parts, strict=True)]
+    return [jnp.concatenate([new, h[1:]]) if k else new for new, h, k in zip(reduced, histories, known, strict=True)]
 
 
 def _first(history: jax.Array) -> jax.Array:
@@ -111,14 +141,7 @@ def _is_state(leaf: object) -> bool:
 
 
 def _delayed(recipe: Recipe | str) -> Recipe:
-    recipe = recipes.parse(recipe)
+    recipe = recipes.for_linear(recipe)
     if recipe.delayed is None:
         raise ValueError(f"recipe {recipe} takes scales from the current amax and has no state; fp8_delayed has one")
-    for operand in ("input", "gradient"):
-        for direction in ("rowwise", "columnwise"):
-            format = recipe.cast(operand, direction).format
-            if format is None or not format.per_tensor:
-                raise ValueError(
-                    f"recipe {recipe}: delayed scaling needs formats with one scale per tensor, got {format} for the {operand}"
-                )
     return recipe

@@ -1,33 +1,32 @@
 """`grouped_linear`: a weight for each of several groups of tokens (mixture of experts), as many tokens each as it happens.
 
-Each group's rows are a tensor of their own: with its own amax, columnwise blocks that begin at its first row, and its own
-keys. How many rows a group has is known only at run time, so the rows are moved apart, each group to the beginning of a tile;
-no block lies in two tiles, and every tile is quantized with its group's amax and its place in the group.
+`tiles` makes the operands. The weights' matrices may be cut by FSDP's axes, and the groups divided over another one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp import numerics, recipes
+from blockfp import recipes
 from blockfp.products import exact_in_bfloat16, has_tensor_scale
-from blockfp.recipes import Cast, Recipe
-from blockfp.rotation import GROUP, rotate
-from blockfp.rounding import COLUMNWISE, ROWWISE, Key, gradient_key
+from blockfp.recipes import Recipe
+from blockfp.rounding import COLUMNWISE, ROWWISE, Key
 
-from . import implementations, ops
-from .array import QuantizedArray, of_parts
-from .linear import passing_overflow
-from .operands import eps_for
-from .params import dequantize_params, quantize_weight
-from .settling import settle
+from . import implementations, ops, replication, sharded
+from .array import QuantizedArray
+from .delayed import DelayedState
+from .lies import Lies
+from .linear import check_state, check_tensors, passing_overflow, stored_weight
+from .params import dequantize_params
+from .tiles import Scaling, Tiles, flat, largest_amax, move, quantize_tiles, tile_rows
 
 
 def grouped_linear(
@@ -38,152 +37,95 @@ def grouped_linear(
     *,
     recipe: Recipe | str,
     key: Key | None = None,
-) -> jax.Array:
+    state: DelayedState | None = None,
+    data_axes: Sequence[str] = (),
+    expert_axis: str | None = None,
+) -> Any:
     """`linear` of group after group of x's rows, each with a weight of its own.
+
+    Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
+    With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
 
     Products run on dequantized operands through `lax.ragged_dot`, which has no mode for codes.
 
+    Inside shard_map a weight of `shard_params` whose matrices are cut over axes among `data_axes` (FSDP) is gathered, codes
+    and scales, and its gradient is summed over all of `data_axes` and scattered like it. `expert_axis` divides the groups:
+    each rank has whole matrices of some (of the spec P(expert_axis, ..)), and x holds the tokens of these.
+
     Args:
         x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..
-        weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), or in high precision.
+        weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), or with scales that all groups share (as
+            `quantize` of all of it gives, and PyTorch's `GroupedLinear` has); or in high precision.
         group_sizes: int32 [groups], rows of each; their sum is at most tokens. Rows beyond give zeros.
         bias: [groups, out], or None.
-        recipe: a `Recipe` or its name; not one with delayed scaling.
+        recipe: a `Recipe` or its name.
         key: as for `linear`.
+        state: for recipes with delayed scaling, see `DelayedState`.
+        data_axes: inside shard_map, the mesh axes that divide each group's tokens, in the mesh's order.
+        expert_axis: inside shard_map, the mesh axis that divides the groups; none of `data_axes`.
+
+    Returns:
+        y [tokens, out] in x's dtype; (y, state) where a state is given.
 
     Raises:
-        TypeError, ValueError: as `linear`; group_sizes that aren't one integer for each weight.
+        TypeError, ValueError: as `linear`; group_sizes that aren't one integer for each weight; a weight that a
+            tensor-parallel axis cuts.
     """
-    recipe = recipes.parse(recipe)
-    if recipe.delayed is not None:
-        raise ValueError(f"recipe {recipe}: groups have no state for delayed scaling; fp8_current scales by the current amax")
-    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(f"x [tokens, in] and weight [groups, out, in] must share in, got {x.shape} and {weight.shape}")
-    groups, out, _ = weight.shape
+    recipe = recipes.for_linear(recipe)
+    check_tensors(x, weight, bias, grouped=True)
+    check_state(recipe, state, key)
+    lies = Lies.of(weight, tuple(data_axes), False)
+    _check_axes(lies, expert_axis)
+    out, features = lies.gathered_shape(weight)
+    groups = weight.shape[0]
     group_sizes = jnp.asarray(group_sizes)
+    if x.ndim != 2 or x.shape[1] != features:
+        raise ValueError(
+            f"x [tokens, in] and weight [groups, out, in] must share in, got {x.shape} and {(groups, out, features)}"
+        )
     if group_sizes.shape != (groups,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes must be {groups} integers, got {group_sizes.dtype} {group_sizes.shape}")
     if bias is not None and bias.shape != (groups, out):
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
-    if key is None and (recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic):
-        raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
-    weight, carrier = _stored(weight, recipe)
+    weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(recipe, np.dtype(x.dtype), np.dtype(weight.dtype), _tile_rows(recipe))
-    return _grouped(how, x, weight, carrier, bias, group_sizes.astype(jnp.int32), words)
+    how = _How(recipe, lies, expert_axis, np.dtype(x.dtype), np.dtype(weight.dtype), tile_rows(recipe))
+    y, state_out = cast(Any, _grouped(how, x, weight, carrier, bias, group_sizes.astype(jnp.int32), words, state))
+    return y if state is None else (y, state_out)
 
 
 @dataclass(frozen=True)
 class _How:
+    """What is static about a call."""
+
     recipe: Recipe
+    lies: Lies
+    expert_axis: str | None
     dtype: np.dtype
     weight_dtype: np.dtype
     tile: int
 
-
-def _stored(weight, recipe: Recipe) -> tuple[Any, jax.Array | None]:
-    format = recipe.weight.format
-    if isinstance(weight, QuantizedArray):
-        if weight.format is not format or weight.sharding is not None:
-            raise ValueError(
-                f"weight must be whole and in {format or 'high precision'}, as recipe {recipe} wants it, got {weight!r}"
-            )
-        return weight.replace(tangent=None), weight.carrier
-    stopped = lax.stop_gradient(jnp.asarray(weight))
-    return (stopped if format is None else quantize_weight(stopped, format, recipe.eps)), weight
+    def scaling(self, multiplier: jax.Array | None, groups: int, key: jax.Array | None = None) -> Scaling:
+        """How an operand is quantized; `groups` are this rank's."""
+        # Groups are numbered over all ranks, so that dividing them changes no random bit.
+        first = 0 if self.expert_axis is None else sharded.axis_index(self.expert_axis) * groups
+        return Scaling(self.recipe.eps, multiplier, key, self.lies.coordinate(), first)
 
 
-def _tile_rows(recipe: Recipe) -> int:
-    """Rows of a tile: a multiple of whatever must not lie in two of them."""
-    units = [GROUP]
-    for cast in (recipe.input, recipe.gradient):
-        units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
-    for cast in (recipe.input_columnwise, recipe.gradient_columnwise):
-        units.append(cast.format.block[1] if cast.format and cast.format.block else 1)
-    return int(np.lcm.reduce(units))
-
-
-class _Tiles(NamedTuple):
-    """Where rows go.
-
-    Attributes:
-        source: int32 [tiles * rows], the row of x that each row is, -1 for none.
-        target: int32 [tokens], the row that each row of x is, -1 for one beyond all groups.
-        group: int32 [tiles], the group of each tile.
-        first: int32 [tiles], the tile's first row, counted in its group.
-        sizes: int32 [groups], rows of each group.
-        filled: int32 [groups], rows of each group's tiles.
-    """
-
-    source: jax.Array
-    target: jax.Array
-    group: jax.Array
-    first: jax.Array
-    sizes: jax.Array
-    filled: jax.Array
-
-
-def _tiles(sizes: jax.Array, tokens: int, rows: int) -> _Tiles:
-    groups = sizes.shape[0]
-    count = -(-tokens // rows) + groups
-    filled = -(-sizes // rows) * rows
-    ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(filled)
-    starts, tile_starts = ends - sizes, tile_ends - filled
-    place = jnp.arange(count * rows, dtype=jnp.int32)
-    group = jnp.searchsorted(tile_ends, place, side="right").astype(jnp.int32)
-    inside = jnp.minimum(group, groups - 1)
-    local = place - tile_starts[inside]
-    source = jnp.where((group < groups) & (local < sizes[inside]), starts[inside] + local, -1)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
-    within = jnp.minimum(owner, groups - 1)
-    target = jnp.where(owner < groups, tile_starts[within] + token - starts[within], -1)
-    return _Tiles(source, target, inside[::rows], local[::rows], sizes, filled)
-
-
-def _move(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x by index, zeros for -1."""
-    return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
-
-
-def _quantized(x, tiles: _Tiles, cast: Cast, eps: float, *, columnwise: bool, key=None) -> Any:
-    """Tiles of x [tokens, size] as codes and scales (or as values), each [rows, size], or [size, rows] columnwise."""
-    count = tiles.group.shape[0]
-    x = _move(x, tiles.source).reshape(count, -1, x.shape[1])
-    rows = x.shape[1]
-    x = x.mT if columnwise else x
-    if cast.rotate:
-        # A group's last columns, if fewer than 16, stay as they are.
-        end = (tiles.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
-        x = jnp.where(end <= tiles.sizes[tiles.group][:, None, None], rotate(x), x)
-    format = cast.format
-    if format is None:
-        return x
-    eps = eps_for(format, eps)
-    if key is None and not has_tensor_scale(format):
-        choice = implementations.choose(None, "quantize", format, eps=eps)
-        return of_parts(ops.quantize(x, None, format=format, choice=choice, eps=eps), format, x)
-    amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
-    if has_tensor_scale(format):
-        field = "tensor" if format.scale.two_level else "blocks"
-        own = getattr(amax, field)
-        # Empty groups have no tile, and nobody asks for theirs.
-        largest = jax.ops.segment_max(own, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
-        amax = amax._replace(**{field: largest[tiles.group]})
-    keys = None if key is None else jax.vmap(lambda group: _group_key(key, group))(tiles.group)
-
-    def one(tile, amax, key, first, size):
-        place: dict[str, Any] = {}
-        if key is not None:
-            place = {"origin": (0, first), "shape": (tile.shape[0], size)} if columnwise else {"origin": (first, 0)}
-        return numerics.quantize(tile, format, key=key, eps=eps, amax=amax, settle=settle, **place)
-
-    return of_parts(jax.vmap(one)(x, amax, keys, tiles.first, tiles.sizes[tiles.group]), format, x)
-
-
-def _group_key(key: tuple[jax.Array, int], group: jax.Array) -> jax.Array:
-    words, direction = key
-    return jnp.asarray(gradient_key(words, direction, group=group))
+def _check_axes(lies: Lies, expert_axis: str | None) -> None:
+    if lies.tensor is not None:
+        raise ValueError(
+            f"the weight lies {lies.weight}, and {lies.tensor!r} is none of data_axes = {lies.data_axes}: FSDP's axes alone "
+            "cut the matrices of groups, and belong to data_axes; an axis of its own may divide the groups (expert_axis)"
+        )
+    if expert_axis is None:
+        return
+    sharded.axis_index(expert_axis)
+    if expert_axis in lies.data_axes:
+        raise ValueError(
+            f"expert_axis = {expert_axis!r} is one of data_axes = {lies.data_axes} too: a rank on it has groups that no other "
+            "has, so it divides no group's tokens"
+        )
 
 
 def _dtype_of(*operands) -> str:
@@ -203,71 +145,70 @@ def _values(x, dtype: str) -> jax.Array:
     return dequantize_params(x, dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    """Tiles [count, rows, size] one below the other."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _ragged(x, weight, tiles: _Tiles, dtype, *, across: bool) -> jax.Array:
+def _ragged(x, weight, tiles: Tiles, dtype, *, across: bool) -> jax.Array:
     """x @ w^T (x @ w, `across`) of each tile with its group's weight, then each token's row."""
     working = _dtype_of(x, weight)
     precision = lax.Precision.HIGHEST if working == "float32" else None
     w = _values(weight, working)
     y = lax.ragged_dot(
-        _rows(_values(x, working)),
+        flat(_values(x, working)),
         w if across else w.mT,
         tiles.filled,
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return _move(y.astype(dtype), tiles.target)
+    return move(y.astype(dtype), tiles.target)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: _How, x, weight, carrier, bias, sizes, key):
-    tiles = _tiles(sizes, x.shape[0], how.tile)
-    row = _quantized(x, tiles, how.recipe.input, how.recipe.eps, columnwise=False)
-    y = _ragged(row, weight, tiles, how.dtype, across=False)
+def _grouped(how: _How, x, weight, carrier, bias, sizes, key, state):
+    tiles = Tiles.of(sizes, x.shape[0], how.tile)
+    scaling = how.scaling(None if state is None else state.input_scale, sizes.shape[0])
+    row = quantize_tiles(x, tiles, how.recipe.input, scaling, ROWWISE)
+    y = _ragged(row, how.lies.gathered(weight), tiles, how.dtype, across=False)
     if bias is not None:
-        y = y + jnp.where((tiles.target >= 0)[:, None], bias[_group_of_token(tiles, how)], 0).astype(y.dtype)
-    return y
+        added = bias[tiles.group_of_token(how.tile)]
+        y = y + jnp.where((tiles.target >= 0)[:, None], added, 0).astype(y.dtype)
+    return y, None if state is None else state.after_forward(largest_amax(x, tiles))
 
 
-def _group_of_token(tiles: _Tiles, how: _How) -> jax.Array:
-    return tiles.group[jnp.maximum(tiles.target, 0) // how.tile]
+def _forward(how: _How, x, weight, carrier, bias, sizes, key, state):
+    tiles = Tiles.of(sizes, x.shape[0], how.tile)
+    scaling = how.scaling(None if state is None else state.input_scale, sizes.shape[0])
+    column = quantize_tiles(x, tiles, how.recipe.input_columnwise, scaling, COLUMNWISE)
+    out = _grouped(how, x, weight, carrier, bias, sizes, key, state)
+    types = replication.Types.of(x, carrier, bias, state)
+    return out, (column, weight, None if bias is None else bias[:0], tiles, key, state, types)
 
 
-def _forward(how: _How, x, weight, carrier, bias, sizes, key):
-    tiles = _tiles(sizes, x.shape[0], how.tile)
-    column = _quantized(x, tiles, how.recipe.input_columnwise, how.recipe.eps, columnwise=True)
-    y = _grouped(how, x, weight, carrier, bias, sizes, key)
-    return y, (column, weight, None if bias is None else bias[:0], tiles, key, None if carrier is None else carrier[:0])
-
-
-def _backward(how: _How, kept, g):
-    column, weight, bias, tiles, key, carrier = kept
-    recipe = how.recipe
-
-    def quantized(cast: Cast, direction: int):
-        own = (key, direction) if cast.stochastic else None
-        return _quantized(g, tiles, cast, recipe.eps, columnwise=direction == COLUMNWISE, key=own)
-
-    dx = passing_overflow(_ragged(quantized(recipe.gradient, ROWWISE), weight, tiles, how.dtype, across=True), g)
-    dw = db = None
-    if carrier is not None:
-        operands = quantized(recipe.gradient_columnwise, COLUMNWISE), column
+def _backward(how: _How, kept, cotangents):
+    column, weight, bias, tiles, key, state, types = kept
+    g, later = cotangents
+    recipe, lies = how.recipe, how.lies
+    groups = tiles.sizes.shape[0]
+    scaling = how.scaling(None if state is None else state.gradient_scale, groups, key)
+    row = quantize_tiles(g, tiles, recipe.gradient, scaling, ROWWISE)
+    dx = _ragged(row, lies.gathered(weight), tiles, how.dtype, across=True)
+    dx = replication.sum_like(passing_overflow(dx, g), types.x, ())
+    dw = db = ds = None
+    if types.carrier is not None:
+        operands = quantize_tiles(g, tiles, recipe.gradient_columnwise, scaling, COLUMNWISE), column
         working = _dtype_of(*operands)
         # [tiles, size, rows] to [tiles * rows, size].
-        a, b = (_rows(_values(operand, working).mT) for operand in operands)
+        a, b = (flat(_values(operand, working).mT) for operand in operands)
         dimensions = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         precision = lax.Precision.HIGHEST if working == "float32" else None
         dw = lax.ragged_dot_general(a, b, tiles.filled, dimensions, precision=precision, preferred_element_type=jnp.float32)
         dw = passing_overflow(dw.astype(how.weight_dtype), g)
+        rest = [name for name in lies.data_axes if name not in lies.fsdp]
+        dw = replication.sum_like(lies.scatter_weight(dw, recipe.weight.format), types.carrier, rest)
     if bias is not None:
         mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
-        groups = tiles.sizes.shape[0]
-        db = jax.ops.segment_sum(mine, _group_of_token(tiles, how), num_segments=groups).astype(bias.dtype)
-    return dx, None, dw, db, None, None
+        db = jax.ops.segment_sum(mine, tiles.group_of_token(how.tile), num_segments=groups).astype(bias.dtype)
+        db = replication.sum_like(db, types.bias, lies.data_axes)
+    if state is not None:
+        ds = state.after_backward(largest_amax(g, tiles), later, types.state)
+    return dx, None, dw, db, None, None, ds
 
 
 _grouped.defvjp(_forward, _backward)

@@ -97,18 +97,26 @@ class Lies:
     def _tensor_size(self) -> int:
         return self.weight.mesh.axis_size(self.tensor) if self.weight and self.tensor else 1
 
+    def gathered_shape(self, weight) -> tuple[int, int]:
+        """(rows, columns) of the weight's matrices once FSDP's axes are gathered.
+
+        Raises:
+            ValueError: the weight is not what a rank holds.
+        """
+        if self.weight is None:
+            return tuple(weight.shape[-2:])
+        stored = (sharded.length(self.weight, 0), sharded.length(self.weight, 1))
+        if tuple(weight.shape[-2:]) != stored:
+            raise ValueError(
+                f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
+                "this inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
+            )
+        whole = self.weight.gathered(self.fsdp) if self.fsdp else self.weight
+        return sharded.length(whole, 0), sharded.length(whole, 1)
+
     def check(self, x: jax.Array, weight, bias) -> None:
         """Raises ValueError where the shapes of what this rank holds don't fit each other."""
-        rows, columns = weight.shape
-        if self.weight is not None:
-            whole = self.weight.gathered(self.fsdp) if self.fsdp else self.weight
-            rows, columns = sharded.length(whole, 0), sharded.length(whole, 1)
-            stored = (sharded.length(self.weight, 0), sharded.length(self.weight, 1))
-            if tuple(weight.shape) != stored:
-                raise ValueError(
-                    f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
-                    "linear inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
-                )
+        rows, columns = self.gathered_shape(weight)
         if x.shape[-1] != columns:
             raise ValueError(f"x must be [..., in] with in = {columns} as in the weight [{rows}, {columns}], got {x.shape}")
         out = rows

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp import recipes, scaling
+from blockfp import recipes
 from blockfp.formats import FP8_E4M3
 from blockfp.products import exact_in_bfloat16, has_tensor_scale
-from blockfp.recipes import HIGH_PRECISION, Recipe
+from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
 from . import ops, replication
@@ -27,9 +27,8 @@ from .array import QuantizedArray
 from .delayed import DelayedState
 from .lies import Lies
 from .operands import gradient_operands, input_operands, quantize_operand
+from .params import quantize_weight
 from .products import Operand, product
-
-Compute = Literal["quantized", "high_precision"]
 
 
 @dataclass(frozen=True)
@@ -86,25 +85,22 @@ def linear(
         >>> w = bfp.quantize(w, "mxfp8_e4m3_32x32")
         >>> y = bfp.linear(x, w, recipe="mxfp8")
     """
-    recipe = recipes.parse(recipe)
-    _check(x, weight, bias)
-    if compute not in ("quantized", "high_precision"):
-        raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
+    recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
+    check_tensors(x, weight, bias)
     lies = Lies.of(weight, tuple(data_axes), sequence)
-    _check_state(recipe, state, key, compute)
-    weight, carrier = _stored_weight(weight, recipe)
-    if compute == "high_precision":
-        recipe = _in_high_precision(recipe)
+    check_state(recipe, state, key, compute)
+    weight, carrier = stored_weight(weight, recipe)
     lies.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(recipe, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
+    how = _How(run, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
     tokens = x.reshape(-1, x.shape[-1])
     y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
     y = y.reshape(*lies.leading_axes(x, y), y.shape[-1])
     return y if state is None else (y, state_out)
 
 
-def _check(x, weight, bias) -> None:
+def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
+    """Raises TypeError or ValueError where these aren't arrays that `linear` (`grouped_linear`) multiplies."""
     if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"x must be an array in high precision, got {type(x).__name__}")
     if not isinstance(weight, QuantizedArray | jax.Array | np.ndarray):
@@ -112,16 +108,20 @@ def _check(x, weight, bias) -> None:
     for name, array in (("x", x), ("weight", weight)):
         if np.dtype(array.dtype).name not in ("float32", "float16", "bfloat16"):
             raise TypeError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}: cast it first")
-    if weight.ndim != 2 or x.ndim < 1:
+    if grouped and weight.ndim != 3:
+        raise ValueError(f"weight must be [groups, out, in], got {tuple(weight.shape)}")
+    if not grouped and (weight.ndim != 2 or x.ndim < 1):
         raise ValueError(
             f"weight must be [out, in] and x [..., in], got {tuple(weight.shape)} and {tuple(x.shape)}: use jax.vmap or "
             "lax.scan over a stack, grouped_linear for experts"
         )
-    if bias is not None and (bias.ndim != 1 or not jnp.issubdtype(bias.dtype, jnp.floating)):
-        raise ValueError(f"bias must be a float array of shape [out], got {bias.dtype} {tuple(bias.shape)}")
+    if bias is not None and (bias.ndim != weight.ndim - 1 or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        wanted = "[groups, out]" if grouped else "[out]"
+        raise ValueError(f"bias must be a float array of shape {wanted}, got {bias.dtype} {tuple(bias.shape)}")
 
 
-def _check_state(recipe: Recipe, state, key, compute: str) -> None:
+def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
+    """Raises TypeError or ValueError where a recipe needs another state or key."""
     if recipe.delayed is not None and state is None and compute == "quantized":
         raise ValueError(f"recipe {recipe} scales by history: pass state=bfp.delayed_state(recipe)")
     if recipe.delayed is None and state is not None:
@@ -134,8 +134,8 @@ def _check_state(recipe: Recipe, state, key, compute: str) -> None:
         raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
 
 
-def _stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
-    """The weight as the forward takes it, and the array whose cotangent is its gradient."""
+def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
+    """The weight, or a stack of them, as the forward takes it, and the array whose cotangent is its gradient."""
     format = recipe.weight.format
     if isinstance(weight, QuantizedArray):
         if weight.format is not format:
@@ -146,12 +146,7 @@ def _stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
         return weight.replace(tangent=None), weight.carrier
     weight = jnp.asarray(weight)
     stopped = lax.stop_gradient(weight)
-    return stopped if format is None else quantize_operand(stopped, recipe.weight, recipe.eps), weight
-
-
-def _in_high_precision(recipe: Recipe) -> Recipe:
-    names = ("input", "gradient", "input_columnwise", "gradient_columnwise", "weight_columnwise")
-    return recipe.replace(delayed=None, **dict.fromkeys(names, HIGH_PRECISION))
+    return stopped if format is None else quantize_weight(stopped, format, recipe.eps), weight
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,15 +165,12 @@ def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
 
 def _seen(x: jax.Array, state: DelayedState | None) -> DelayedState | None:
     """The state after a forward: its input history knows x."""
-    if state is None:
-        return None
-    amax = ops.amax(x, format=_PER_TENSOR).blocks.reshape(()).view(jnp.float32)
-    history = scaling.record(state.input_amax_history, lax.stop_gradient(amax))
-    return DelayedState(history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
+    return None if state is None else state.after_forward(_amax(x))
 
 
-# An amax is the same in every format.
-_PER_TENSOR = FP8_E4M3
+def _amax(x: jax.Array) -> jax.Array:
+    # It is the same in every format.
+    return ops.amax(x, format=FP8_E4M3).blocks.reshape(()).view(jnp.float32)
 
 
 def _forward(how: _How, x, weight, carrier, bias, key, state):
@@ -187,16 +179,15 @@ def _forward(how: _How, x, weight, carrier, bias, key, state):
     later = how.lies.gathers_input
     row, column = input_operands(x, how.recipe, how.lies, multiplier, columnwise=not later)
     y = _output(how, row, weight, bias)
-    scales = None if state is None else (state.input_scale, state.gradient_scale, state.gradient_amax_history)
     types = replication.Types.of(x, carrier, bias, state)
-    return (y, _seen(x, state)), (x if later else column, weight, None if bias is None else bias[:0], key, scales, types)
+    return (y, _seen(x, state)), (x if later else column, weight, None if bias is None else bias[:0], key, state, types)
 
 
 def _backward(how: _How, kept, cotangents):
-    column, weight, bias, key, scales, types = kept
-    g, state_cotangent = cotangents
+    column, weight, bias, key, state, types = kept
+    g, later = cotangents
     recipe, lies = how.recipe, how.lies
-    input_scale, gradient_scale = (None, None) if scales is None else scales[:2]
+    input_scale, gradient_scale = (None, None) if state is None else (state.input_scale, state.gradient_scale)
     if lies.gathers_input:
         _, column = input_operands(column, recipe, lies, input_scale, columnwise=True, rowwise=False)
     gradient_row, gradient_column = gradient_operands(g, recipe, lies, gradient_scale, key)
@@ -217,13 +208,8 @@ def _backward(how: _How, kept, cotangents):
         tokens = (lies.tensor,) if lies.gathers_gradient and lies.tensor else ()
         db = jnp.sum(g, axis=0, dtype=jnp.float32).astype(bias.dtype)
         db = replication.sum_like(db, types.bias, (*lies.data_axes, *tokens))
-    if scales is not None:
-        amax = ops.amax(g, format=_PER_TENSOR).blocks.reshape(()).view(jnp.float32)
-        # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
-        newest = scaling.record(state_cotangent.gradient_amax_history, amax)[0]
-        newest = replication.max_like(newest, types.state)
-        zero_in, zero_gradient, history = (jnp.zeros_like(part) for part in scales)
-        ds = DelayedState(history, zero_in, history.at[0].set(newest), zero_gradient)
+    if state is not None:
+        ds = state.after_backward(_amax(g), later, types.state)
     return dx, None, dw, db, None, ds
 
 

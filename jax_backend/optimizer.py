@@ -20,7 +20,7 @@ from blockfp import plans
 
 from . import replication, sharded
 from .array import QuantizedArray, is_quantized
-from .params import dequantize_params, map_with_path, quantize_weight
+from .params import dequantize_params, map_with_path, quantize_weight, shares_scale
 
 
 class Optimizer(NamedTuple):
@@ -197,14 +197,14 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
     """The new values in q's format and place, with q's nominal dtype."""
     if q.sharding is None:
-        return quantize_weight(values, q.format, nominal=np.dtype(q.dtype))
+        return quantize_weight(values, q.format, nominal=np.dtype(q.dtype), shared=shares_scale(q))
     plan = plans.quantize_shards(q.format, q.sharding)
     options = sharded.Options(nominal=np.dtype(q.dtype).name)
 
     def one(values):
         return sharded.quantize(values, plan, options)
 
-    for _ in range(values.ndim - 2):
+    for _ in range(0 if shares_scale(q) else values.ndim - 2):
         one = jax.vmap(one)
     return one(values).replace(dtype=np.dtype(q.dtype))
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from blockfp import recipes
 from blockfp.array import DTYPES
-from blockfp.recipes import CastFunction, Recipe
+from blockfp.products import has_tensor_scale
+from blockfp.recipes import ByPath, Recipe
 
 from . import implementations, ops
 from .array import QuantizedArray, is_quantized, of_parts
@@ -48,7 +49,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
 
 
-def quantize_params(tree: Any, recipe: Recipe | str | CastFunction, *, filter: Filter = is_matrix) -> Any:
+def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter = is_matrix) -> Any:
     """The tree with its weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
@@ -56,7 +57,8 @@ def quantize_params(tree: Any, recipe: Recipe | str | CastFunction, *, filter: F
 
     Args:
         tree: parameters.
-        recipe: a `Recipe`, its name, or a function of (path, operand, direction), see `blockfp.recipes.resolve`.
+        recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
+            one that stays as it is.
         filter: which leaves to quantize, by path and leaf.
 
     Raises:
@@ -70,14 +72,16 @@ def quantize_params(tree: Any, recipe: Recipe | str | CastFunction, *, filter: F
         if is_quantized(leaf) or not filter(path, leaf):
             return leaf
         chosen = recipes.resolve(recipe, path)
-        if chosen.weight.format is None:
+        if chosen is None or chosen.weight.format is None:
             return leaf
         return quantize_weight(leaf, chosen.weight.format, chosen.eps)
 
     return map_with_path(convert, tree)
 
 
-def quantize_weight(x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype | None = None) -> QuantizedArray:
+def quantize_weight(
+    x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype | None = None, shared: bool = False
+) -> QuantizedArray:
     """A weight, or each of a stack of them, quantized as an array of its own.
 
     Args:
@@ -85,6 +89,7 @@ def quantize_weight(x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype
         format: the format.
         eps: see `numerics.quantize`.
         nominal: dtype of the result; x's own by default.
+        shared: whether a stack's matrices have one scale per tensor in common.
     """
     if not is_matrix("", x):
         what = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
@@ -95,9 +100,16 @@ def quantize_weight(x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype
     def one(matrix):
         return ops.quantize(matrix, None, format=format, choice=choice, eps=eps, nominal=dtype.name)
 
-    for _ in range(x.ndim - 2 if format.per_tensor or format.scale.two_level else 0):
+    for _ in range(x.ndim - 2 if has_tensor_scale(format) and not shared else 0):
         one = jax.vmap(one)
     return of_parts(one(x), format, x).replace(dtype=dtype)
+
+
+def shares_scale(q: QuantizedArray) -> bool:
+    """Whether all matrices of a stack have one scale per tensor in common, as `quantize` of all of it gives them."""
+    if not has_tensor_scale(q.format):
+        return False
+    return q.scales.shape[:-2] != q.codes.shape[:-2] if q.tensor_scale is None else q.tensor_scale.ndim == 0
 
 
 def dequantize_params(tree: Any, dtype: Any = None) -> Any:
@@ -105,8 +117,7 @@ def dequantize_params(tree: Any, dtype: Any = None) -> Any:
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
-        stacked = q.codes.ndim - 2 if q.format.per_tensor or q.format.scale.two_level else 0
-        for _ in range(stacked):
+        for _ in range(q.codes.ndim - 2 if has_tensor_scale(q.format) and not shares_scale(q) else 0):
             read = jax.vmap(read)
         return read(q)
 

@@ -22,14 +22,15 @@ from blockfp.steps import Gather, grid_span
 
 from . import sharded
 from .array import QuantizedArray, is_quantized
-from .params import map_with_path
+from .params import map_with_path, shares_scale
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     """Parameters on a mesh, each leaf cut as its PartitionSpec says.
 
     A quantized leaf has the codes and scales of its part of the whole, wherever cuts fall: rows that don't divide evenly are
-    filled up, and a block that straddles ranks has its scale on each. Its spec names mesh axes for the last two axes.
+    filled up, and a block that straddles ranks has its scale on each. Of a stack of matrices an axis before the last two may be
+    cut too, evenly: experts of `grouped_linear` over its `expert_axis`.
 
     Args:
         tree: parameters, whole.
@@ -45,17 +46,24 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     def check(path: str, leaf, spec) -> Sharding | None:
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
+        named = [name for entry in spec for name in _names(entry)]
+        if len(set(named)) < len(named):
+            raise ValueError(f"spec {spec} names mesh axis {max(named, key=named.count)!r} twice")
         if is_quantized(leaf):
             if leaf.sharding is not None:
                 raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+            check_even(leaf.shape[:-2], spec, "of a stack of quantized matrices")
             return sharding_of(leaf.shape, plan, spec)
         if len(spec) > leaf.ndim:
             raise ValueError(f"spec {spec} has {len(spec)} entries for an array of shape {leaf.shape}")
-        for size, entry in zip(leaf.shape, spec, strict=False):
+        check_even(leaf.shape, spec, "of a plain array")
+        return None
+
+    def check_even(shape, spec, what: str) -> None:
+        for size, entry in zip(shape, spec, strict=False):
             ranks = math.prod(plan.axis_size(name) for name in _names(entry))
             if size % ranks:
-                raise ValueError(f"an axis of {size} of a plain array can't be cut evenly over {entry!r} ({ranks} ranks)")
-        return None
+                raise ValueError(f"an axis of {size} {what} can't be cut evenly over {entry!r} ({ranks} ranks)")
 
     specs = _broadcast(specs, tree)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_quantized)
@@ -68,14 +76,15 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     # None says that a leaf is plain; the others are cut in one program.
     stored = iter(cut([q if s is not None else None for q, s in zip(leaves, shardings, strict=True)]))
     placed = [
-        _put(next(stored), mesh) if s is not None else jax.device_put(leaf, NamedSharding(mesh, spec))
+        _put(next(stored), mesh, spec) if s is not None else jax.device_put(leaf, NamedSharding(mesh, spec))
         for leaf, s, spec in zip(leaves, shardings, structure.flatten_up_to(specs), strict=True)
     ]
     return structure.unflatten(placed)
 
 
-def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh) -> QuantizedArray:
-    return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, _specs_of(stored))
+def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> QuantizedArray:
+    specs = _specs_of(stored, spec)
+    return jax.tree.map(lambda part, spec: jax.device_put(part, NamedSharding(mesh, spec)), stored, specs)
 
 
 def _mesh_of(placed: Any) -> jax.sharding.Mesh:
@@ -136,12 +145,13 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 
     Args:
         tree: parameters of `shard_params`; or arrays or shapes of them.
-        specs: for plain leaves that carry no sharding of their own (inside jit), a tree of PartitionSpecs or one for all.
+        specs: for leaves that carry no sharding of their own (inside jit), a tree of PartitionSpecs or one for all: of plain
+            leaves, and of the leading axes of quantized ones.
     """
 
     def spec(path: str, leaf, given):
         if is_quantized(leaf):
-            return _specs_of(leaf) if leaf.sharding is not None else jax.tree.map(lambda _: PartitionSpec(), leaf)
+            return _specs_of(leaf, given) if leaf.sharding is not None else jax.tree.map(lambda _: PartitionSpec(), leaf)
         own = getattr(leaf, "sharding", None)
         return own.spec if isinstance(own, NamedSharding) and given == PartitionSpec() else given
 
@@ -209,13 +219,9 @@ def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Shar
     """How the matrices of an array of `shape` lie: a `Sharding` of its last two axes.
 
     Raises:
-        ValueError: the spec cuts a leading axis, or doesn't fit.
+        ValueError: the spec doesn't fit.
     """
     entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
-    if any(entry is not None for entry in entries[: max(len(shape) - 2, 0)]):
-        raise ValueError(
-            f"spec {spec} cuts a leading axis of {shape}, and a mesh cuts the matrices of a stack, its last two axes"
-        )
     return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
 
 
@@ -232,15 +238,19 @@ def _broadcast(specs: Any, tree: Any) -> Any:
     )
 
 
-def _specs_of(q: QuantizedArray) -> Any:
-    """The PartitionSpecs of what `q` stores, as a QuantizedArray of them."""
-    sharding = q.sharding
+def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008
+    """The PartitionSpecs of what `q` stores, as a QuantizedArray of them; of its leading axes as it lies, else as `given`."""
+    sharding, stacked = q.sharding, q.codes.ndim - 2
     assert sharding is not None
-    leading = (None,) * (q.codes.ndim - 2)
+    own = getattr(q.codes, "sharding", None)
+    spec = own.spec if given == PartitionSpec() and isinstance(own, NamedSharding) else given
+    leading = (*spec, *(None,) * stacked)[:stacked]
     cut = PartitionSpec(*leading, *(sharding.order(dim) or None for dim in (0, 1)))
-    tensor_scale = None if q.tensor_scale is None else PartitionSpec()
+    # One scale for each matrix of a stack, or one for all.
+    of_tensor = PartitionSpec() if shares_scale(q) else PartitionSpec(*leading)
+    tensor_scale = None if q.tensor_scale is None else of_tensor
     tangent = None if q.tangent is None else cut
-    scales = PartitionSpec() if q.format.per_tensor else cut
+    scales = of_tensor if q.format.per_tensor else cut
     return q.replace(codes=cut, scales=scales, tensor_scale=tensor_scale, tangent=tangent)
 
 

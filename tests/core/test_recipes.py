@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from blockfp import recipes
-from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
+from blockfp.recipes import HIGH_PRECISION, Cast
 
 TABLE = {
     "fp8_delayed": ("fp8_e4m3", "fp8_e4m3", "fp8_e5m2"),
@@ -84,7 +84,18 @@ def test_what_is_refused():
         recipes.mxfp8().replace(input_columnwise="mxfp8_e4m3")
 
 
-def test_a_function_of_path_operand_and_direction():
+def test_a_recipe_by_path():
+    choose = {"layers.0": "mxfp8", "layers.1": recipes.nvfp4(), "layers.2": "mxfp9", "layers.3": 3}.get
+    assert recipes.resolve(choose, "layers.0") == recipes.resolve("mxfp8", "layers.0") == recipes.mxfp8()
+    assert recipes.resolve(choose, "layers.1") == recipes.resolve(recipes.nvfp4(), "x") == recipes.nvfp4()
+    assert recipes.resolve(choose, "head") is None
+    with pytest.raises(ValueError, match=r"recipe for 'layers\.2': recipe 'mxfp9' is not known"):
+        recipes.resolve(choose, "layers.2")
+    with pytest.raises(TypeError, match=r"recipe for 'layers\.3': recipe must be a Recipe or its name"):
+        recipes.resolve(choose, "layers.3")
+
+
+def test_a_recipe_by_operand():
     def choose(path, operand, direction):
         if path.startswith("head"):
             return None
@@ -92,13 +103,32 @@ def test_a_function_of_path_operand_and_direction():
             return "mxfp8_e4m3_32x32"
         return Cast("mxfp8_e5m2") if operand == "gradient" else "mxfp8_e4m3"
 
-    head, body = recipes.resolve(choose, "head"), recipes.resolve(choose, "layers.0")
-    assert head.input == HIGH_PRECISION
+    by_path = recipes.by_operand(choose)
+    assert recipes.resolve(by_path, "head") is None
+    body = recipes.resolve(by_path, "layers.0")
     assert body.gradient.format.name == "mxfp8_e5m2"
-    assert body == recipes.resolve(choose, "layers.0")
-    assert recipes.resolve("mxfp8", "layers.0") == recipes.mxfp8()
-    assert isinstance(recipes.resolve(recipes.nvfp4(), "x"), Recipe)
+    assert body == recipes.resolve(by_path, "layers.0")
     with pytest.raises(ValueError, match=r"'layers\.1', input rowwise.*mxfp9"):
-        recipes.resolve(lambda *_: "mxfp9", "layers.1")
+        recipes.resolve(recipes.by_operand(lambda *_: "mxfp9"), "layers.1")
     with pytest.raises(ValueError, match=r"'layers\.2'.*square"):
-        recipes.resolve(lambda *_: "mxfp8_e4m3", "layers.2")
+        recipes.resolve(recipes.by_operand(lambda *_: "mxfp8_e4m3"), "layers.2")
+
+
+def test_what_a_linear_layer_runs():
+    delayed = recipes.fp8_delayed()
+    assert recipes.for_linear(delayed) is delayed
+    high = recipes.for_linear(delayed, "high_precision")
+    assert high.delayed is None
+    assert high.input == high.gradient_columnwise == HIGH_PRECISION
+    assert high.weight == delayed.weight
+    turned, plain = Cast("mxfp8_e4m3", rotate=True), Cast("mxfp8_e4m3")
+    rotated = recipes.mxfp8().replace(input=turned, input_columnwise=plain, weight=turned, weight_columnwise=HIGH_PRECISION)
+    for message, recipe in (
+        ("input rowwise is stochastic, but only gradients", recipes.mxfp8().replace(input=Cast("mxfp8_e4m3", stochastic=True))),
+        ("only the operands of the weight gradient are rotated", rotated),
+        ("delayed scaling keeps one scale for the gradient", delayed.replace(gradient=Cast("mxfp8_e5m2"))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipes.for_linear(recipe)
+    with pytest.raises(ValueError, match="compute must be"):
+        recipes.for_linear("mxfp8", "fast")

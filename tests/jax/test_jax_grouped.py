@@ -1,15 +1,21 @@
 """`grouped_linear` against `linear` group by group, `dot_general` against `lax.dot_general`, and the routes of products."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend import operands, products
+from blockfp.jax_backend import operands, products, tiles
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from same_bits import assert_same_bits
 from samples import sample
 
 import blockfp.jax as bfp
+from blockfp import recipes
 from blockfp.products import Route
-from blockfp.recipes import RECIPES
+from blockfp.recipes import RECIPES, Cast
 from blockfp.rounding import gradient_key
 
 SIZES = (37, 0, 50, 20)
@@ -26,54 +32,171 @@ def arrays():
     return tuple(jnp.asarray(a, jnp.float32) for a in (x, w, g, b))
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
+SCALED = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(1000))
+
+
+def run(layer, recipe, arrays, **options):
+    """(y, dx, dw, db, state of delayed scaling) of a layer(x, weight, bias)."""
+    x, q, b, g = arrays
+    state = SCALED if recipes.parse(recipe).delayed else None
+
+    def loss(x, q, b, state):
+        y = layer(x, q, bias=b, recipe=recipe, key=KEY, state=state, **options)
+        y, new = (y, None) if state is None else y
+        return (y * g).sum(), (y, new)
+
+    if state is None:
+        (_, (y, _)), grads = bfp.value_and_grad(lambda x, q, b: loss(x, q, b, None), (0, 1, 2), has_aux=True)(x, q, b)
+        return y, *grads, None
+    (_, (y, new)), (*grads, seen) = bfp.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(x, q, b, state)
+    return y, *grads, (new, seen)
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_each_group_is_a_layer_of_its_own(recipe, arrays, monkeypatch):
     x, w, g, b = arrays
     q = bfp.quantize_params(w, recipe)
-
-    def loss(x, q, b):
-        y = bfp.grouped_linear(x, q, jnp.asarray(SIZES), b, recipe=recipe, key=KEY)
-        return (y * g).sum(), y
-
-    (_, y), (dx, dw, db) = jax.jit(bfp.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, q, b)
-    start = 0
-    for i, size in enumerate(SIZES):
-        rows = slice(start, start + size)
-        start += size
-        if size == 0 or (recipe == "nvfp4" and i != 2):
+    y, dx, dw, db, state = jax.jit(lambda *a: run(partial(bfp.grouped_linear, group_sizes=jnp.asarray(SIZES)), recipe, a))(
+        x, q, b, g
+    )
+    # Of the others one recipe says as much as all.
+    for i in range(len(SIZES)) if recipe == "mxfp8" else (2,):
+        if SIZES[i] == 0:
             continue
+        rows = slice(sum(SIZES[:i]), sum(SIZES[: i + 1]))
         # A layer without groups folds no group's number in.
         monkeypatch.setattr(operands, "gradient_key", lambda key, way, coordinate, i=i: gradient_key(key, way, coordinate, i))
         own = jax.tree.map(lambda leaf, i=i: leaf[i], q)
-
-        def one(x, q, b, rows=rows):
-            y = bfp.linear(x, q, b, recipe=recipe, key=KEY)
-            return (y * g[rows]).sum(), y
-
-        (_, want_y), wants = jax.jit(bfp.value_and_grad(one, (0, 1, 2), has_aux=True))(x[rows], own, b[i])
-        for got, want in zip((y[rows], dx[rows], dw[i], db[i]), (want_y, *wants), strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+        *wants, _ = jax.jit(lambda *a: run(bfp.linear, recipe, a))(x[rows], own, b[i], g[rows])
+        for got, want in zip((y[rows], dx[rows], dw[i], db[i]), wants, strict=True):
+            assert_close(got, want)
     # Rows beyond all groups, and the group without rows.
-    assert not jnp.any(y[start:])
-    assert not jnp.any(dx[start:])
+    beyond = sum(SIZES)
+    assert not jnp.any(y[beyond:])
+    assert not jnp.any(dx[beyond:])
     assert not jnp.any(dw[1])
+    if state is not None:
+        assert state[0].input_amax_history[0] == jnp.abs(x[:beyond]).max()
+        assert state[1].gradient_amax_history[0] == jnp.abs(g[:beyond]).max()
+
+
+def test_an_amax_that_is_not_finite_hides_no_other_groups(arrays):
+    x, w = arrays[0].at[0, 0].set(jnp.inf), bfp.quantize_params(arrays[1], "fp8_delayed")
+    _, state = bfp.grouped_linear(x, w, jnp.asarray(SIZES), recipe="fp8_delayed", state=SCALED)
+    assert state.input_amax_history[0] == jnp.abs(x[SIZES[0] : sum(SIZES)]).max()
+
+
+def test_weights_that_share_a_scale(arrays):
+    """As PyTorch's GroupedLinear has them."""
+    x, w = arrays[:2]
+    shared = bfp.quantize(w, "fp8_e4m3")
+    assert shared.scales.shape == (1, 1, 1)
+    y = bfp.grouped_linear(x, shared, jnp.asarray(SIZES), recipe="fp8_current")
+    rows = slice(SIZES[0], SIZES[0] + SIZES[2])
+    own = shared.replace(codes=shared.codes[2], scales=shared.scales[0])
+    assert_close(y[rows], bfp.linear(x[rows], own, recipe="fp8_current"))
+    optimizer = bfp.adamw(1e-2)
+    updates, _ = optimizer.update(w, optimizer.init(shared), shared)
+    assert bfp.apply_updates(shared, updates).scales.shape == (1, 1, 1)
+
+
+# The rows of 2 x 2 ranks: (those of experts 0 and 1, those of 2 and 3) of each of two data-parallel ranks.
+HERE = (((19, 0), (40, 3)), ((30, 7), (0, 11)))
+
+
+STOCHASTIC = recipes.mxfp8().replace(gradient=Cast("mxfp8_e4m3", stochastic=True))
+
+
+@pytest.mark.parametrize(("recipe", "check_vma"), [(recipes.fp8_delayed(history=4), True), (STOCHASTIC, False)])
+def test_experts_divided_over_one_axis_and_cut_over_another(recipe, check_vma, arrays, monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rng, most, out = np.random.default_rng(1), 48, 46
+    x, g = (rng.standard_normal((2, 2, most, size)).astype(np.float32) for size in (IN, out))
+    w, b = arrays[1][:, :out], arrays[3][:, :out]
+    q = bfp.quantize_params(w, recipe)
+    # 46 rows of blocks of 16 or 32 are cut inside one.
+    spec = P("expert", "data")
+    placed = bfp.shard_params(q, mesh, spec)
+
+    def body(x, q, b, g, sizes):
+        layer = partial(bfp.grouped_linear, group_sizes=sizes[0, 0], data_axes=("data",), expert_axis="expert")
+        y, dx, dw, db, state = run(layer, recipe, (x[0, 0], q, b, g[0, 0]))
+        state = None if state is None else bfp.update_scales(*state, recipe, axes=("data", "expert"))
+        return y[None, None], dx[None, None], dw, db, state
+
+    both, experts = P("data", "expert"), P("expert")
+    specs = (both, bfp.partition_specs(placed), experts, both, both)
+    outs = (both, both, spec, experts, None if recipe is STOCHASTIC else P())
+    on_mesh = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=check_vma))
+    y, dx, dw, db, state = on_mesh(x, placed, b, g, np.asarray(HERE))
+
+    # All experts on one device, of one data-parallel rank's tokens.
+    monkeypatch.setattr(tiles, "gradient_key", lambda key, way, rank, group: gradient_key(key, way, ranks[0], group))
+    ranks = []
+
+    @jax.jit
+    def whole(rank, sizes, *arrays):
+        ranks[:] = [rank]
+        return run(partial(bfp.grouped_linear, group_sizes=sizes), recipe, arrays)
+
+    def want(rank):
+        filled = [(e, i) for e in range(2) for i in range(sum(HERE[rank][e]))]
+
+        def in_order(a):
+            rows = [np.asarray(a)[rank, e, i] for e, i in filled]
+            return np.stack(rows + [np.zeros_like(rows[0])] * (2 * most - len(rows)))
+
+        wants = whole(rank, np.asarray(HERE[rank]).reshape(-1), in_order(x), q, b, in_order(g))
+        assert_close(in_order(y), wants[0])
+        assert_close(in_order(dx), wants[1])
+        return wants
+
+    wants = [want(rank) for rank in range(2)]
+    assert_close(dw, wants[0][2] + wants[1][2])
+    assert_close(db, wants[0][3] + wants[1][3])
+    if state is not None:
+        own = [bfp.update_scales(*want[4], recipe) for want in wants]
+        np.testing.assert_array_equal(state.input_scale, min(s.input_scale for s in own))
+        np.testing.assert_array_equal(state.gradient_scale, min(s.gradient_scale for s in own))
+    assert_same_bits(tuple(jax.tree.leaves(bfp.unshard_params(placed))), tuple(jax.tree.leaves(q)))
 
 
 @pytest.mark.parametrize(
     ("message", "change"),
     [
         ("must share in", {"x": jnp.zeros((4, 81))}),
+        (r"weight must be \[groups, out, in\]", {"weight": jnp.zeros((48, 80))}),
         ("group_sizes must be 4 integers", {"group_sizes": jnp.zeros(4)}),
-        (r"bias must have shape \(4, 48\)", {"bias": jnp.zeros(48)}),
-        ("groups have no state for delayed scaling", {"recipe": "fp8_delayed"}),
+        (r"bias must have shape \(4, 48\)", {"bias": jnp.zeros((4, 47))}),
+        ("recipe fp8_delayed scales by history: pass state", {"recipe": "fp8_delayed"}),
+        ("has no state", {"state": SCALED}),
         ("rounds gradients stochastically: pass a key", {"recipe": "nvfp4"}),
-        ("weight must be whole and in mxfp4_e2m1_32x32", {"recipe": "mxfp4"}),
+        ("weight is in mxfp8_e4m3_32x32, and recipe mxfp4 wants mxfp4_e2m1_32x32", {"recipe": "mxfp4"}),
+        ("mesh axis 'expert' is unknown here", {"expert_axis": "expert"}),
     ],
 )
 def test_bad_groups(message, change, arrays):
     arguments = {"x": arrays[0], "weight": bfp.quantize_params(arrays[1], "mxfp8"), "group_sizes": jnp.asarray(SIZES)}
     with pytest.raises(ValueError, match=message):
         bfp.grouped_linear(**(arguments | {"recipe": "mxfp8"} | change))
+
+
+def test_bad_axes_of_groups(arrays):
+    mesh = jax.make_mesh((2, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def trace(spec, **options):
+        q = bfp.shard_params(bfp.quantize_params(arrays[1], "mxfp8"), mesh, spec)
+        body = lambda x, q: bfp.grouped_linear(x, q, jnp.asarray(SIZES[: q.shape[0]]), recipe="mxfp8", **options)  # noqa: E731
+        jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=(P(), bfp.partition_specs(q)), out_specs=P()), arrays[0], q)
+
+    with pytest.raises(ValueError, match=r"'tp' is none of data_axes = \('data',\): FSDP's axes alone cut the matrices"):
+        trace(P(None, "tp"), data_axes=("data",))
+    with pytest.raises(ValueError, match="expert_axis = 'data' is one of data_axes"):
+        trace(P("data"), data_axes=("data",), expert_axis="data")
 
 
 @pytest.mark.parametrize(

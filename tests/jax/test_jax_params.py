@@ -48,12 +48,11 @@ def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
 
 
 def test_a_recipe_by_path(params):
-    def choose(path, operand, direction):
-        return None if path.startswith("head") or operand != "weight" else "mxint8_32x32"
-
-    q = bfp.quantize_params(params, choose, filter=only_weights)
-    assert q["layers"]["up"].format.name == "mxint8_32x32"
+    q = bfp.quantize_params(params, {"layers.up": "mxfp6"}.get, filter=only_weights)
+    assert q["layers"]["up"].format.name == "mxfp6_e3m2_32x32"
     assert q["head"][0] is params["head"][0]
+    with pytest.raises(ValueError, match=r"head\.0: recipe for 'head\.0': recipe 'mxfp9' is not known"):
+        bfp.quantize_params(params, {"head.0": "mxfp9"}.get)
 
 
 def loss(params, x):

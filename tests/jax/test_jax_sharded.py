@@ -167,7 +167,9 @@ def test_bad_leaves():
         bfp.shard_params({"a": bfp.shard_params(q, mesh, P("fsdp"))}, mesh, P())
     with pytest.raises(TypeError, match=r"a: specs must hold PartitionSpecs, got str"):
         bfp.shard_params({"a": q}, mesh, {"a": "fsdp"})
-    with pytest.raises(ValueError, match="cuts a leading axis"):
-        bfp.shard_params(bfp.quantize(jnp.ones((8, 4, 32)), "mxint8"), mesh, P("fsdp"))
+    with pytest.raises(ValueError, match="an axis of 6 of a stack of quantized matrices can't be cut evenly over 'fsdp'"):
+        bfp.shard_params(bfp.quantize(jnp.ones((6, 4, 32)), "mxint8"), mesh, P("fsdp"))
+    with pytest.raises(ValueError, match=r"a: spec .* names mesh axis 'fsdp' twice"):
+        bfp.shard_params({"a": jnp.zeros((8, 8))}, mesh, P("fsdp", "fsdp"))
     with pytest.raises(ValueError, match=r"mesh axis 'fsdp' is unknown here: call this inside jax\.shard_map"):
         bfp.all_gather(bfp.shard_params(quantized(sample("gaussian", (8, 32)), "mxint8"), mesh, P("fsdp")), "fsdp")

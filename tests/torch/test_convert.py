@@ -35,6 +35,8 @@ def test_a_function_names_each_layers_recipe():
     bfp.convert(model, {"layers.0.0": "fp8_block", "layers.1.0": "nvfp4"}.get)
     assert [str(model.layers[i][0].recipe) for i in range(2)] == ["fp8_block", "nvfp4"]
     assert type(model.head) is nn.Linear
+    with pytest.raises(ValueError, match=r"recipe for 'layers\.0\.0': recipe 'mxfp9' is not known"):
+        bfp.convert(Model(), lambda path: "mxfp9")
 
 
 def test_on_meta():

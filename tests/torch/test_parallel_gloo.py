@@ -8,7 +8,6 @@ import torch
 import torch._dynamo.utils
 from blockfp.torch_backend.custom_ops.products import product
 from blockfp.torch_backend.linear import linear_function, parallel_function
-from blockfp.torch_backend.linear.linear import check_recipe
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from parallel_operands import (
     SHAPES,
@@ -25,6 +24,7 @@ from parallel_operands import (
 )
 
 import blockfp.torch as bfp
+from blockfp import recipes
 
 
 class Patch:
@@ -39,7 +39,7 @@ def operands(rank):
         for shape in SHAPES.values():
             layer = linear(shape, name)
             batch = batch_of(mesh_of("fsdp x tp"))
-            results, products, _ = one_process(shape, check_recipe(name), seen, batch)
+            results, products, _ = one_process(shape, recipes.for_linear(name), seen, batch)
             y, dx, _, _, thread, tp, _ = trained_layer(rank, layer, "fsdp x tp", style, sequence, shape)
             assert_shared((y, dx, None, None), seen[thread], results, products, style, sequence, tp)
     for module in (linear_function, parallel_function):

@@ -6,7 +6,6 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear.linear import check_recipe
 from blockfp.torch_backend.linear.parallel import Parallel
 from blockfp.torch_backend.modules.parallelize import part_of
 from parallel_operands import (
@@ -25,6 +24,7 @@ from parallel_operands import (
 )
 
 import blockfp.torch as bfp
+from blockfp import recipes
 from blockfp.placement import Mesh, Shard, Sharding
 
 BY_STYLE = pytest.mark.parametrize(("style", "sequence"), STYLES, ids=STYLE_NAMES)
@@ -58,7 +58,7 @@ def on_rank(rank, style, sequence, shape, recipe, dtype=torch.float32):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ALL)
 def test_every_operand_is_that_of_one_process(name, shape, style, sequence, seen):
-    recipe = check_recipe(ALL[name])
+    recipe = recipes.for_linear(ALL[name])
     results, products, state = one_process(shape, recipe, seen)
     world = threaded.run(RANKS, on_rank, style, sequence, shape, recipe)
     for rank, (got, thread, its_state) in enumerate(world):

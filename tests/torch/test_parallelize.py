@@ -5,7 +5,6 @@ import copy
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.linear.linear import check_recipe
 from blockfp.torch_backend.modules.parallelize import part_of
 from parallel_operands import mesh_of, part, shard
 from torch import nn
@@ -14,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import blockfp.torch as bfp
+from blockfp import recipes
 from blockfp.recipes import RECIPES
 
 COUNTS = (40, 0, 7, 33)
@@ -169,7 +169,7 @@ def test_what_is_kept_for_the_backward_is_this_ranks_part(name):
         return [tuple(tensor.shape) for tensor in kept if not isinstance(tensor, bfp.QuantizedTensor)]
 
     for shapes in threaded.run(2, run):
-        format = check_recipe(name).input_columnwise.format
+        format = recipes.for_linear(name).input_columnwise.format
         width = 256 * format.element.bits // 8
         assert max(torch.Size(shape).numel() for shape in shapes) == 128 * width
 

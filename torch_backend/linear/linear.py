@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockfp import recipes
-from blockfp.recipes import HIGH_PRECISION, Recipe
+from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
 from ..quantized_tensor.keys import key_tensor
@@ -17,8 +17,6 @@ from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .linear_function import Call, LinearFunction
 from .parallel import Parallel
 from .parallel_function import ParallelFunction
-
-Compute = Literal["quantized", "high_precision"]
 
 
 class LinearState(NamedTuple):
@@ -75,7 +73,7 @@ def linear(
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
     """
-    return apply(x, weight, bias, check_recipe(recipe, compute), state=state, key=key)
+    return apply(x, weight, bias, recipes.for_linear(recipe, compute), state=state, key=key)
 
 
 def apply(
@@ -89,7 +87,7 @@ def apply(
     counts: Sequence[int] | None = None,
     parallel: Parallel | None = None,
 ) -> Tensor:
-    """`linear` with a recipe from `check_recipe`.
+    """`linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
@@ -104,38 +102,6 @@ def apply(
         leading[parallel.sequence_dim] = y.shape[0] // max(torch.Size(leading).numel(), 1)
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
-
-
-def check_recipe(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
-    """The recipe as `linear` runs it: without what `compute` leaves in high precision.
-
-    Raises:
-        ValueError: it asks for what a linear layer doesn't do.
-    """
-    recipe = recipes.parse(recipe)
-    if compute not in ("quantized", "high_precision"):
-        raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
-    for operand in ("input", "weight"):
-        for direction in ("rowwise", "columnwise"):
-            if recipe.cast(operand, direction).stochastic:
-                raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
-    for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
-        if cast.rotate:
-            raise ValueError(f"recipe {recipe} rotates {cast}, but only the operands of the weight gradient are rotated")
-    if recipe.delayed is not None:
-        for operand in ("input", "gradient"):
-            formats = {recipe.cast(operand).format, recipe.cast(operand, "columnwise").format} - {None}
-            if len(formats) > 1 or any(not format.per_tensor for format in formats if format):
-                raise ValueError(
-                    f"recipe {recipe}: delayed scaling keeps one scale for the {operand}, which needs one format with one "
-                    f"scale per tensor in both directions, got {', '.join(map(str, formats))}"
-                )
-    if compute == "high_precision":
-        casts: dict[str, Any] = dict.fromkeys(
-            ("input", "input_columnwise", "gradient", "gradient_columnwise", "weight_columnwise"), HIGH_PRECISION
-        )
-        return recipe.replace(**casts, delayed=None)
-    return recipe
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool) -> None:

@@ -34,7 +34,7 @@ class Call:
     """What a call knows before it sees a value; equal calls compile to one graph.
 
     Attributes:
-        recipe: from `check_recipe`.
+        recipe: from `recipes.for_linear`.
         stored: format of the weight, or None for values.
         grouped: whether there is a weight for each of several groups.
         needs: whether x, weight and bias want gradients.

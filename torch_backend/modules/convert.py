@@ -6,18 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp import recipes
+from blockfp.recipes import ByPath, Compute, Recipe
 
-from ..linear.linear import Compute
 from .linear import Linear
 from .quantized_layer import Weights
-
-RecipeOf = Callable[[str], "Recipe | str | None"]
 
 
 def convert(
     model: nn.Module,
-    recipe: Recipe | str | RecipeOf,
+    recipe: Recipe | str | ByPath,
     filter: Callable[[str, nn.Module], bool] | None = None,
     *,
     weights: Weights = "quantized",
@@ -31,7 +29,7 @@ def convert(
     Args:
         model: any module, on the meta device too.
         recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up") to one of these, or to None for a
-            layer that stays as it is.
+            layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats).
         filter: called with path and layer; False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
 
@@ -48,12 +46,12 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    chosen: dict[nn.Linear, Recipe | str] = {}
+    chosen: dict[nn.Linear, Recipe] = {}
     for path, module in model.named_modules():
         # Subclasses have a forward of their own.
         if type(module) is not nn.Linear or (filter is not None and not filter(path, module)):
             continue
-        one = recipe(path) if callable(recipe) else recipe
+        one = recipes.resolve(recipe, path)
         if one is not None:
             _check_plain(path, module)
             chosen[module] = one
@@ -82,7 +80,7 @@ def _check_plain(path: str, layer: nn.Linear) -> None:
         raise ValueError(f"the weight of {path!r} is a {type(layer.weight).__name__}: convert the model before it is sharded")
 
 
-def _check_shared(model: nn.Module, chosen: dict[nn.Linear, Recipe | str]) -> None:
+def _check_shared(model: nn.Module, chosen: dict[nn.Linear, Recipe]) -> None:
     weights = {layer.weight: layer for layer in chosen}
     for path, module in model.named_modules():
         if module in chosen:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from ..quantized_tensor.sharding import local_of
 from .quantized_layer import QuantizedLayer, Weights
 

@@ -7,9 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from .linear import Linear
 from .quantized_layer import Weights
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
 from .quantized_layer import Weights

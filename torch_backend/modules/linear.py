@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from .quantized_layer import QuantizedLayer, Weights
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from .linear import Linear
 from .quantized_layer import Weights
 

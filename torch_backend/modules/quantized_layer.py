@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp import recipes
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute, LinearState, apply, check_recipe
+from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
@@ -51,8 +52,8 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
-        self.checked = check_recipe(recipe, compute)
-        self.recipe = self.checked if isinstance(recipe, str) and compute == "quantized" else check_recipe(recipe)
+        self.recipe = recipes.parse(recipe)
+        self.checked = recipes.for_linear(self.recipe, compute)
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
         self.observed: Tensor | None = None
         self.parallel: Parallel | None = None
@@ -98,6 +99,21 @@ class QuantizedLayer(nn.Module):
             self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
         self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
+        self._mark_buffers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        # Others may be in their place now.
+        self._mark_buffers()
+        return self
+
+    def _mark_buffers(self) -> None:
+        """Tells compilers that buffers stay where they are, which they take for granted in modules, but not in FSDP2's.
+
+        A CUDA graph would write into copies of them otherwise.
+        """
+        for buffer in self.buffers(recurse=False):
+            torch._dynamo.mark_static_address(buffer, guard=False)
 
     def state(self) -> LinearState:
         """The buffers as `linear` takes them."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Recipe
+from blockfp.recipes import Compute, Recipe
 
-from ..linear.linear import Compute
 from .layernorm_linear import Norm, make_norm
 from .layernorm_mlp import Activation, LayerNormMLP
 from .multihead_attention import MultiheadAttention

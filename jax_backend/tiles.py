@@ -1,0 +1,173 @@
+"""Rows of several groups, moved apart and quantized: what `grouped_linear`'s operands are.
+
+Each group's rows are a tensor of their own: with its own amax, columnwise blocks that begin at its first row, and its own
+keys. How many rows a group has is known only at run time, so the rows are moved apart, each group to the beginning of a tile;
+no block lies in two tiles, and every tile is quantized with its group's amax and its place in the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from blockfp import numerics
+from blockfp.bits import INFINITY
+from blockfp.formats import FP8_E4M3
+from blockfp.products import has_tensor_scale
+from blockfp.recipes import Cast, Recipe
+from blockfp.rotation import GROUP, rotate
+from blockfp.rounding import COLUMNWISE, gradient_key
+
+from . import implementations, ops
+from .array import of_parts
+from .operands import eps_for
+from .settling import settle
+
+
+def tile_rows(recipe: Recipe) -> int:
+    """Rows of a tile: a multiple of whatever must not lie in two of them."""
+    units = [GROUP]
+    for cast in (recipe.input, recipe.gradient):
+        units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
+    for cast in (recipe.input_columnwise, recipe.gradient_columnwise):
+        units.append(cast.format.block[1] if cast.format and cast.format.block else 1)
+    return int(np.lcm.reduce(units))
+
+
+class Tiles(NamedTuple):
+    """Where rows go.
+
+    Attributes:
+        source: int32 [tiles * rows], the row of x that each row is, -1 for none.
+        target: int32 [tokens], the row that each row of x is, -1 for one beyond all groups.
+        group: int32 [tiles], the group of each tile.
+        first: int32 [tiles], the tile's first row, counted in its group.
+        sizes: int32 [groups], rows of each group.
+        filled: int32 [groups], rows of each group's tiles.
+    """
+
+    source: jax.Array
+    target: jax.Array
+    group: jax.Array
+    first: jax.Array
+    sizes: jax.Array
+    filled: jax.Array
+
+    @classmethod
+    def of(cls, sizes: jax.Array, tokens: int, rows: int) -> Tiles:
+        """The tiles, of `rows` rows each, of groups of these sizes among so many tokens."""
+        groups = sizes.shape[0]
+        count = -(-tokens // rows) + groups
+        filled = -(-sizes // rows) * rows
+        ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(filled)
+        starts, tile_starts = ends - sizes, tile_ends - filled
+        place = jnp.arange(count * rows, dtype=jnp.int32)
+        group = jnp.searchsorted(tile_ends, place, side="right").astype(jnp.int32)
+        inside = jnp.minimum(group, groups - 1)
+        local = place - tile_starts[inside]
+        source = jnp.where((group < groups) & (local < sizes[inside]), starts[inside] + local, -1)
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        within = jnp.minimum(owner, groups - 1)
+        target = jnp.where(owner < groups, tile_starts[within] + token - starts[within], -1)
+        return cls(source, target, inside[::rows], local[::rows], sizes, filled)
+
+    def group_of_token(self, rows: int) -> jax.Array:
+        """int32 [tokens]: each row's group; of one beyond all groups any."""
+        return self.group[jnp.maximum(self.target, 0) // rows]
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
+        return move(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest entry of each group, [groups, ..], of integers [tiles, ..]; the smallest integer of one without rows."""
+        return jax.ops.segment_max(x, self.group, num_segments=self.sizes.shape[0], indices_are_sorted=True)
+
+
+class Scaling(NamedTuple):
+    """How tiles are quantized but for the format.
+
+    Attributes:
+        eps: see `numerics.quantize`.
+        multiplier: of delayed scaling, the same for all groups; or None.
+        key: the words that the groups' keys are made of, or None.
+        coordinate: this rank's place on the data-parallel axes, or None.
+        first_group: the number of the first group here among those of all ranks.
+    """
+
+    eps: float
+    multiplier: jax.Array | None = None
+    key: jax.Array | None = None
+    coordinate: jax.Array | None = None
+    first_group: jax.Array | int = 0
+
+
+def move(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of x by index, zeros for -1."""
+    return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """Tiles [count, rows, size] one below the other."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def largest_amax(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """float32 (): the largest amax of the groups of x [tokens, size]; one that isn't finite counts as 0 (`scaling.record`)."""
+    # An amax is the same in every format.
+    each = jax.vmap(lambda tile: numerics.amax(tile, FP8_E4M3).blocks.reshape(()))(tiles.split(x))
+    of_groups = jnp.maximum(tiles.largest(each), 0)
+    return jnp.max(jnp.where(of_groups >= INFINITY, 0, of_groups)).view(jnp.float32)
+
+
+def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
+    """Tiles of x [tokens, size] as codes and scales (or as values), each [rows, size], or [size, rows] columnwise.
+
+    Args:
+        x: the rows of all groups.
+        tiles: where they go.
+        cast: what to make of them; of the gradient if it is stochastic.
+        scaling: keys and scales.
+        direction: `rounding.ROWWISE`, or `rounding.COLUMNWISE`: each tile is transposed first.
+    """
+    columnwise = direction == COLUMNWISE
+    x = tiles.split(x)
+    rows = x.shape[1]
+    x = x.mT if columnwise else x
+    if cast.rotate:
+        # A group's last columns, if fewer than 16, stay as they are.
+        end = (tiles.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
+        x = jnp.where(end <= tiles.sizes[tiles.group][:, None, None], rotate(x), x)
+    format, multiplier = cast.format, scaling.multiplier
+    if format is None:
+        return x
+    eps = eps_for(format, scaling.eps)
+    key = scaling.key if cast.stochastic else None
+    if key is None and (multiplier is not None or not has_tensor_scale(format)):
+        choice = implementations.choose(None, "quantize", format, eps=eps)
+        parts = ops.quantize(flat(x) if multiplier is not None else x, None, multiplier, format=format, choice=choice, eps=eps)
+        if multiplier is not None:
+            # All tiles share the scale.
+            parts = parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None])
+        return of_parts(parts, format, x)
+    amax = None
+    if multiplier is None:
+        amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
+        if has_tensor_scale(format):
+            field = "tensor" if format.scale.two_level else "blocks"
+            # Empty groups have no tile, and nobody asks for theirs.
+            amax = amax._replace(**{field: tiles.largest(getattr(amax, field))[tiles.group]})
+
+    def one(tile, amax, group, first):
+        place: dict[str, Any] = {}
+        if key is not None:
+            words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
+            shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
+            place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
+        return numerics.quantize(tile, format, eps=eps, amax=amax, multiplier=multiplier, settle=settle, **place)
+
+    return of_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)
