@@ -7,6 +7,7 @@ n * 2^-24 of the sum of their magnitudes, in whatever order; so two of them diff
 import copy
 import threading
 
+import threaded
 import torch
 from blockfp.torch_backend.custom_ops.products import product
 from blockfp.torch_backend.linear import linear_function, parallel_function
@@ -216,3 +217,18 @@ def assert_shared(got, its_products, results, products, style, sequence, rank):
         return
     assert_near(got[2], part(dw, w_axis, rank), part(wgrad, w_axis, rank))
     assert_near(got[3], part(db, b_axis, rank), 2 * len(y) * 2.0**-24 * part(db.abs() + 1, b_axis, rank))
+
+
+def check_layer(layer, kind, style, sequence, shape, seen):
+    """Cuts a layer over a kind of mesh, trains it for a step, and holds every rank against one process with its batch.
+
+    Returns:
+        What one process has for each batch, as `one_process`, and what `trained_layer` gives on each rank.
+    """
+    ranks = torch.Size(MESHES[kind]).numel()
+    references = [one_process(shape, layer.checked, seen, batch) for batch in range(ranks // RANKS)]
+    world = threaded.run(ranks, trained_layer, layer, kind, style, sequence, shape)
+    for y, dx, _, _, thread, tp, batch in world:
+        results, products, _ = references[batch]
+        assert_shared((y, dx, None, None), seen[thread], results, products, style, sequence, tp)
+    return references, world

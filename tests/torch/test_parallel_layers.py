@@ -5,23 +5,20 @@ import copy
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.linear.linear import check_recipe
 from parallel_operands import (
     ALL,
-    MESHES,
     SHAPES,
+    SQUARE,
     STYLE_NAMES,
     STYLES,
-    assert_shared,
     batch_of,
+    check_layer,
     linear,
     mesh_of,
-    one_process,
     part,
     record_products,
     shard,
     tensors,
-    trained_layer,
 )
 
 import blockfp.torch as bfp
@@ -34,29 +31,19 @@ def seen(monkeypatch):
     return record_products(monkeypatch)
 
 
-def check(layer, recipe, kind, style, sequence, shape, seen):
-    ranks = torch.Size(MESHES[kind]).numel()
-    references = [one_process(shape, recipe, seen, batch) for batch in range(ranks // 2)]
-    world = threaded.run(ranks, trained_layer, layer, kind, style, sequence, shape)
-    for y, dx, _, _, thread, tp, batch in world:
-        results, products, _ = references[batch]
-        assert_shared((y, dx, None, None), seen[thread], results, products, style, sequence, tp)
-    return references, world
-
-
 @pytest.mark.filterwarnings("ignore:all-gather of the")
 @BY_STYLE
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ALL)
-def test_under_fsdp2_every_operand_is_that_of_one_process(name, shape, style, sequence, seen):
-    recipe = check_recipe(ALL[name])
-    check(linear(shape, ALL[name]), recipe, "fsdp x tp", style, sequence, shape, seen)
+@pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", *SQUARE])
+def test_recipes_under_fsdp2(name, shape, style, sequence, seen):
+    """Those that say more than formats; formats alone are in test_parallel_formats.py."""
+    check_layer(linear(shape, ALL[name]), "fsdp x tp", style, sequence, shape, seen)
 
 
-@BY_STYLE
+@pytest.mark.parametrize("style", ["column", "row"])
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4"])
-def test_under_hsdp(name, style, sequence, seen):
-    check(linear(SHAPES["aligned"], name), check_recipe(name), "hsdp x tp", style, sequence, SHAPES["aligned"], seen)
+def test_recipes_under_hsdp(name, style, seen):
+    check_layer(linear(SHAPES["aligned"], name), "hsdp x tp", style, True, SHAPES["aligned"], seen)
 
 
 @pytest.mark.filterwarnings("ignore:all-gather of the")
@@ -67,7 +54,7 @@ def test_weights_in_high_precision_are_quantized_as_the_whole(name, style, seque
     """On the shard before each gather, or, where nothing gathers them, at use."""
     shape = SHAPES["unaligned" if style == "row" else "aligned"]
     layer = linear(shape, name, weights="high_precision")
-    check(layer, check_recipe(name), kind, style, sequence, shape, seen)
+    check_layer(layer, kind, style, sequence, shape, seen)
 
 
 def test_delayed_scaling_moves_on_alike_on_all_ranks():

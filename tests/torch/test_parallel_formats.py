@@ -1,0 +1,29 @@
+"""Every format in every operand, on every kind of mesh: what the ranks multiply are parts of what one process multiplies."""
+
+import pytest
+from parallel_operands import check_layer, linear, record_products
+
+from blockfp import recipes
+from blockfp.formats import NAMES, Format
+from blockfp.recipes import Cast
+
+# Kind of mesh, sequence parallelism.
+MESHES = {"tp": ("tp", False), "tp+sp": ("tp", True), "fsdp x tp": ("fsdp x tp", True), "hsdp x tp": ("hsdp x tp", True)}
+
+
+def shape_of(format, aligned):
+    """Tokens, in, out, no two alike: parts are whole blocks of the format, or end inside one."""
+    unit = 2 * max(format.block or (16, 16))
+    return (unit, 2 * unit, 3 * unit) if aligned else (40, 56, 88)
+
+
+@pytest.mark.filterwarnings("ignore:all-gather of the")
+@pytest.mark.parametrize("style", ["column", "row"])
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize(("kind", "sequence"), MESHES.values(), ids=MESHES)
+def test_every_format(kind, sequence, aligned, style, monkeypatch):
+    seen = record_products(monkeypatch)
+    for format in map(Format.parse, NAMES):
+        cast, shape = Cast(format), shape_of(format, aligned)
+        recipe = recipes.mxfp8().replace(name=format.name, input=cast, weight=cast, gradient=cast)
+        check_layer(linear(shape, recipe), kind, style, sequence, shape, seen)
