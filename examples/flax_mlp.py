@@ -1,4 +1,7 @@
-"""Quantized products inside flax.nnx modules as they are: each Linear gets another dot_general."""
+"""Quantized products inside flax.nnx modules as they are: each Linear gets another dot_general.
+
+With delayed scaling that is a module too, which keeps the layer's state; what the backward sees is that state's "gradient".
+"""
 
 from functools import partial
 
@@ -9,16 +12,30 @@ from flax import nnx
 
 import blockfp.jax as bfp
 
-quantized = partial(bfp.dot_general, recipe="mxfp8")
+
+class Delayed(nnx.Variable):
+    """The state of a layer's delayed scaling."""
+
+
+class DelayedProduct(nnx.Module):
+    """`lax.dot_general` in FP8 with delayed scaling."""
+
+    def __init__(self):
+        self.state = Delayed(bfp.delayed_state("fp8_delayed"))
+
+    def __call__(self, *args, **options):
+        y, state = bfp.dot_general(*args, **options, recipe="fp8_delayed", state=self.state.get_value())
+        self.state.set_value(state)
+        return y
 
 
 class Mlp(nnx.Module):
-    """Two layers of nnx's own, their three products in MXFP8."""
+    """Two layers of nnx's own: the three products of one in MXFP8, of the other in FP8 with delayed scaling."""
 
     def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, hidden, dot_general=quantized, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, dot_general=quantized, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, dot_general=partial(bfp.dot_general, recipe="mxfp8"), rngs=rngs)
+        self.down = nnx.Linear(hidden, width, dot_general=DelayedProduct(), rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
@@ -26,8 +43,11 @@ class Mlp(nnx.Module):
 
 @nnx.jit
 def step(model, optimizer, x, y):
-    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+    wanted = nnx.DiffState(0, nnx.Any(nnx.Param, Delayed))
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2), argnums=wanted)(model)
+    seen, gradients = nnx.split_state(gradients, Delayed, ...)
     optimizer.update(model, gradients)
+    nnx.update(model, bfp.update_scales(nnx.state(model, Delayed), seen, "fp8_delayed"))
     return loss
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,6 +118,25 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
             moved += [jnp.moveaxis(history, 0, -1), scale]
         updated.append(DelayedState(*moved))
     return jax.tree.unflatten(tree, updated)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def for_each(state: DelayedState, count: int) -> DelayedState:
+    """A state that `count` layers under vmap use, as one for each of them; `of_all` puts what they give back together."""
+    return jax.tree.map(lambda part: jnp.broadcast_to(part, (count, *part.shape)), state)
+
+
+@jax.custom_vjp
+def of_all(states: DelayedState) -> DelayedState:
+    """The one state of layers [count] that shared one: the largest amax of any counts."""
+    return jax.tree.map(lambda part: jnp.max(part, axis=0), states)
+
+
+# vmap would add the cotangents of a state that isn't mapped. They are amaxes, and a layer passes on the largest.
+for_each.defvjp(lambda state, count: (for_each(state, count), None), lambda count, _, cotangent: (of_all(cotangent),))
+of_all.defvjp(
+    lambda states: (of_all(states), states.input_scale.shape[0]), lambda count, cotangent: (for_each(cotangent, count),)
+)
 
 
 def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:

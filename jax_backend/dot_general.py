@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from blockfp.recipes import Recipe
 from blockfp.rounding import Key, fold_in
 
 from . import ops
 from .array import QuantizedArray
+from .delayed import DelayedState, for_each, of_all
 from .linear import linear
 
 
@@ -26,11 +28,13 @@ def dot_general(
     *,
     recipe: Recipe | str,
     key: Key | None = None,
-) -> jax.Array:
+    state: DelayedState | None = None,
+) -> Any:
     """`jax.lax.dot_general` with the operands of the product and of its gradients quantized as a recipe says.
 
     lhs is the recipe's input and rhs its weight: free axes are flattened, contracted ones too, and then it is `linear` of
-    [tokens, in] and [out, in]; of each pair of matrices, where there are batch axes.
+    [tokens, in] and [out, in]; of each pair of matrices, where there are batch axes. Each of these is a tensor of its own, but
+    for delayed scaling: all pairs share one state, and the largest amax counts.
 
     Args:
         lhs: float32, float16 or bfloat16.
@@ -39,11 +43,14 @@ def dot_general(
         precision: must be None or a default: a recipe says how products accumulate.
         preferred_element_type: dtype of the result; lhs's by default.
         out_sharding: must be None: `linear` inside shard_map has products over several devices.
-        recipe: a `Recipe` or its name; not one with delayed scaling, whose state `linear` takes.
-        key: as for `linear`.
+        recipe: a `Recipe` or its name.
+        key, state: as for `linear`.
+
+    Returns:
+        The product; (product, state) where a state is given.
 
     Raises:
-        TypeError, ValueError: as `linear`; a quantized rhs that isn't contracted as its blocks allow.
+        TypeError, ValueError: as `linear` and `lax.dot_general`; a quantized rhs that isn't contracted as its blocks allow.
 
     Example:
         >>> layer = flax.nnx.Linear(64, 256, rngs=rngs, dot_general=functools.partial(bfp.dot_general, recipe="mxfp8"))
@@ -54,6 +61,13 @@ def dot_general(
         raise ValueError(
             f"out_sharding = {out_sharding}: quantized products over several devices run inside shard_map, see linear"
         )
+    if isinstance(lhs, QuantizedArray):
+        raise TypeError(
+            "lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it"
+        )
+    # JAX's own errors of shapes that don't fit.
+    shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
+    jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     batch = tuple(lhs.shape[axis] for axis in lhs_batch)
     x, tokens = _as_matrices(lhs, tuple(lhs_contract), tuple(lhs_batch))
@@ -63,16 +77,21 @@ def dot_general(
     else:
         w, features = _as_matrices(rhs, tuple(rhs_contract), tuple(rhs_batch))
     if not batch:
-        y = linear(x, w, recipe=recipe, key=key)
+        y = linear(x, w, recipe=recipe, key=key, state=state)
     else:
-        # Each matrix is a tensor of its own, with a key of its own.
+        # Each matrix has a key of its own.
         words = None if key is None else jnp.asarray(ops.key_array(key))
         count = math.prod(batch)
         keys = None if words is None else jax.vmap(lambda i: fold_in(words, i))(jnp.arange(count, dtype=jnp.int32))
-        each = jax.vmap(lambda x, w, key: linear(x, w, recipe=recipe, key=key), in_axes=(0, 0, None if key is None else 0))
-        y = each(x.reshape(count, *x.shape[-2:]), w.reshape(count, *w.shape[-2:]), keys)
+        states = None if state is None else for_each(state, count)
+        each = jax.vmap(lambda x, w, key, state: linear(x, w, recipe=recipe, key=key, state=state))
+        y = each(x.reshape(count, *x.shape[-2:]), w.reshape(count, *w.shape[-2:]), keys, states)
+    if state is not None:
+        y, new = y
+        state = of_all(new) if batch else new
     y = y.reshape(*batch, *tokens, *features)
-    return y if preferred_element_type is None else y.astype(preferred_element_type)
+    y = y if preferred_element_type is None else y.astype(preferred_element_type)
+    return y if state is None else (y, state)
 
 
 def _as_matrices(x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:

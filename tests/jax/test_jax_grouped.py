@@ -216,6 +216,28 @@ def test_dot_general(lhs, rhs, dimensions):
     assert np.linalg.norm(got - want) < 0.06 * np.linalg.norm(want)
 
 
+def test_all_matrices_of_a_dot_general_share_a_state():
+    a, b = jnp.asarray(sample("gaussian", (3, 8, 32))), jnp.asarray(sample("gaussian", (3, 16, 32), seed=1))
+    g = jnp.asarray(sample("integers", (3, 8, 16)))
+    dimensions = (((2,), (2,)), ((0,), (0,)))
+
+    def loss(state, factors):
+        """The same products twice, which is a layer that runs several times."""
+        total = 0
+        for factor in factors:
+            y, state = bfp.dot_general(factor * a, b, dimensions, recipe="fp8_delayed", state=state)
+            total += (y * factor * g).sum()
+        return total, (y, state)
+
+    (_, (y, state)), seen = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)(SCALED, (2.0, 1.0))
+    assert state.input_amax_history[0] == 2 * jnp.abs(a).max()
+    assert seen.gradient_amax_history[0] == 2 * jnp.abs(g).max()
+    assert state.input_scale.shape == ()
+    for i in range(3):
+        want, _ = bfp.linear(a[i], b[i], recipe="fp8_delayed", state=SCALED)
+        assert_close(y[i], want)
+
+
 def test_dot_general_of_a_quantized_kernel(arrays):
     x, kernel = arrays[0], arrays[1][0].T
     contract = (((1,), (0,)), ((), ()))
@@ -226,6 +248,10 @@ def test_dot_general_of_a_quantized_kernel(arrays):
         bfp.dot_general(x, bfp.quantize(arrays[1], "mxfp8_e4m3_32x32"), (((1,), (2,)), ((), ())), recipe="mxfp8")
     with pytest.raises(ValueError, match="out_sharding = "):
         bfp.dot_general(x, kernel, contract, out_sharding=1, recipe="mxfp8")
+    with pytest.raises(TypeError, match="lhs must be an array in high precision"):
+        bfp.dot_general(q, q, contract, recipe="mxfp8")
+    with pytest.raises(TypeError, match="contracting dimensions to have the same shape"):
+        bfp.dot_general(x, kernel[1:], contract, recipe="mxfp8")
     with pytest.raises(ValueError, match="precision = "):
         bfp.dot_general(x, kernel, contract, jax.lax.Precision.HIGHEST, recipe="mxfp8")
 
