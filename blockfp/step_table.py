@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from .kernel_formats import DTYPES, format_numbers
 
 _MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
 _NONE, _COPY, _CODES = 0, 1, 2
+_NO_COEFFICIENTS = (0.0,) * len(Coefficients._fields)
 
 # kernels/include/blockfp/adamw.h, StepEntry.
 _POINTERS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
@@ -83,45 +85,69 @@ def pack(steps: Sequence[Step], key: tuple[int, int], pointer: Any) -> np.ndarra
     return rows.view(np.int64).reshape(len(steps), _ROW.itemsize // 8)
 
 
-def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
-    shape = tuple(s.weight.shape)
-    count = math.prod(shape)
+class _Fixed(NamedTuple):
+    """What the row of a parameter says step after step, and how many elements its arrays must hold.
+
+    Attributes:
+        count: of the weight, the gradient and the moments.
+        moment_scales: of each moment's scales; 0 where it has none.
+        out_type, out_count: dtype and elements of what is written beside the master; "" and 0 where nothing is.
+        scale_type, scale_count: of the scales of codes.
+        sizes: batches, rows, columns.
+        kinds: from moments to rule, as `_ROW` has them.
+    """
+
+    count: int
+    moment_scales: int
+    out_type: str
+    out_count: int
+    scale_type: str
+    scale_count: int
+    sizes: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _fixed(shape: tuple[int, ...], moment: str, out: str | None, format: Format | None) -> _Fixed:
+    """Of a weight of this shape; moment and out are names of dtypes."""
     *leading, height, width = shape
-    moments = _MOMENT_DTYPES.index(bits.dtype_name(s.first))
-    moment_scales = count // width * -(-width // 128) if width else 0
-    element = block_rows = block_columns = rule = 0
-    output, out_count, scale_count, out_dtype, scale_dtype = _NONE, 0, 0, 0, "float32"
-    if s.format is not None:
-        if not one_pass(s.format):
-            raise ValueError(f"{s.format} has an amax of the whole tensor: step without codes, then quantize")
-        output, (element, block_rows, block_columns, rule) = _CODES, format_numbers(s.format)
-        out_count, out_type = math.prod(layout.codes_shape(shape, s.format)), "uint8"
-        scale_count, scale_dtype = math.prod(layout.scales_shape(shape, s.format)), s.format.scale.dtype
-    elif s.out is not None:
-        output, out_count, out_type = _COPY, count, bits.dtype_name(s.out)
-        out_dtype = DTYPES[out_type]
-    else:
-        out_type = ""
-    known = isinstance(s.coefficients, Coefficients)
-    fp8 = moments == 2
+    count, moments = math.prod(shape), _MOMENT_DTYPES.index(moment)
+    moment_scales = count // width * -(-width // 128) if width and moments == 2 else 0
+    sizes = (math.prod(leading), height, width)
+    if format is not None:
+        if not one_pass(format):
+            raise ValueError(f"{format} has an amax of the whole tensor: step without codes, then quantize")
+        codes, scales = math.prod(layout.codes_shape(shape, format)), math.prod(layout.scales_shape(shape, format))
+        kinds = (moments, _CODES, 0, *format_numbers(format))
+        return _Fixed(count, moment_scales, "uint8", codes, format.scale.dtype, scales, sizes, kinds)
+    output, out_dtype = (_NONE, 0) if out is None else (_COPY, DTYPES[out])
+    kinds = (moments, output, out_dtype, 0, 0, 0, 0)
+    return _Fixed(count, moment_scales, out or "", 0 if out is None else count, "float32", 0, sizes, kinds)
+
+
+def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
+    moment = bits.dtype_name(s.first)
+    out = None if s.out is None else bits.dtype_name(s.out)
+    fixed = _fixed(tuple(s.weight.shape), moment, out, s.format)
+    known, fp8, coded = isinstance(s.coefficients, Coefficients), moment == "uint8", s.format is not None
     return (
-        pointer(s.gradient, bits.FLOAT_DTYPES, count),
-        pointer(s.weight, "float32", count),
-        pointer(s.first, _MOMENT_DTYPES[moments], count),
-        pointer(s.second, _MOMENT_DTYPES[moments], count),
-        pointer(s.first_scales, "float32", moment_scales) if fp8 else 0,
-        pointer(s.second_scales, "float32", moment_scales) if fp8 else 0,
-        pointer(s.out, out_type, out_count) if output != _NONE else 0,
-        pointer(s.out_scales, scale_dtype, scale_count) if output == _CODES else 0,
+        pointer(s.gradient, bits.FLOAT_DTYPES, fixed.count),
+        pointer(s.weight, "float32", fixed.count),
+        pointer(s.first, moment, fixed.count),
+        pointer(s.second, moment, fixed.count),
+        pointer(s.first_scales, "float32", fixed.moment_scales) if fp8 else 0,
+        pointer(s.second_scales, "float32", fixed.moment_scales) if fp8 else 0,
+        pointer(s.out, fixed.out_type, fixed.out_count) if fixed.out_type else 0,
+        pointer(s.out_scales, fixed.scale_type, fixed.scale_count) if coded else 0,
         0 if known else pointer(s.coefficients, "float32", len(Coefficients._fields)),
         0 if isinstance(s.step, int) else pointer(s.step, "float32", 1),
-        *(math.prod(leading), height, width),
+        *fixed.sizes,
         *s.start,
         *s.shape,
-        *(DTYPES[bits.dtype_name(s.gradient)], moments, output, out_dtype),
-        *(element, block_rows, block_columns, rule),
+        DTYPES[bits.dtype_name(s.gradient)],
+        *fixed.kinds,
         bits.LARGEST_FINITE[s.nominal],
         s.step if isinstance(s.step, int) else 0,
         *(s.parameter, *key, 0),
-        tuple(s.coefficients) if known else (0.0,) * len(Coefficients._fields),
+        tuple(s.coefficients) if known else _NO_COEFFICIENTS,
     )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from blockfp import adamw, bits
 from blockfp.adamw import MOMENT_FORMAT
-from blockfp.placement import Replicate, Shard, Sharding, StridedShard, from_dtensor
+from blockfp.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -70,18 +70,18 @@ class Part:
 
 def part_of(param: Tensor) -> Part:
     """This rank's part of a parameter. It is looked up at every step: FSDP replaces local tensors."""
-    local = sharding.local_of(param)
+    local, mesh = sharding.local_of(param), sharding.mesh_of(param)
     local = local.values if isinstance(local, CastWeight) else local
-    if sharding.mesh_of(param) is None:
-        whole = _whole(tuple(param.shape))
+    if mesh is None:
+        lies = sharding.sharding_of(param) if param.ndim >= 2 else _row(tuple(param.shape), sharding.ONE_RANK, (Replicate(),))
         row, column = local.origin if isinstance(local, QuantizedTensor) else (0, 0)
-        return Part(param, local, (0, row, column), (whole.shape[-2], whole.shape[-1]), whole)
+        return Part(param, local, (0, row, column), (lies.shape[-2], lies.shape[-1]), lies)
     if param.ndim >= 2:
         lies = sharding.sharding_of(param)
     else:
-        placements = tuple(_along_columns(p) for p in from_dtensor(param.placements))  # pyright: ignore[reportAttributeAccessIssue]
-        lies = Sharding((1, param.numel()), sharding.core_mesh(param.device_mesh), placements)  # pyright: ignore[reportAttributeAccessIssue]
-    return Part(param, local, _start(lies, sharding.rank_in(param)), (lies.shape[-2], lies.shape[-1]), lies)
+        placements = from_dtensor(param.placements)  # pyright: ignore[reportAttributeAccessIssue]
+        lies = _row(tuple(param.shape), sharding.core_mesh(mesh), placements)
+    return Part(param, local, _start(lies, sharding.rank_in(param, lies)), (lies.shape[-2], lies.shape[-1]), lies)
 
 
 # A step asks the same of the same values, again and again.
@@ -89,9 +89,9 @@ _kept = lru_cache(maxsize=4096)
 
 
 @_kept
-def _whole(shape: tuple[int, ...]) -> Sharding:
+def _row(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Sharding:
     """A vector is a matrix of one row."""
-    return Sharding(shape if len(shape) >= 2 else (1, math.prod(shape)), sharding.ONE_RANK, (Replicate(),))
+    return Sharding((1, math.prod(shape)), mesh, tuple(map(_along_columns, placements)))
 
 
 @_kept
@@ -242,5 +242,5 @@ def _local_values(part: Part, name: str, value: Tensor) -> Tensor:
 
 
 def _cut(part: Part, whole: Tensor) -> Tensor:
-    region = part.lies.region(sharding.rank_in(part.param))
+    region = part.lies.region(sharding.rank_in(part.param, part.lies))
     return whole.reshape(part.lies.shape)[region.slices].reshape(part.local.shape)

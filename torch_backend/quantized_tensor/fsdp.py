@@ -14,10 +14,14 @@ The hooks know nothing of sharding: `plans.gather_weight` says how long the chun
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,47 +39,68 @@ if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 
-class Place(NamedTuple):
-    """Where a shard lies in the gather.
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's share in the gather of a weight: what the plan says of it, looked up at every gather in one go.
 
     Attributes:
         gather: the plan's step.
         rank: this rank's position in the shard mesh.
         base: what the shard mesh divides.
-        data_rank: this rank's coordinate on all axes that divide the batch (`data_rank`).
+        row, rows: where this rank's rows begin in the base, and how many they are.
+        codes_chunk, scales_chunk: rows of codes and of scales that every rank sends.
+        scales_size: rows of scales that the whole weight has.
+        index: int32, where these lie in what all ranks sent; None where they come first, one after another.
+        first: position of the rank whose tensor scale counts.
     """
 
     gather: Gather
     rank: int
     base: Base
-    data_rank: int
+    row: int
+    rows: int
+    codes_chunk: int
+    scales_chunk: int
+    scales_size: int
+    index: np.ndarray | None
+    first: int
 
 
 class Sent(NamedTuple):
     """What the hook before the gather tells the one after it.
 
     Attributes:
-        place: where the shard lies.
+        share: this rank's.
+        data_rank: its coordinate on all axes that divide the batch (`data_rank`).
         scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
     """
 
-    place: Place
+    share: Share
+    data_rank: int
     scales: Tensor
     tensor_scale: Tensor | None
 
 
-def send(place: Place, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> tuple[tuple[Tensor, ...], Sent]:
+def keeping_signature(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook with its signature worked out: FSDP2 asks `inspect.signature` for it at every gather."""
+    setattr(hook, "__signature__", inspect.signature(hook))  # noqa: B010
+    return hook
+
+
+def send(
+    share: Share, mesh: DeviceMesh, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
+) -> tuple[tuple[Tensor, ...], Sent]:
     """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
 
     Args:
-        place: where the shard lies.
+        share: this rank's.
+        mesh: the one-dimensional mesh over which FSDP shards.
         codes, scales, tensor_scale: of this rank's rows.
     """
-    gather, rank, *_ = place
-    parts = [_lengthened(codes, gather.stored(rank).chunk), _lengthened(scales, gather.scales(rank).chunk)]
+    parts = (_lengthened(codes, share.codes_chunk), _lengthened(scales, share.scales_chunk))
     if tensor_scale is not None:
-        parts.append(tensor_scale.view(1))
-    return tuple(parts), Sent(place, scales, tensor_scale)
+        parts = (*parts, tensor_scale.view(1))
+    return parts, Sent(share, data_rank(mesh), scales, tensor_scale)
 
 
 def receive(
@@ -91,72 +116,69 @@ def receive(
 
     Returns:
         The first time the weight, and the tensors that FSDP2 is to free and allocate with it; then None.
+
+    Raises:
+        ValueError: FSDP2 is to reshard the weight to a smaller mesh after the forward.
     """
     from .tensor import QuantizedTensor
 
     own = _own_memory(gathered, sent)
     if out is not None:
-        whole = local_of(out)
-        assert isinstance(whole, QuantizedTensor)
-        for into, values in zip((whole.scales, whole.tensor_scale), own, strict=True):
-            if into is not None and values is not None:
-                # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
-                with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
-                    into.copy_(values)
+        _refill(out, own)
         return None
-    gather, rank, base, _ = sent.place
-    elements = gather.elements(rank)
-    assert elements.head, "shards by torch's chunk rule lie one after another"
-    assert gather.format is not None
-    codes = gathered[0][: elements.size]
+    _refuse_smaller_mesh()
+    share = sent.share
+    assert share.gather.format is not None
+    codes = gathered[0][: share.base.shape[0]]
     scales, tensor_scale = (None if values is None else values.clone() for values in own)
     derived = tuple(values for values in (scales, tensor_scale) if values is not None)
     if scales is None:
-        scales = gathered[1][: gather.scales(rank).size]
+        scales = gathered[1][: share.scales_size]
     if tensor_scale is None and len(gathered) > 2:
-        tensor_scale = gathered[2][gather.first(rank)]
-    geometry = Geometry(base.origin, gathered=True, data_rank=sent.place.data_rank)
-    return QuantizedTensor(codes, scales, tensor_scale, gather.format, base.shape[-1], dtype, geometry), derived
+        tensor_scale = gathered[2][share.first]
+    geometry = Geometry(share.base.origin, gathered=True, data_rank=sent.data_rank)
+    return QuantizedTensor(codes, scales, tensor_scale, share.gather.format, share.base.shape[-1], dtype, geometry), derived
 
 
 def _own_memory(gathered: tuple[Tensor, ...], sent: Sent) -> tuple[Tensor | None, Tensor | None]:
     """Scales and tensor scale where they are no heads of what was gathered, and so aren't refilled with it; else None."""
     if len(gathered) == 1:
         return sent.scales, sent.tensor_scale
-    gather, rank, *_ = sent.place
-    if gather.scales(rank).head:
+    if sent.share.index is None:
         return None, None
-    return gathered[1].index_select(0, _index(gather, rank, gathered[1].device)), None
+    return gathered[1].index_select(0, _index(sent.share, gathered[1].device)), None
 
 
-@lru_cache(maxsize=4096)
-def _index(gather: Gather, rank: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(gather.scales(rank).index).to(device)
+def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
+    """Writes scales and tensor scale into those of the whole weight."""
+    for name, values in zip(("scales", "tensor_scale"), own, strict=True):
+        if values is not None:
+            into = getattr(local_of(out), name)
+            # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
+            with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
+                into.copy_(values)
 
 
-def place(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> Place:
-    """Where a shard lies in the gather over the one-dimensional mesh over which FSDP shards.
+def share(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> Share:
+    """A shard's share in the gather over the one-dimensional mesh over which FSDP shards.
 
     Raises:
-        ValueError: it isn't what `fully_shard` puts on this rank, or is to be resharded to a smaller mesh after the forward.
+        ValueError: it isn't what `fully_shard` puts on this rank.
     """
-    _refuse_smaller_mesh()
-    world, rank = mesh.size(), mesh.get_local_rank()
-    base = geometry.base
+    world, rank, base = mesh.size(), mesh.get_local_rank(), geometry.base
     if base is None:
         raise ValueError(
             f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "
             "weight, instead of building a DTensor of shards"
         )
-    gather = _gather(format, base, world)
-    start, size = gather.sharding.span(0, rank)
-    row = base.origin[0] + (start if len(shape) == 2 else 0)
-    if shape[0] != size or (size and geometry.origin not in (None, (row, base.origin[1]))):
+    found = _share(format, base, world, rank)
+    row = base.origin[0] + (found.row if len(shape) == 2 else 0)
+    if shape[0] != found.rows or (found.rows and geometry.origin not in (None, (row, base.origin[1]))):
         raise ValueError(
-            f"rank {rank} of {world} must hold {size} rows from row {row} of a weight of shape {base.shape}, got {shape[0]} "
-            f"rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
+            f"rank {rank} of {world} must hold {found.rows} rows from row {row} of a weight of shape {base.shape}, got "
+            f"{shape[0]} rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
         )
-    return Place(gather, rank, base, data_rank(mesh))
+    return found
 
 
 def data_rank(mesh: DeviceMesh) -> int:
@@ -185,15 +207,26 @@ def _innermost_axis(root: DeviceMesh, mesh: DeviceMesh) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _gather(format: Format, base: Base, world: int) -> Gather:
+def _share(format: Format, base: Base, world: int, rank: int) -> Share:
     sharding = Sharding(base.shape, Mesh((world,), ("fsdp",)), (Shard(0),))
-    (step,) = plans.gather_weight(format, sharding, ("fsdp",), origin=base.origin).steps
-    assert isinstance(step, Gather)
-    return step
+    (gather,) = plans.gather_weight(format, sharding, ("fsdp",), origin=base.origin).steps
+    assert isinstance(gather, Gather)
+    assert gather.elements(rank).head, "shards by torch's chunk rule lie one after another"
+    scales = gather.scales(rank)
+    chunks = (gather.stored(rank).chunk, scales.chunk)
+    index = None if scales.head else scales.index
+    return Share(gather, rank, base, *sharding.span(0, rank), *chunks, scales.size, index, gather.first(rank))
+
+
+@lru_cache(maxsize=4096)
+def _index(share: Share, device: torch.device) -> Tensor:
+    return torch.from_numpy(share.index).to(device)
 
 
 def _lengthened(part: Tensor, length: int) -> Tensor:
     """The tensor with anything behind it up to this length: what lies there in its memory, or zeros."""
+    if part.shape[0] == length and part.is_contiguous():
+        return part
     end = part.storage_offset() + length * part.stride(0)
     if part.is_contiguous() and end * part.itemsize <= part.untyped_storage().nbytes():
         return part.as_strided((length, *part.shape[1:]), part.stride())

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from blockfp.placement import Mesh, Region, Replicate, Sharding, from_dtensor
+from blockfp.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+else:
+    DTensor = ()
 
 ONE_RANK = Mesh((1,), ("one",))
+
+# An optimizer step asks the same of the same values for every parameter.
+_kept = lru_cache(maxsize=4096)
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """The device mesh of a DTensor, or None for a plain tensor."""
-    if not dist.is_available():
-        return None
-    from torch.distributed.tensor import DTensor
-
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
@@ -45,14 +47,17 @@ def sharding_of(tensor: Tensor) -> Sharding:
     return _sharding(tuple(tensor.shape), core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@lru_cache(maxsize=4096)
-def _sharding(shape: tuple[int, ...], mesh: Mesh, placements: tuple) -> Sharding:
+@_kept
+def _sharding(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> Sharding:
     return Sharding(shape, mesh, placements)
 
 
 def core_mesh(mesh: DeviceMesh) -> Mesh:
     """The core's value of a device mesh: its shape and names."""
-    return Mesh(tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()))
+    return _mesh(tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()))
+
+
+_mesh = _kept(Mesh)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -63,8 +68,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor if mesh_of(tensor) is None else tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def rank_in(tensor: Tensor) -> int:
+def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
     """This rank's number in the mesh of `sharding_of(tensor)`; 0 for a plain tensor.
+
+    Args:
+        tensor: a DTensor or a plain tensor.
+        lies: `sharding_of(tensor)`, where it is at hand.
 
     Raises:
         ValueError: this rank is not in the mesh.
@@ -75,23 +84,28 @@ def rank_in(tensor: Tensor) -> int:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh} of the tensor")
-    return core_mesh(mesh).rank(coordinate)
+    return (lies.mesh if lies is not None else core_mesh(mesh)).rank(coordinate)
 
 
-def region_of(tensor: Tensor) -> Region:
-    """What this rank holds of a tensor, as a box of the unsharded one.
+def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
+    """What this rank holds of a tensor, as a box of the unsharded one; arguments as for `rank_in`.
 
     Raises:
         ValueError: the local tensor is not of the shape that the placements mean.
     """
-    region = sharding_of(tensor).region(rank_in(tensor))
+    lies = sharding_of(tensor) if lies is None else lies
+    region = _region(lies, rank_in(tensor, lies))
     local = local_of(tensor)
     if tuple(local.shape) != region.shape:
         raise ValueError(
-            f"a tensor that lies {sharding_of(tensor)} has shape {region.shape} on this rank, but its local tensor has "
-            f"{tuple(local.shape)}"
+            f"a tensor that lies {lies} has shape {region.shape} on this rank, but its local tensor has {tuple(local.shape)}"
         )
     return region
+
+
+@_kept
+def _region(sharding: Sharding, rank: int) -> Region:
+    return sharding.region(rank)
 
 
 def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:

@@ -185,10 +185,11 @@ class QuantizedTensor(Tensor):
         parts = (inner["codes"], inner["scales"], inner.get("tensor_scale"))
         return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
 
+    @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
-        place = fsdp.place(self.format, self.shape, self.geometry, mesh)
-        return fsdp.send(place, self.codes, self.scales, self.tensor_scale)
+        share = fsdp.share(self.format, self.shape, self.geometry, mesh)
+        return fsdp.send(share, mesh, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None

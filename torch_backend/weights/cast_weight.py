@@ -115,6 +115,7 @@ class CastWeight(Tensor):
             codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
         return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
+    @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
         base = (
@@ -122,11 +123,11 @@ class CastWeight(Tensor):
             if self.cut is None
             else Base(self.whole, _lies(self, self.cut).region(self.cut.rank).origin)
         )
-        place = fsdp.place(self.format, self.shape, Geometry(None, base), mesh)
-        sharding, rank = place.gather.sharding, place.rank
+        share = fsdp.share(self.format, self.shape, Geometry(None, base), mesh)
+        sharding, rank = share.gather.sharding, share.rank
         groups: dict[str, str] = {"fsdp": mesh.get_group().group_name}
         if self.cut is not None:
-            sharding, rank = _lies(self, self.cut, mesh.size()), place.rank * self.cut.ranks + self.cut.rank
+            sharding, rank = _lies(self, self.cut, mesh.size()), share.rank * self.cut.ranks + self.cut.rank
             groups["tp"] = self.cut.group
         region = sharding.region(rank)
         (step,) = plans.quantize_shards(self.format, sharding).steps
@@ -135,7 +136,7 @@ class CastWeight(Tensor):
         parts = kernels_for(self.values).quantize(
             self.values, self.format, nominal=name_of(self.dtype), origin=region.origin, amax=amax
         )
-        return fsdp.send(place, *parts)
+        return fsdp.send(share, mesh, *parts)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None

@@ -107,13 +107,13 @@ def _parameter(param: Tensor, values: Tensor, key: Key | None) -> _Parameter:
             f"values must be placed like their parameter, {sharding.sharding_of(param)}, got {sharding.sharding_of(values)}: "
             "redistribute them first"
         )
-    values, region = sharding.local_of(values), sharding.region_of(param)
+    lies = sharding.sharding_of(param)
+    values, region = sharding.local_of(values), sharding.region_of(param, lies)
     if sharding.mesh_of(param) is None:
         region = Region((*region.start[:-2], *local.origin), region.shape)
     if local.origin != region.origin and not region.empty:
         raise ValueError(
-            f"a parameter that lies {sharding.sharding_of(param)} begins at {region.origin} on this rank, but its local tensor "
-            f"says {local.origin}"
+            f"a parameter that lies {lies} begins at {region.origin} on this rank, but its local tensor says {local.origin}"
         )
     if tuple(values.shape) != region.shape or values.device != local.device:
         raise ValueError(
@@ -121,8 +121,7 @@ def _parameter(param: Tensor, values: Tensor, key: Key | None) -> _Parameter:
             f"{tuple(values.shape)} on {values.device}"
         )
     numerics.check_input(values)
-    plan = plans.quantize_shards(local.format, sharding.sharding_of(param), stochastic=key is not None)
-    (step,) = plan.steps
+    (step,) = plans.quantize_shards(local.format, lies, stochastic=key is not None).steps
     assert isinstance(step, Quantize)
     return _Parameter(values.detach(), step, region, lambda axis: sharding.group_name(param, axis), local, key)
 
