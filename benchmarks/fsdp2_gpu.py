@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import gc
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -143,37 +141,22 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         step()
     with received_bytes() as received:
         step()
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = [timed(step) if cuda else 0.0 for _ in range(options.steps)]
+    times: list[float] = []
+    peak = ranks.peak_bytes(lambda: times.extend(ranks.timed(step) for _ in range(options.steps)))
     host = statistics.median([host_time(step) for _ in range(3)])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
-    found = torch.tensor([statistics.median(times), host, peak], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    ms, host, peak = ranks.slowest((statistics.median(times), host, peak / 2**30), device)
     if options.profile and dist.get_rank() == 0:
         print_profile(step)
     elif options.profile:
         step()
     return {
         "contender": name,
-        "ms": round(float(found[0]), 2),
-        "host_ms": round(float(found[1]), 2),
-        "peak_gib": round(float(found[2]), 2),
+        "ms": round(ms, 2),
+        "host_ms": round(host, 2),
+        "peak_gib": round(peak, 2),
         "gathered_mb": round(sum(received) / 1e6, 1),
         "parameters": parameters,
     }
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Milliseconds of one step on this rank's GPU."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def print_profile(step: Callable[[], None]) -> None:
@@ -209,36 +192,15 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print where a step's time goes")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = ranks.start()
     # torchao's layers compile anew for every block.
     torch._dynamo.config.recompile_limit = 4 * options.layers
-    rank, rows = dist.get_rank(), []
-    for name in options.contenders.split(","):
-        try:
-            rows.append(measure(name, options, device))
-        except ImportError as error:
-            rows.append({"contender": name, "left_out": str(error)})
-        if rank == 0:
-            print(rows[-1], flush=True)
-        torch._dynamo.reset()
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-    if rank == 0:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        where = {"gpu": torch.cuda.get_device_name() if cuda else "CPU", "gpus": dist.get_world_size()}
-        sizes = {key: getattr(options, key) for key in ("model", "tokens", "length", "width", "hidden", "layers")}
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"fsdp2-{options.model}-{where['gpus']}x{options.tokens}-{date[:10]}.json"
-        about = {"date": date, "torch": torch.__version__, "cuda": torch.version.cuda}
-        path.write_text(json.dumps({**about, **where, **sizes, "rows": rows}, indent=1) + "\n")
-        print(path)
-    dist.barrier()
-    dist.destroy_process_group()
+    rows = ranks.measured(options.contenders.split(","), lambda name: measure(name, options, device))
+    sizes = {key: getattr(options, key) for key in ("model", "tokens", "length", "width", "hidden", "layers")}
+    date = datetime.datetime.now(datetime.UTC).date()
+    path = options.out / f"fsdp2-{options.model}-{dist.get_world_size()}x{options.tokens}-{date}.json"
+    ranks.report(path, rows, **sizes)
+    ranks.finish()
 
 
 if __name__ == "__main__":

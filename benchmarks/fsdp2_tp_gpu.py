@@ -1,27 +1,35 @@
 """A training step under FSDP2 x tensor parallelism with sequence parallelism, on 4 GPUs: blockfp's recipes beside bf16.
 
     torchrun --nproc-per-node 4 benchmarks/fsdp2_tp_gpu.py                    # FSDP 2 x TP 2, a transformer of 1.0B parameters
+    torchrun --nproc-per-node 4 benchmarks/fsdp2_tp_gpu.py --mode reduce-overhead       # the same in CUDA graphs
+    torchrun --nproc-per-node 1 benchmarks/fsdp2_tp_gpu.py --memory --contenders mxfp8  # what the wrapping itself takes
 
 Milliseconds a step (the median of timed steps, slowest rank), peak memory of a rank, and the megabytes that a rank receives in
 a step: weights and gradients of FSDP2, activations and gradients of tensor parallelism. "bf16" are torch's own layers, cut by
 its own `parallelize_module`; every contender has the same shapes and its blocks compiled.
+
+Gathers count as a whole, of which the other ranks' share has travelled. In blocks of one row an operand is gathered rowwise
+and columnwise, one byte an element each in FP8, which is what bf16 sends at once; with one scale per tensor the gradient's
+other orientation is derived. docs/parallelism.md has the table.
+
+`--memory` is for one GPU: the peak of a step where the weights are DTensors on a mesh of one rank, with and without sequence
+parallelism, beside the same model never parallelized.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
-import json
-import os
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp2_gpu import timed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -49,13 +57,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
 
 
-def block(name: str, options: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
-    """One block of a contender, cut over the tensor-parallel mesh."""
+def block(name: str, options: argparse.Namespace, mesh: DeviceMesh, **parallel: Any) -> nn.Module:
+    """One block of a contender, cut over the tensor-parallel mesh as `parallel` says; whole without it."""
     if name != "bf16":
         layer = bfp.TransformerLayer(
             options.width, options.hidden, options.width // 128, bias=False, recipe=name, norm="rms_norm", eps=1e-6
         )
-        return bfp.parallelize(layer, mesh, sequence_parallel=True, reduce_format=options.reduce_format)
+        return bfp.parallelize(layer, mesh, **parallel) if parallel else layer
     column, row = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     norm = SequenceParallel(use_local_output=True)
     plan = {"norm": norm, "mlp_norm": norm, "qkv": column, "up": column, "out": row, "down": row}
@@ -80,48 +88,70 @@ class ReceivedBytes(TorchDispatchMode):
         return result
 
 
-def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict:
+def training(
+    name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device, *, compiled: bool = True, **parallel: Any
+) -> tuple[Callable[[], None], int]:
+    """One training step of a contender, and how many parameters it has."""
     torch.manual_seed(0)
     with torch.device(device):
-        blocks = [block(name, options, mesh["tp"]) for _ in range(options.layers)]
+        blocks = [block(name, options, mesh["tp"], **parallel) for _ in range(options.layers)]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for each in blocks:
-        each.compile(fullgraph=name != "bf16", backend=options.backend)
+        if compiled:
+            each.compile(fullgraph=name != "bf16", backend=options.backend, mode=options.mode)
         fully_shard(each, mesh=mesh["dp"], mp_policy=policy)
     model = fully_shard(nn.Sequential(*blocks), mesh=mesh["dp"], mp_policy=policy)
-    parameters = sum(p.numel() for p in model.parameters())
     if name == "bf16":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     else:
         optimizer = bfp.AdamW(model.parameters(), lr=1e-4)
     shape = (options.tokens // options.length, options.length // mesh["tp"].size(), options.width)
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+    # In a CUDA graph its gradient would be overwritten by the next step's.
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=options.mode is None)
     gradient = torch.randn_like(x)
 
     def step():
         model(x).backward(gradient)
         optimizer.step()
         optimizer.zero_grad()
+        x.grad = None
         bfp.update_scales(model)
 
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def measure(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    parallel = {"sequence_parallel": True, "reduce_format": options.reduce_format}
+    step, parameters = training(name, options, mesh, device, **parallel)
     with torch.compiler.set_stance("force_eager"), ReceivedBytes() as received:
         step()
     for _ in range(3):
         step()
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    times = [timed(step) if cuda else 0.0 for _ in range(options.steps)]
-    found = torch.tensor([statistics.median(times), torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    times: list[float] = []
+    peak = ranks.peak_bytes(lambda: times.extend(ranks.timed(step) for _ in range(options.steps)))
+    ms, peak = ranks.slowest((statistics.median(times), peak / 2**30), device)
     return {
         "contender": name,
-        "ms": round(float(found[0]), 2),
-        "peak_gib": round(float(found[1]), 2),
+        "ms": round(ms, 2),
+        "peak_gib": round(peak, 2),
         "received_mb": {kind: round(size / 1e6, 2) for kind, size in sorted(received.bytes.items())},
         "parameters": parameters,
     }
+
+
+def measure_memory(name: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Peak MiB of a step of each way to wrap the model, in eager and in compiled code."""
+    ways = {"plain": {}, "tp": {"sequence_parallel": False}, "tp+sequence": {"sequence_parallel": True}}
+    row: dict[str, Any] = {"contender": name}
+    for compiled in (False, True):
+        for way, parallel in ways.items():
+            step, _ = training(name, options, mesh, device, compiled=compiled, **parallel)
+            for _ in range(3):
+                step()
+            row[f"{way} {'compiled' if compiled else 'eager'} mib"] = round(ranks.peak_bytes(step) / 2**20, 1)
+            del step
+            ranks.forget()
+    return row
 
 
 def main() -> None:
@@ -135,35 +165,23 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--reduce-format", help="of the terms of reduce-scatters, such as mxfp8_e5m2")
+    parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
+    parser.add_argument("--memory", action="store_true", help="peak memory with and without the wrapping, on one GPU")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
+    device = ranks.start()
+    tp = 1 if options.memory else options.tp
+    mesh = init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     # A graph for each block, whose parameters are others.
     torch._dynamo.config.recompile_limit = 4 * options.layers
-    rank, rows = dist.get_rank(), []
-    for name in options.contenders.split(","):
-        rows.append(measure(name, options, mesh, device))
-        if rank == 0:
-            print(rows[-1], flush=True)
-        torch._dynamo.reset()
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
-    if rank == 0:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        gpu = torch.cuda.get_device_name() if cuda else "CPU"
-        setting = {k: v for k, v in vars(options).items() if k not in ("out", "contenders")}
-        report = {"date": date, "gpu": gpu, "ranks": dist.get_world_size(), "torch": torch.__version__, **setting, "rows": rows}
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "fsdp2_tp.json").write_text(json.dumps(report, indent=1))
-    dist.barrier()
-    os._exit(0)
+    kind, run = ("memory", measure_memory) if options.memory else (options.mode or "default", measure)
+    rows = ranks.measured(options.contenders.split(","), lambda name: run(name, options, mesh, device))
+    setting = {k: v for k, v in vars(options).items() if k not in ("out", "contenders")}
+    date = datetime.datetime.now(datetime.UTC).date()
+    path = options.out / f"fsdp2-tp-{kind}-{dist.get_world_size()}x{options.tokens}-{date}.json"
+    ranks.report(path, rows, **setting)
+    ranks.finish()
 
 
 if __name__ == "__main__":
