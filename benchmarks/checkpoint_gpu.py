@@ -3,19 +3,20 @@
     torchrun --nproc-per-node 4 benchmarks/checkpoint_gpu.py --folder /tmp/run --tp 2
     torchrun --nproc-per-node 2 benchmarks/checkpoint_gpu.py --folder /tmp/run --load
 
-Prints seconds (the slowest rank's), bytes on the disk, and for how long a save behind the training's back stops it. The second
+Seconds (the slowest rank's), gigabytes on the disk, and for how long a save behind the training's back stops it. The second
 line loads what the first saved, on another mesh, holds everything against it, and takes another step.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import os
 import shutil
 import time
 from pathlib import Path
 
+import ranks
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.quantized_tensor import sharding
@@ -117,26 +118,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a layer; the others are FSDP's")
     parser.add_argument("--load", action="store_true", help="load what an earlier run has saved")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = ranks.start()
     if not options.load and dist.get_rank() == 0:
         shutil.rmtree(options.folder, ignore_errors=True)
-    model, optimizer = build(options, device)
-    if options.load:
-        result = load(model, optimizer, options)
-    else:
-        step(model, optimizer, options, device)
-        result = {**save(model, optimizer, options), **load(model, optimizer, options)}
+    built = []
+    row = {"build_s": timed(lambda: built.append(build(options, device)))}
+    ((model, optimizer),) = built
+    if not options.load:
+        row["step_s"] = timed(lambda: step(model, optimizer, options, device))
+        row |= save(model, optimizer, options)
+    row |= load(model, optimizer, options)
     step(model, optimizer, options, device)
+    world = dist.get_world_size()
+    row = {name: round(value, 2) for name, value in row.items()}
+    about = {
+        "recipe": options.recipe,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "mesh": f"fsdp={world // options.tp} x tp={options.tp}",
+    }
     if dist.get_rank() == 0:
-        parameters = sum(param.numel() for param in model.parameters())
-        mesh = f"fsdp={dist.get_world_size() // options.tp} x tp={options.tp}"
-        print(json.dumps({"recipe": options.recipe, "parameters": parameters, "mesh": mesh, **result}))
-    dist.barrier()
-    dist.destroy_process_group()
+        print(about | row, flush=True)
+    date = datetime.datetime.now(datetime.UTC).date()
+    ranks.report(options.out / f"checkpoint-{'load-' if options.load else ''}{world}-gpus-{date}.json", [row], **about)
+    ranks.finish()
 
 
 if __name__ == "__main__":

@@ -121,6 +121,8 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         for module in modules.values():
             device = next(module.parameters(recurse=False)).device
             module.observed = torch.zeros((len(OPERANDS), _FIGURES), dtype=torch.float64, device=device)
+            # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
+            torch._dynamo.mark_static_address(module.observed, guard=False)
         yield Observation(modules)
     finally:
         for module in modules.values():
