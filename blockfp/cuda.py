@@ -1,22 +1,22 @@
 """The CUDA kernel library: quantize, dequantize and their parts for torch CUDA tensors, with the definition's bits.
 
-The library is loaded on first use and only where a CUDA device is. `pip install` builds it where asked
-(`-Ccmake.define.BLOCKFP_CUDA=ON`); otherwise, where nvcc is, the first use builds it into a cache whose key is the sources, the
-flags and the compiler. The functions have the contract of `blockfp.numerics`; `quantize_both` adds the transposed
-direction from the same read. They enqueue work on the current stream, wait for nothing, and may be captured in a graph.
+The functions have the contract of `blockfp.numerics`; `quantize_both` adds the transposed direction from the same read. They
+enqueue work on the current stream, wait for nothing, and may be captured in a graph.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import bits, layout
 from .bits import Array
 from .checks import check_codes, check_input, check_output_dtype, check_scales, check_square
-from .cuda_build import device_count, find_or_build, where
+from .cuda_library import available as available
+from .cuda_library import library as library
+from .cuda_library import status as status
 from .formats import Format
 from .kernel_formats import format_numbers, largest_multiplier
 from .numerics import Amax, Origin, Quantized
@@ -24,77 +24,6 @@ from .rounding import key_words
 
 if TYPE_CHECKING:
     from .step_table import Step
-
-_NO_DEVICE = "no CUDA device is here"
-
-_library: Any = None
-_why_not = ""
-
-
-def available() -> bool:
-    """Whether the CUDA library is there and a device to run it; loads (and may build) it the first time."""
-    return _load() is not None
-
-
-def status() -> str:
-    """One line: which library runs or would run, or why there is none. It loads and builds nothing."""
-    if _library is not None:
-        return str(_library.path)
-    if not _why_not and device_count() > 0:
-        try:
-            path = where()
-        except (OSError, RuntimeError) as error:
-            return _missing(f"{type(error).__name__}: {error}")
-        return str(path) if path.is_file() else f"not built yet: their first use builds {path}"
-    return _missing(_why_not or _NO_DEVICE)
-
-
-def _missing(why: str) -> str:
-    return f"no CUDA kernels: {why}; the definition runs instead, with the same bits"
-
-
-class _Library:
-    """The library's functions, looked up once; kernels/cuda/exports.cu says what they take."""
-
-    def __init__(self, path):
-        import tvm_ffi
-
-        module = tvm_ffi.load_module(str(path))
-        self.path = path
-        self.amax = module.amax
-        self.amax_blocks = module.amax_blocks
-        self.quantize = module.quantize
-        self.encode = module.encode
-        self.dequantize = module.dequantize
-        self.transpose = module.transpose
-        self.interleave = module.interleave
-        self.fold_keys = module.fold_keys
-        self.adamw = module.adamw
-
-
-def _load() -> Any:
-    global _library, _why_not
-    if _library is None and not _why_not:
-        if device_count() == 0:
-            _why_not = _NO_DEVICE
-            return None
-        try:
-            _library = _Library(find_or_build())
-        except (ImportError, OSError, AttributeError, RuntimeError) as error:
-            _why_not = f"{type(error).__name__}: {error}"
-    return _library
-
-
-def library() -> Any:
-    """The library's functions, for callers that bring their own arrays.
-
-    Raises:
-        RuntimeError: there is none; the message says why.
-    """
-    found = _library or _load()
-    if found is None:
-        raise RuntimeError(status())
-    return found
 
 
 class Both(NamedTuple):
@@ -140,16 +69,23 @@ def _key(key: Any, x: Array) -> Any:
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
 
-def _outputs(x: Array, shape, format: Format, origin: Origin) -> tuple[Array, Array]:
+@lru_cache(maxsize=4096)
+def _shapes(shape: tuple[int, ...], format: Format, origin: Origin) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return layout.codes_shape(shape, format), layout.scales_shape(shape, format, origin)
+
+
+def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
+    """Codes and scales of an array of this shape, beside x and not filled."""
     torch = _torch()
-    codes = x.new_empty(layout.codes_shape(shape, format), dtype=torch.uint8)
+    codes, scales = _shapes(shape, format, origin)
     scale_dtype = torch.float32 if format.scale.dtype == "float32" else torch.uint8
-    return codes, x.new_empty(layout.scales_shape(shape, format, origin), dtype=scale_dtype)
+    return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=scale_dtype)
 
 
-def _limits(x: Array, format: Format, eps: float, nominal: str | None) -> tuple[int, int]:
-    largest = largest_multiplier(format, eps, nominal or bits.dtype_name(x))
-    return bits.constant_bits(eps), largest
+@lru_cache(maxsize=4096)
+def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """fp32 bits of eps and of the largest multiplier."""
+    return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
@@ -177,11 +113,16 @@ def quantize(
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
+    out: Quantized | None = None,
 ) -> Quantized:
-    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are."""
+    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are.
+
+    Args:
+        out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
+    """
     _check(x)
     format = Format.parse(format)
-    row, _ = _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False)
+    row, _ = _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out)
     return row
 
 
@@ -211,41 +152,43 @@ def quantize_both(
     return Both(*_quantize(x, format, key, eps, nominal, origin, shape, None, columns=True, rotate=rotate, rows=rows))
 
 
-def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True) -> tuple[Any, Any]:
-    run, torch = library(), _torch()
-    eps_bits, largest = _limits(x, format, eps, nominal)
+def _quantize(
+    x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None
+) -> tuple[Any, Any]:
+    run, torch, two_level = library(), _torch(), format.scale.two_level
+    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
-    codes, scales = _outputs(x, x.shape, format, origin) if rows else (None, None)
-    shape_t = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+    *leading, height, width = x.shape
+    codes = scales = tensor_scale = None
+    if out is not None:
+        codes, scales, tensor_scale = out
+    elif rows:
+        codes, scales = _outputs(x, (*leading, height, width), format, origin)
+    if two_level and tensor_scale is None:
+        # A rotated direction has a tensor amax and scale of its own.
+        tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32)
     x = _stack(x)
-    # A rotated direction has a tensor amax and scale of its own.
-    tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32) if format.scale.two_level else None
     place = (*origin, *(shape or (0, 0)))
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
-    tensor_amax = None
     # Amaxes of whole blocks are those that the kernel finds itself.
-    whole = phase == (0, 0) and x.shape[-2] % block[0] == 0 and x.shape[-1] % block[1] == 0
-    if given is not None and not whole:
-        _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
-        return Quantized(codes, scales, tensor_scale), None
-    adjacent = x.stride(-1) == 1 or x.shape[-1] == 1 or x.numel() == 0
-    if (phase[0] | phase[1]) % 8 or not adjacent:
+    whole = phase == (0, 0) and height % block[0] == 0 and width % block[1] == 0
+    adjacent = width == 1 or x.stride(-1) == 1 or x.numel() == 0
+    if (given is not None and not whole) or (phase[0] | phase[1]) % 8 or not adjacent:
         if columns:
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
-        _encode(
-            run, x, format, given or amax(x, format, origin=origin), key, codes, scales, tensor_scale, eps_bits, largest, place
-        )
+        given = given or amax(x, format, origin=origin)
+        _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
         return Quantized(codes, scales, tensor_scale), None
-    measure = False
-    if format.per_tensor or format.scale.two_level:
-        measure = given is None
-        tensor_amax = x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
+    measure, tensor_amax = False, None
+    if format.per_tensor or two_level:
         if given is not None:
             tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
+        else:
+            measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
     codes_t = scales_t = None
     if columns:
-        codes_t, scales_t = _outputs(x, shape_t, format, (origin[1], origin[0]))
+        codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
     run.quantize(
         x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *format_numbers(format),
         measure, eps_bits, largest, rotate, *place,
@@ -288,9 +231,10 @@ def quantize_scaled(
     given = multiplier if amax is None else amax
     if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
         raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
-    eps_bits, largest = _limits(x, format, eps, None)
-    codes, scales = _outputs(x, x.shape, format, (0, 0)) if rows else (None, None)
-    codes_t, scales_t = _outputs(x, (x.shape[1], x.shape[0]), format, (0, 0)) if columns else (None, None)
+    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
+    shape = tuple(x.shape)
+    codes, scales = _outputs(x, shape, format) if rows else (None, None)
+    codes_t, scales_t = _outputs(x, shape[::-1], format) if columns else (None, None)
     recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
     run.quantize(
         x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format),
@@ -350,6 +294,8 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
     run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
     out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
     run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
+    if format.per_tensor:
+        return out, scales.mT
     flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
     run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
     return out, flipped

@@ -16,6 +16,7 @@ from blockfp import bits, cuda, layout
 from blockfp.formats import Format
 from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Quantized
+from blockfp.rotation import rotate
 
 if TYPE_CHECKING:
     from .array import QuantizedArray
@@ -55,13 +56,19 @@ def _absent(dtype) -> jax.Array:
     return jnp.zeros((0,), dtype)
 
 
-def tensor_amax(x: jax.Array) -> jax.Array:
-    """int32 fp32 bits of the largest magnitude of x, NaN ignored; of shape (1,)."""
-    return _call("amax", jax.ShapeDtypeStruct((1,), jnp.int32), x)
+def tensor_amax(x: jax.Array, *, rotated: bool = False) -> jax.Array:
+    """int32 [1]: fp32 bits of the largest magnitude of x, NaN ignored; `rotated` adds that of rotate(x.mT)."""
+    return _call("amax", jax.ShapeDtypeStruct((2 if rotated else 1,), jnp.int32), x)
 
 
 def quantize(
-    x: jax.Array, format: Format, *, key: jax.Array | None = None, nominal: str | None = None, amax: jax.Array | None = None
+    x: jax.Array,
+    format: Format,
+    *,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
 ) -> Quantized:
     """`numerics.quantize`.
 
@@ -69,22 +76,56 @@ def quantize(
         x: [..., rows, columns].
         format: the format.
         key: uint32 of shape (2,), or None to round to nearest.
-        nominal: as for `numerics.quantize`.
-        amax: int32 bits of shape (1,), the tensor's amax where the format needs one; computed by default.
+        amax: of the whole tensor, where the format needs one: int32 bits, or for FP8 per tensor float32, the multiplier itself
+            (delayed scaling); computed by default.
+        eps, nominal: as for `numerics.quantize`.
     """
-    return _quantize(x, format, key, nominal, amax, rows=True, columns=False)[0]  # pyright: ignore[reportReturnType]
+    return _quantize(x, format, key, amax, eps, nominal, rows=True)[0]  # pyright: ignore[reportReturnType]
+
+
+def quantize_columnwise(
+    x: jax.Array,
+    format: Format,
+    *,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    eps: float = 0.0,
+    rotated: bool = False,
+) -> Quantized:
+    """`quantize` of x.mT, rotated first where `rotated` says so; x is not transposed in memory."""
+    if rotated and not _rotates(format):
+        return quantize(rotate(x.mT), format, key=key, amax=amax, eps=eps)
+    return _quantize(x, format, key, amax, eps, None, columns=True, rotated=rotated)[1]  # pyright: ignore[reportReturnType]
 
 
 def quantize_both(
-    x: jax.Array, format: Format, *, key: jax.Array | None = None, nominal: str | None = None, amax: jax.Array | None = None
+    x: jax.Array,
+    format: Format,
+    *,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    eps: float = 0.0,
+    rotated: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """`quantize` of x and of x.mT from one read; a key has four words, the last two for x.mT."""
-    return _quantize(x, format, key, nominal, amax, rows=True, columns=True)  # pyright: ignore[reportReturnType]
+    """`quantize` and `quantize_columnwise` from one read; a key has four words, the last two for x.mT."""
+    if rotated and not _rotates(format):
+        keys = (None, None) if key is None else (key[:2], key[2:])
+        row = quantize(x, format, key=keys[0], amax=amax, eps=eps)
+        return row, quantize(rotate(x.mT), format, key=keys[1], amax=amax, eps=eps)
+    return _quantize(x, format, key, amax, eps, None, rows=True, columns=True, rotated=rotated)  # pyright: ignore[reportReturnType]
 
 
-def _quantize(x, format, key, nominal, amax, *, rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
-    if amax is None and (format.per_tensor or format.scale.two_level):
-        amax = tensor_amax(x)
+def _rotates(format: Format) -> bool:
+    """Whether the kernels rotate before they quantize into a format; for the others XLA does."""
+    return format.scale.two_level and not format.square
+
+
+def _quantize(
+    x, format, key, amax, eps, nominal, *, rows=False, columns=False, rotated=False
+) -> tuple[Quantized | None, Quantized | None]:
+    two_level = format.scale.two_level
+    if amax is None and (format.per_tensor or two_level):
+        amax = tensor_amax(x, rotated=rotated)
     m, n = x.shape[-2:]
     swapped = (*x.shape[:-2], n, m)
 
@@ -97,28 +138,33 @@ def _quantize(x, format, key, nominal, amax, *, rows: bool, columns: bool) -> tu
             jax.ShapeDtypeStruct(layout.scales_shape(shape, format), scales),
         ]
 
-    tensor_scale = jax.ShapeDtypeStruct((1 if format.scale.two_level else 0,), jnp.float32)
+    # A rotated direction has a tensor amax and scale of its own.
+    directions = 2 if rotated else 1
     codes, scales, tensor_scale, codes_t, scales_t = _call(
         "quantize",
-        [*outputs(x.shape, rows), tensor_scale, *outputs(swapped, columns)],
+        [
+            *outputs(x.shape, rows),
+            jax.ShapeDtypeStruct((directions if two_level else 0,), jnp.float32),
+            *outputs(swapped, columns),
+        ],
         x,
-        _absent(jnp.int32) if amax is None else amax.reshape(1),
+        _absent(jnp.int32) if amax is None else amax.reshape(directions),
         _absent(jnp.int32),
         _absent(jnp.uint32) if key is None else key,
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
         measure=0,
-        eps_bits=0,
-        largest_bits=largest_multiplier(format, 0.0, nominal or bits.dtype_name(x)),
-        rotate_t=0,
+        eps_bits=bits.constant_bits(eps),
+        largest_bits=largest_multiplier(format, eps, nominal or bits.dtype_name(x)),
+        rotate_t=rotated,
         row=0,
         column=0,
         rows=0,
         columns=0,
     )
-    whole = tensor_scale.reshape(()) if format.scale.two_level else None
+    whole = (tensor_scale[0], tensor_scale[-1]) if two_level else (None, None)
     return (
-        Quantized(codes, scales, whole) if rows else None,
-        Quantized(codes_t, scales_t, whole) if columns else None,
+        Quantized(codes, scales, whole[0]) if rows else None,
+        Quantized(codes_t, scales_t, whole[1]) if columns else None,
     )
 
 

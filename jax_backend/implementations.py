@@ -115,7 +115,7 @@ def quantize(
         if choice.name == "ffi":
             from . import ffi
 
-            return ffi.quantize(x, format, key=key, nominal=nominal, amax=amax)
+            return ffi.quantize(x, format, key=key, amax=amax, eps=eps, nominal=nominal)
         from .pallas import arrays
 
         if amax is None and nominal is None:
@@ -129,7 +129,13 @@ def quantize(
 
 
 def quantize_columnwise(
-    choice: Choice, x: jax.Array, key: jax.Array | None, amax: jax.Array | None, format: Format, rotated: bool
+    choice: Choice,
+    x: jax.Array,
+    key: jax.Array | None,
+    amax: jax.Array | None,
+    format: Format,
+    eps: float,
+    rotated: bool,
 ) -> numerics.Quantized:
     """`quantize` of x.mT by the chosen implementation, rotated first where `rotated` says so."""
 
@@ -137,40 +143,46 @@ def quantize_columnwise(
         if choice.name == "ffi":
             from . import ffi
 
-            return ffi.quantize(x.mT, format, key=key, amax=amax)
+            return ffi.quantize_columnwise(x, format, key=key, amax=amax, eps=eps, rotated=rotated)
         from .pallas import arrays
 
         return arrays.columnwise_quantize(x, format, rows=False, amax=amax)[1]
 
     def definition(x, key, amax):
-        flipped = x.mT
-        return _define(rotate(flipped) if rotated else flipped, key, amax, format, 0.0, None)
+        return _define(rotate(x.mT) if rotated else x.mT, key, amax, format, eps, None)
 
     return run(choice, kernel, definition, x, key, amax)
 
 
 def quantize_both(
-    choice: Choice, x: jax.Array, amax: jax.Array | None, format: Format
+    choice: Choice,
+    x: jax.Array,
+    key: jax.Array | None,
+    amax: jax.Array | None,
+    format: Format,
+    eps: float,
+    rotated: bool,
 ) -> tuple[numerics.Quantized, numerics.Quantized]:
-    """`quantize` of x and of x.mT to nearest, by the chosen implementation."""
+    """`quantize` and `quantize_columnwise` by the chosen implementation; a key has two words for each."""
 
-    def kernel(x, amax):
+    def kernel(x, key, amax):
         if choice.name == "ffi":
             from . import ffi
 
-            return ffi.quantize_both(x, format, amax=amax)
+            return ffi.quantize_both(x, format, key=key, amax=amax, eps=eps, rotated=rotated)
         from .pallas import arrays
 
         return arrays.columnwise_quantize(x, format, rows=True, amax=amax)
 
-    def definition(x, amax):
-        row = _define(x, None, amax, format, 0.0, None)
-        if not format.square:
-            return row, _define(x.mT, None, amax, format, 0.0, None)
+    def definition(x, key, amax):
+        keys = (None, None) if key is None else (key[:2], key[2:])
+        row = _define(x, keys[0], amax, format, eps, None)
+        if not format.square or rotated or key is not None:
+            return row, _define(rotate(x.mT) if rotated else x.mT, keys[1], amax, format, eps, None)
         codes, scales = numerics.transpose(row.codes, row.scales, format, columns=x.shape[-1])
         return row, numerics.Quantized(codes, scales, row.tensor_scale)
 
-    return run(choice, kernel, definition, x, amax)
+    return run(choice, kernel, definition, x, key, amax)
 
 
 def _define(x, key, amax, format: Format, eps: float, nominal: str | None) -> numerics.Quantized:
@@ -209,14 +221,12 @@ def _refused(
     name: str, operation: str, format: Format, stochastic: bool, rotate: bool, eps: float, origin: tuple[int, int]
 ) -> str | None:
     """Why an implementation that is there doesn't do this, or None."""
-    if name == "xla":
-        return None
-    if eps:
-        return f"the kernels lift no amax, and eps is {eps}"
-    if rotate:
-        return "the kernels that JAX calls don't rotate"
     if name != "pallas":
         return None
+    if eps:
+        return f"the Pallas kernels lift no amax, and eps is {eps}"
+    if rotate:
+        return "the Pallas kernels don't rotate"
     if any(o % b for o, b in zip(origin, format.block or (1, 1), strict=True)):
         return f"the Pallas kernels begin with whole blocks, and origin {origin} lies inside one of {format}"
     if stochastic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from blockfp import plans
@@ -72,21 +73,23 @@ class _Operands:
         self.over = (lies.tensor,) if travels and lies.tensor else ()
 
     def make(self, row: Cast | None, column: Cast | None) -> Pair:
-        if row is not None and column is not None and self._one_quantization(row, column):
-            format = row.format
-            assert format is not None
-            if self.sharding is not None:
+        if row is not None and column is not None and row.format is not None and row.format is column.format:
+            if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
+                return self._from_one_read(row.format, row.stochastic, column.rotate)
+            plain = not (row.stochastic or row.rotate or column.stochastic or column.rotate)
+            if self.sharding is not None and row.format.square and plain:
                 q = self._planned(row, columnwise=False)
-                return (q, q.mT) if format.square else (q, self._planned(column, columnwise=True))
-            choice = implementations.choose(None, "both", format)
-            parts = ops.quantize_both(self.x, self.multiplier, format=format, choice=choice)
-            return of_parts(parts[0], format, self.x), of_parts(parts[1], format, self.x.mT)
+                return q, q.mT
         return tuple(None if cast is None else self._one(cast, columnwise=bool(i)) for i, cast in enumerate((row, column)))  # pyright: ignore[reportReturnType]
 
-    def _one_quantization(self, row: Cast, column: Cast) -> bool:
-        """Whether both are the same codes or can come from one read: the same format, to nearest, nothing rotated."""
-        plain = not (row.stochastic or row.rotate or column.stochastic or column.rotate)
-        return plain and row.format is not None and row.format is column.format and not eps_for(row.format, self.eps)
+    def _from_one_read(self, format: Format, stochastic: bool, rotate: bool) -> Pair:
+        eps, key = eps_for(format, self.eps), None
+        if stochastic:
+            key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
+        choice = implementations.choose(None, "both", format, stochastic=stochastic, rotate=rotate, eps=eps)
+        how = {"format": format, "choice": choice, "eps": eps, "rotate": rotate}
+        row, column = ops.quantize_both(self.x, key, self.multiplier, **how)
+        return of_parts(row, format, self.x), of_parts(column, format, self.x.mT)
 
     def _one(self, cast: Cast, *, columnwise: bool) -> Operand:
         if cast.format is None:
@@ -95,12 +98,12 @@ class _Operands:
         if self.sharding is not None:
             return self._planned(cast, columnwise=columnwise)
         key = self.keys[columnwise] if cast.stochastic else None
-        if columnwise and key is None and not cast.rotate and not eps_for(cast.format, self.eps):
-            choice = implementations.choose(None, "columnwise", cast.format)
-            q = ops.quantize_columnwise(self.x, None, self.multiplier, format=cast.format, choice=choice, rotate=False)
-            return of_parts(q, cast.format, self.x.mT)
-        x = self.x.mT if columnwise else self.x
-        return quantize_operand(x, cast, self.eps, key=key, multiplier=self.multiplier)
+        if not columnwise:
+            return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
+        how = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
+        choice = implementations.choose(None, "columnwise", cast.format, stochastic=key is not None, **how)
+        q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, choice=choice, **how)
+        return of_parts(q, cast.format, self.x.mT)
 
     def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:
         format = cast.format

@@ -42,20 +42,40 @@ def quantize(
     return implementations.quantize(choice, jax.lax.stop_gradient(x), key, amax, format, eps, nominal)
 
 
-@partial(jax.jit, static_argnames=("format", "choice", "rotate"))
+@partial(jax.jit, static_argnames=("format", "choice", "eps", "rotate"))
 def quantize_columnwise(
-    x: jax.Array, key: jax.Array | None, amax: jax.Array | None = None, *, format: Format, choice: Choice, rotate: bool
+    x: jax.Array,
+    key: jax.Array | None,
+    amax: jax.Array | None = None,
+    *,
+    format: Format,
+    choice: Choice,
+    eps: float = 0.0,
+    rotate: bool = False,
 ) -> numerics.Quantized:
-    """`quantize` of x.mT, rotated along its last axis first where `rotate` says so."""
-    return implementations.quantize_columnwise(choice, jax.lax.stop_gradient(x), key, amax, format, rotate)
+    """`quantize` of x.mT, rotated along its last axis first where `rotate` says so; `amax` is of what is quantized."""
+    return implementations.quantize_columnwise(choice, jax.lax.stop_gradient(x), key, amax, format, eps, rotate)
 
 
-@partial(jax.jit, static_argnames=("format", "choice"))
+@partial(jax.jit, static_argnames=("format", "choice", "eps", "rotate"))
 def quantize_both(
-    x: jax.Array, amax: jax.Array | None = None, *, format: Format, choice: Choice
+    x: jax.Array,
+    key: jax.Array | None = None,
+    amax: jax.Array | None = None,
+    *,
+    format: Format,
+    choice: Choice,
+    eps: float = 0.0,
+    rotate: bool = False,
 ) -> tuple[numerics.Quantized, numerics.Quantized]:
-    """`quantize` and `quantize_columnwise` to nearest, of one read of x where the implementation has a kernel for that."""
-    return implementations.quantize_both(choice, jax.lax.stop_gradient(x), amax, format)
+    """`quantize` and `quantize_columnwise`, of one read of x where the implementation has a kernel for that.
+
+    Args:
+        key: four words, two for each; or None.
+        amax: of both directions, so of no use where one is rotated.
+        x, format, choice, eps, rotate: as there.
+    """
+    return implementations.quantize_both(choice, jax.lax.stop_gradient(x), key, amax, format, eps, rotate)
 
 
 @partial(jax.jit, static_argnames=("format",))

@@ -1,7 +1,8 @@
 // The library's functions, callable through Apache TVM FFI from PyTorch, JAX (jax-tvm-ffi) and anything with DLPack.
 //
 //   amax(x, out)
-//       out: int32, one element: fp32 bits of the largest magnitude of x, NaN ignored.
+//       out: int32, one element: fp32 bits of the largest magnitude of x, NaN ignored; a second one is that of x after the random
+//       Hadamard transform of its columns.
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
 //       blocks, nan: int32, one for each block; tensor: int32, one element.
 //   quantize(x, amax?, recorded?, key?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, FORMAT,
@@ -167,8 +168,11 @@ const uint32_t* key_of(const MaybeTensor& key, int pair) {
 
 void amax(TensorView x, TensorView out) {
   const OnDevice device(x);
-  check_array(out, 1, 32, "out must be one int32");
-  device.done(launch_amax(matrices_of(x), data_of<int32_t>(out), device.stream));
+  const bool rotated = out.numel() == 2;
+  check_array(out, rotated ? 2 : 1, 32, "out must be one int32, or two");
+  int32_t* largest = data_of<int32_t>(out);
+  device.done(rotated ? launch_amax_rotated(matrices_of(x), largest, device.stream)
+                      : launch_amax(matrices_of(x), largest, device.stream));
 }
 
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,

@@ -8,11 +8,13 @@ from samples import KINDS, bits_of, sample
 
 import blockfp.jax as bfp
 from blockfp import numerics
-from blockfp.formats import FORMATS, MXFP8
+from blockfp.formats import FORMATS, MXFP8, Format
+from blockfp.rotation import rotate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 implementations = pytest.importorskip("blockfp.jax_backend.implementations")
+ops = pytest.importorskip("blockfp.jax_backend.ops")
 SHAPE = (133, 150)
 
 
@@ -46,6 +48,40 @@ def test_bits(format, name):
             q = bfp.QuantizedArray.from_parts(*parts, format=format, columns=SHAPE[1], dtype=x.dtype)
             values = numerics.dequantize(*expected, format, "bfloat16", columns=SHAPE[1])
             np.testing.assert_array_equal(bits_of(np.asarray(q.dequantize(implementation=name))), bits_of(values))
+
+
+DIRECTIONS = [
+    *((format, {}) for format in FORMATS),
+    *((format, {"eps": 2.0**-3}) for format in FORMATS if format.scale.dtype == "float32"),
+    *((format, {"key": 11}) for format in map(Format.parse, ("nvfp4", "mxfp6_e3m2", "fp8_e5m2", "fp8_e5m2_1x128"))),
+    *((format, {"rotate": True}) for format in map(Format.parse, ("nvfp4", "mxfp4_e2m1"))),
+    (Format.parse("nvfp4"), {"rotate": True, "key": 11}),
+]
+
+
+@pytest.mark.parametrize(("format", "options"), DIRECTIONS, ids=str)
+def test_directions(format, options):
+    """Both directions, from one read and columnwise alone, with what training asks of them."""
+    turned, eps, key = options.get("rotate", False), options.get("eps", 0.0), options.get("key")
+    words = None if key is None else np.array([0, key], np.uint32)
+    choices = [
+        implementations.choose(None, operation, format, stochastic=key is not None, rotate=turned, eps=eps)
+        for operation in ("columnwise", "both")
+    ]
+    for kind in ("gaussian", "special"):
+        for shape in (SHAPE, (2, 40, 24)):
+            x = sample(kind, shape, "bfloat16")
+            with np.errstate(all="ignore"):
+                flipped = np.ascontiguousarray(np.swapaxes(x, -1, -2))
+                flipped = rotate(flipped) if turned else flipped
+            expected = [numerics.quantize(each, format, eps=eps, key=key) for each in (x, flipped)]
+            how = {"format": format, "eps": eps, "rotate": turned}
+            same_parts(ops.quantize_columnwise(x, words, choice=choices[0], **how), expected[1])
+            both = ops.quantize_both(x, None if key is None else np.tile(words, 2), choice=choices[1], **how)
+            for got, want in zip(both, expected, strict=True):
+                same_parts(got, want)
+            if eps:
+                same_parts(ops.quantize(x, None, format=format, choice=choices[1], eps=eps), expected[0])
 
 
 @pytest.mark.parametrize("name", [None, *implementations.NAMES])

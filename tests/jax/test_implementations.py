@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from blockfp.jax_backend import implementations
+from blockfp.jax_backend import ffi, implementations, products
 
 import blockfp.jax as bfp
 from blockfp.formats import MXFP6, MXFP8
@@ -75,3 +75,44 @@ def test_only_inside_shard_map_are_kernels_run_on_several_devices():
     spec = jax.sharding.PartitionSpec("x")
     jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))(jnp.ones(jax.device_count()))
     assert seen == [False]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_block"])
+def test_kernels_inside_shard_map_vary_as_the_definition_does(recipe, monkeypatch):
+    """Traced as on a GPU: JAX's account of what values vary over must not depend on who makes them."""
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.sharding.PartitionSpec("fsdp")
+    placed = bfp.shard_params(bfp.quantize_params(jnp.ones((512, 256), jnp.bfloat16), recipe), mesh, cut)
+    state = bfp.delayed_state(recipe) if recipe == "fp8_delayed" else None
+    for module, name, answer in (
+        (implementations, "_has_gpu", True),
+        (implementations, "_missing", None),
+        (products, "_capability", (9, 0)),
+        (ffi, "_register", None),
+        (ffi, "cublas_version", 120900),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
+
+    def body(w, x):
+        def loss(w, x):
+            y = bfp.linear(x, w, recipe=recipe, key=3, state=state, data_axes=("fsdp",))
+            return (y if state is None else y[0]).astype(jnp.float32).sum()
+
+        return bfp.grad(loss, (0, 1))(w, x)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(bfp.partition_specs(placed), cut), out_specs=(cut, cut))
+    program = str(jax.jit(mapped).trace(placed, jnp.ones((1024, 256), jnp.bfloat16)).jaxpr)
+    assert "blockfp_quantize" in program
+    assert "blockfp_product" in program
+
+
+def test_why_cublas_gets_no_product(monkeypatch):
+    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: False)
+    assert "it needs a CUDA device" in implementations.missing_product(120900)
+    monkeypatch.setattr(implementations, "_missing", lambda name: None)
+    for found, says in ((0, "neither libcublasLt.so.13"), (120800, "cuBLASLt is 120800, and 120900 or later"), (130100, None)):
+        monkeypatch.setattr(ffi, "cublas_version", lambda found=found: found)
+        missing = implementations.missing_product(120900)
+        assert says in missing if says else missing is None
+    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: True)
+    assert implementations.missing_product(0) == "XLA may have to split the product over devices"
