@@ -8,6 +8,7 @@ import threaded
 import torch
 from parallel_operands import assert_same_operand, axes, batch_of, mesh_of, part, record_products, shard
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -144,3 +145,27 @@ def test_cut_by_heads_every_operand_is_that_of_one_process(name, kind, options, 
         wanted = [*(part(result, 1 if sequence else None, tp) for result in results), *mean]
         for got, expected in zip([y, dx, *gradients], wanted, strict=True):
             assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:all-gather of the")
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sequence"])
+def test_a_dtensor_goes_in_and_comes_out(sequence):
+    """Laid out as the layer wants its input, and with the bits that plain tensors give."""
+    layer = layer_of("mxfp8")
+
+    def run(rank):
+        mesh = mesh_of("tp")["tp"]
+        mine = bfp.parallelize(copy.deepcopy(layer), mesh, sequence_parallel=sequence)
+        x, g = (part(tensor, 1 if sequence else None, rank) for tensor in batch_tensors(0))
+        found = []
+        for make in (torch.Tensor.clone, lambda t: DTensor.from_local(t, mesh, [Shard(1) if sequence else Replicate()])):
+            leaf = make(x).requires_grad_()
+            y = mine(leaf)
+            y.backward(make(g))
+            found.append([t.to_local() if isinstance(t, DTensor) else t for t in (y.detach(), leaf.grad)])
+        assert isinstance(y, DTensor)
+        assert y.placements == leaf.placements
+        for plain, distributed in zip(*found, strict=True):
+            assert torch.equal(plain, distributed)
+
+    threaded.run(2, run)

@@ -10,6 +10,7 @@ from blockfp.recipes import Compute, Recipe
 
 from .linear import Linear
 from .quantized_layer import Weights
+from .shared_layers import from_local, to_local
 
 
 class MultiheadAttention(nn.Module):
@@ -73,11 +74,12 @@ class MultiheadAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, features] of x [batch, tokens, features]."""
         shared = self.heads // self.key_value_heads
-        # As many heads as the rows of this rank's part of the weight.
-        groups = self.qkv(x).unflatten(-1, (-1, shared + 2, self.head_features))
+        projected = self.qkv(x)
+        # As many heads as the rows of this rank's part of the weight; torch's attention takes no DTensors of them everywhere.
+        groups = to_local(projected).unflatten(-1, (-1, shared + 2, self.head_features))
         query, key, value = (each.flatten(-3, -2).transpose(-3, -2) for each in groups.split((shared, 1, 1), -2))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=shared > 1)
-        return self.out(attended.transpose(-3, -2).flatten(-2))
+        return self.out(from_local(attended.transpose(-3, -2).flatten(-2), projected))
 
     def extra_repr(self) -> str:
         shared = "" if self.key_value_heads == self.heads else f", key_value_heads={self.key_value_heads}"

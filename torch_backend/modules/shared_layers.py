@@ -66,6 +66,14 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor if mesh_of(tensor) is None else tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def from_local(local: Tensor, like: Tensor) -> Tensor:
+    """What `to_local` undoes: a part as a DTensor that is cut evenly, and lies as another does; if that is plain, itself."""
+    mesh = mesh_of(like)
+    if mesh is None:
+        return local
+    return _dtensor().from_local(local, mesh, like.placements, run_check=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _SummedGradient(torch.autograd.Function):
     """A parameter that every rank has and each uses for its own tokens: its gradient is the sum over the ranks."""
 
