@@ -1,5 +1,7 @@
 """JAX and PyTorch on the same numbers: a linear layer and a transformer block, every recipe, every quantized operand."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +31,19 @@ def assert_same_parts(array, parts, what):
         np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(want.numpy()), err_msg=what)
 
 
+@cache
+def operands_of(recipe, operand):
+    """The compiled JAX function that makes both operands of an input or a gradient."""
+    multiplier = None if recipe.delayed is None else jnp.asarray(MULTIPLIER)
+    if operand == "input":
+        return jax.jit(lambda x: input_operands(x, recipe, HERE, multiplier))
+    key = jnp.asarray([KEY >> 32, KEY & 0xFFFFFFFF], jnp.uint32)
+    return jax.jit(lambda x: gradient_operands(x, recipe, HERE, multiplier, key))
+
+
 def assert_same_operands(x, recipe, operand):
     """Rowwise and columnwise codes and scales of one input or gradient [tokens, size]."""
     multiplier = None if recipe.delayed is None else MULTIPLIER
-    ours_multiplier = None if multiplier is None else jnp.asarray(multiplier)
     keys = gradient_keys(torch.tensor([KEY >> 32, KEY & 0xFFFFFFFF]))[0]
     row, column = recipe.cast(operand), recipe.cast(operand, "columnwise")
     found = quantize_operand(
@@ -45,11 +56,7 @@ def assert_same_operands(x, recipe, operand):
         rotate=column.rotate,
         eps=recipe.eps,
     )
-    if operand == "input":
-        ours = jax.jit(lambda x: input_operands(x, recipe, HERE, ours_multiplier))(x)
-    else:
-        key = jnp.asarray([KEY >> 32, KEY & 0xFFFFFFFF], jnp.uint32)
-        ours = jax.jit(lambda x: gradient_operands(x, recipe, HERE, ours_multiplier, key))(x)
+    ours = operands_of(recipe, operand)(x)
     for array, parts, way in zip(ours, (found.row, found.column), ("rowwise", "columnwise"), strict=True):
         assert_same_parts(array, parts, f"{recipe} {operand} {way}")
 
@@ -99,7 +106,8 @@ def test_linear(recipe):
         np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=2e-6 * float(want.abs().max()))
 
 
-WIDTH, HEADS, HIDDEN, LENGTH = 64, 4, 128, 24
+# The layers share shapes, so that fewer functions are compiled.
+WIDTH, HEADS, HIDDEN, LENGTH = 64, 4, 192, 24
 SHAPES = {"qkv": (3 * WIDTH, WIDTH), "out": (WIDTH, WIDTH), "up": (HIDDEN, WIDTH), "down": (WIDTH, HIDDEN)}
 
 
@@ -119,7 +127,17 @@ def block(x, weights, linear, lib):
     return x + linear(gelu(linear(norm(x), "up")), "down")
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
+def state_of(recipe, history):
+    """The same state of delayed scaling in both frameworks, given its newest history; (None, None) for other recipes."""
+    if recipe.delayed is None:
+        return None, None
+    history = [np.asarray(h, np.float32) for h in history]
+    ours = bfp.DelayedState(jnp.asarray(history[0]), jnp.float32(MULTIPLIER), jnp.asarray(history[1]), jnp.float32(MULTIPLIER))
+    parts = [torch.from_numpy(np.array(part)) for part in jax.tree.leaves(ours)]
+    return ours, bfp_torch.LinearState(*parts)
+
+
+@BY_RECIPE
 def test_transformer_block(recipe):
     recipe = recipes.parse(recipe)
     rng = np.random.default_rng(3)
@@ -127,30 +145,61 @@ def test_transformer_block(recipe):
     weights = {name: (rng.standard_normal(s) / s[1] ** 0.5).astype(np.float32) for name, s in SHAPES.items()}
     q = bfp.quantize_params({name: jnp.asarray(w) for name, w in weights.items()}, recipe)
 
-    def loss(params, x, probes):
-        seen = {}
+    states = {name: state_of(recipe, np.zeros((2, 4))) for name in SHAPES}
+
+    def loss(params, x, probes, states):
+        seen, new = {}, {}
 
         def linear(x, name):
             seen[name] = x
+            y = bfp.linear(x, params[name], recipe=recipe, key=KEY, state=states[name])
+            y, new[name] = (y, None) if states[name] is None else y
             # The probe's cotangent is the gradient that this layer's backward gets.
-            return bfp.linear(x, params[name], recipe=recipe, key=KEY) + probes[name]
+            return y + probes[name]
 
         y = block(x, params, linear, jnp)
-        return (y * g).sum(), (y, seen)
+        return (y * g).sum(), (y, seen, new)
 
     probes = {name: jnp.zeros((LENGTH, s[0])) for name, s in SHAPES.items()}
-    (_, (y, seen)), (dw, dx, incoming) = jax.jit(bfp.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, jnp.asarray(x), probes)
+    run = jax.jit(bfp.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+    (_, (y, seen, new)), (dw, dx, incoming, amaxes) = run(q, jnp.asarray(x), probes, {n: s for n, (s, _) in states.items()})
 
-    for name in SHAPES if recipe.name == "mxfp8" else ("up", "down"):
+    for name in SHAPES:
         assert_same_operands(seen[name], recipe, "input")
         assert_same_operands(incoming[name], recipe, "gradient")
         assert_same_weight(weights[name], recipe)
 
     tw = {n: bfp_torch.quantize(torch.from_numpy(w), recipe.weight.format).requires_grad_() for n, w in weights.items()}
     tx = torch.from_numpy(x).requires_grad_()
-    ty = block(tx, tw, lambda x, name: bfp_torch.linear(x, tw[name], recipe=recipe, key=KEY), torch)
+
+    def torch_linear(x, name):
+        state = states[name][1]
+        return bfp_torch.linear(x, tw[name], recipe=recipe, **({"key": KEY} if state is None else {"state": state}))
+
+    ty = block(tx, tw, torch_linear, torch)
     ty.backward(torch.from_numpy(g))
     # A sum that differs in its last bit may be rounded to another code further on.
     for got, want in [(y, ty.detach()), (dx, tx.grad), *((dw[n], tw[n].grad) for n in SHAPES)]:
         difference = np.linalg.norm(np.asarray(got) - want.numpy()) / float(want.norm())
         assert difference < 2e-2, difference
+    if recipe.delayed is not None:
+        for name, (_, state) in states.items():
+            for got, want in (
+                (new[name].input_amax_history, state.input_amax_history),
+                (amaxes[name].gradient_amax_history, state.gradient_amax_history),
+            ):
+                np.testing.assert_allclose(got, want.numpy(), rtol=2e-2)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_delayed_scaling_moves_on_alike(algorithm):
+    recipe = recipes.fp8_delayed(history=5, margin=1, algorithm=algorithm)
+    histories = np.abs(sample("exponents", (2, 5)))
+    ours, theirs = state_of(recipe, histories)
+    layer = bfp_torch.Linear(8, 8, recipe=recipe)
+    for name, part in zip(theirs._fields, theirs[:4], strict=False):
+        getattr(layer, name).copy_(part)
+    bfp_torch.update_scales(layer)
+    moved = bfp.update_scales(ours, jax.tree.map(jnp.zeros_like, ours), recipe)
+    for name in ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale"):
+        np.testing.assert_array_equal(bits_of(np.asarray(getattr(moved, name))), bits_of(getattr(layer, name).numpy()))
