@@ -163,16 +163,27 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
         both, largest = cuda.quantize_scaled(
             x, format, amax=amax, multiplier=multiplier, rows=first is not None, columns=second is not None, eps=eps
         )
-        results = [result for result, wanted in ((both.row, first), (both.column, second)) if wanted is not None]
-        return _flat(results) if largest is None else [*_flat(results), largest]
-    one_read = first is second and (row_key is None) == (column_key is None)
-    if first is not None and one_read:
+        parts = _written(both.row, both.column)
+        return parts if largest is None else [*parts, largest]
+    if first is not None and first is second and (row_key is None) == (column_key is None):
         key = None if row_key is None or column_key is None else torch.cat([row_key, column_key])
-        return _flat(list(cuda.quantize_both(x, first, key=key, eps=eps, rotate=rotate)))
-    results = [] if first is None else [cuda.quantize(x, first, key=row_key, eps=eps)]
+        return _written(*cuda.quantize_both(x, first, key=key, eps=eps, rotate=rotate))
+    parts = [] if first is None else _written(cuda.quantize(x, first, key=row_key, eps=eps))
     if second is not None:
-        results.append(cuda.quantize_both(x, second, key=_second(column_key), eps=eps, rotate=rotate, rows=False).column)
-    return _flat(results)
+        both = cuda.quantize_both(x, second, key=_second(column_key), eps=eps, rotate=rotate, rows=False)
+        parts += _written(both.column)
+    return parts
+
+
+def _written(*results: Quantized) -> list[Tensor]:
+    """What kernels wrote, as outputs of an op: only the scale of the whole tensor may belong to both directions."""
+    parts: list[Tensor] = []
+    for codes, scales, tensor_scale in results:
+        if codes is not None:
+            parts += (codes, scales)
+            if tensor_scale is not None:
+                parts.append(tensor_scale.clone() if len(parts) > 2 else tensor_scale)
+    return parts
 
 
 def _second(key: Tensor | None) -> Tensor | None:

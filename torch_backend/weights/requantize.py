@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockfp import numerics, plans
-from blockfp.numerics import Amax
+from blockfp import cuda, numerics, plans
+from blockfp.numerics import Amax, Quantized
 from blockfp.placement import Region
 from blockfp.rounding import Key
 from blockfp.steps import Quantize, Straddle, grid_span
@@ -46,18 +46,21 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
     with torch.no_grad():
         for one, amax in zip(todo, reduced_amaxes(todo), strict=True):
             q, region = one.local, one.region
-            parts = kernels_for(one.values).quantize(
-                one.values,
-                q.format,
-                key=one.key,
-                nominal=name_of(q.dtype),
-                origin=region.origin,
-                shape=one.step.sharding.shape[-2:],
-                amax=amax,
-            )
-            for ours, new in zip((q.codes, q.scales, q.tensor_scale), parts, strict=True):
-                if ours is not None:
-                    ours.copy_(new)
+            ours = Quantized(q.codes, q.scales, q.tensor_scale)
+            kernels = kernels_for(one.values)
+            options = {
+                "key": one.key,
+                "nominal": name_of(q.dtype),
+                "origin": region.origin,
+                "shape": one.step.sharding.shape[-2:],
+                "amax": amax,
+            }
+            if kernels is cuda and all(part is None or part.is_contiguous() for part in ours):
+                cuda.quantize(one.values, q.format, **options, out=ours)
+            else:
+                for part, new in zip(ours, kernels.quantize(one.values, q.format, **options), strict=True):
+                    if part is not None:
+                        part.copy_(new)
             q.initial = None
 
 
