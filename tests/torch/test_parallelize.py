@@ -23,9 +23,9 @@ def values(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def grouped(recipe):
+def grouped(recipe, **options):
     torch.manual_seed(0)
-    layer = bfp.GroupedLinear(4, 96, 160, recipe=recipe)
+    layer = bfp.GroupedLinear(4, 96, 160, recipe=recipe, **options)
     if layer.rng_key is not None:
         layer.rng_key.copy_(torch.tensor([1, 2]))
     return layer
@@ -51,12 +51,16 @@ def grouped_on_rank(rank, layer, style, kind):
 @pytest.mark.parametrize("style", ["experts", "column", "row"])
 # Under FSDP the ranks round stochastically with keys of their own.
 @pytest.mark.parametrize(
-    ("recipe", "kind"),
-    [*((name, "fsdp x tp") for name in ("fp8_current", "fp8_block", "mxfp8")), ("mxfp8", "tp"), ("nvfp4", "tp")],
+    ("recipe", "kind", "weights"),
+    [
+        *((name, "fsdp x tp", "quantized") for name in ("fp8_current", "fp8_block", "mxfp8")),
+        *((name, "tp", "quantized") for name in ("mxfp8", "nvfp4")),
+        *((name, "tp", "high_precision") for name in ("fp8_current", "fp8_block", "nvfp4")),
+    ],
 )
-def test_grouped_linear(recipe, style, kind):
+def test_grouped_linear(recipe, style, kind, weights):
     """Operands are those of one process, so results differ by the order of fp32 sums alone: relatively below 80 * 2^-23."""
-    layer = grouped(recipe)
+    layer = grouped(recipe, weights=weights)
     x = values(80, 96).requires_grad_()
     whole = copy.deepcopy(layer)
     y = whole(x, COUNTS)
@@ -66,6 +70,16 @@ def test_grouped_linear(recipe, style, kind):
         expected = part(y.detach(), axes[0], tp), part(x.grad, axes[1], tp), whole.weight.grad, whole.bias.grad
         for got, want in zip((got_y, got_dx, dw, db), expected, strict=True):
             assert (got - want).norm() <= 80 * 2**-23 * want.norm()
+
+
+def test_experts_that_share_a_scale_and_that_the_ranks_do_not_divide_are_refused_at_use():
+    def run(rank):
+        layer = bfp.GroupedLinear(3, 64, 64, recipe="fp8_current", weights="high_precision")
+        bfp.parallelize(layer, mesh_of("tp")["tp"], "experts")
+        with pytest.raises(ValueError, match=r"experts that the ranks divide: keep them quantized \(weights='quantized'\)"):
+            layer(values(4, 64), [2, 2] if rank == 0 else [4])
+
+    threaded.run(2, run)
 
 
 @pytest.mark.parametrize("tokens", [37, 5])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.recipes import HIGH_PRECISION, Product, Recipe
+from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
 from ..custom_ops import ops
 from ..custom_ops.products import product
@@ -36,7 +36,7 @@ from .linear_function import (
 )
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
-from .place import Place
+from .place import ROWS, Place
 
 
 class ParallelFunction(torch.autograd.Function):
@@ -175,19 +175,39 @@ def _weight(weight: Tensor, call: Call) -> Matrix:
     if call.stored is not None or cast.format is None:
         # A quantized tensor knows its own origin.
         return Matrix([weight], call.stored)
-    parallel = _parallel(call)
-    if parallel.style == "experts" and not (cast.format.per_tensor or cast.format.scale.two_level):
-        return Matrix(ops.quantize(weight, cast.format.name), cast.format)
-    return quantized(_matrix(weight), "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0]
-
-
-def _matrix(weight: Tensor) -> Tensor:
     if weight.ndim > 2:
+        return _groups(weight, cast, _parallel(call))
+    return quantized(weight, "weight", cast, HIGH_PRECISION, Scaling(0.0), _parallel(call).cut_weight)[0]
+
+
+def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
+    """Weights [groups, out, in] quantized: as one tensor where they share a scale, otherwise each by itself.
+
+    Raises:
+        ValueError: they share one, and their blocks or the ranks' parts of them don't lie one behind the other.
+    """
+    assert cast.format is not None
+    format, (count, rows, _) = cast.format, weight.shape
+    if not (format.per_tensor or format.scale.two_level):
+        if parallel.style == "experts":
+            return Matrix(ops.quantize(weight, format.name), format)
+        each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]
+        parts = [torch.stack(fields) for fields in zip(*(one.parts for one in each), strict=True)]
+        return each[0]._replace(parts=parts)
+    height = 1 if format.block is None else format.block[0]
+    lies = {"row": parallel.cut_weight, "column": parallel.cut_weight._replace(runs=count)}.get(parallel.style)
+    if lies is None:
+        lies = Place(parallel.group, parallel.ranks, parallel.rank, ROWS, 1, parallel.features * rows)
+    if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
         raise ValueError(
-            "weights in high precision of several groups can't be quantized at use over a tensor-parallel group: keep them "
-            "quantized (weights='quantized'), or let fully_shard gather them"
+            f"{parallel.features} experts' weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the "
+            f"scale of {format}, which at use needs rows that are a multiple of {height} and experts that the ranks divide: keep "
+            "them quantized (weights='quantized'), or let fully_shard gather them"
         )
-    return weight
+    matrix = quantized(weight.reshape(count * rows, -1), "weight", cast, HIGH_PRECISION, Scaling(0.0), lies)[0]
+    codes, scales, *tensor_scale = matrix.parts
+    scales = scales if format.per_tensor else scales.view(count, rows // height, -1)
+    return matrix._replace(parts=[codes.view(count, rows, -1), scales, *tensor_scale])
 
 
 def _times(
@@ -216,8 +236,10 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
     columnwise = recipe.weight_columnwise
     if w.format is None and columnwise.format is not None:
         # A weight whose rowwise operand is in high precision has no codes yet.
-        place = _parallel(ctx.call).cut_weight
-        _, across = quantized(_matrix(w.parts[0]), "weight", HIGH_PRECISION, columnwise, Scaling(0.0), place)
+        parallel = _parallel(ctx.call)
+        place = None if parallel.style == "experts" else parallel.cut_weight
+        weight = w.parts[0] if index is None else w.parts[0][index]
+        _, across = quantized(weight, "weight", HIGH_PRECISION, columnwise, Scaling(0.0), place)
         return _times("dgrad", row, across, size, recipe, dtype)
     return _times("dgrad", row, w._replace(turned=True), size, recipe, dtype, index=index)
 
