@@ -8,6 +8,8 @@ saves the other goes on from: a .safetensors file of `blockfp.save`, every array
     first.NAME      float32, AdamW's first moment
     second.NAME     float32, its second moment
     step            int32, the number of steps done
+    input_amax_history.NAME, input_scale.NAME, gradient_amax_history.NAME, gradient_scale.NAME
+                    float32, of quantized parameters' layers, with delayed scaling
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Config:
 
 
 VOCABULARY = 256
+SCALING = ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale")
 
 
 def read_text(limit: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:

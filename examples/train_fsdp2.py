@@ -97,11 +97,19 @@ def build(
             for name, p in model.named_parameters():
                 # Codes and scales are copied as they are; another format raises.
                 p.copy_(saved[name.removesuffix(".weight")])
+            for name, buffer in scaling_of(model).items():
+                buffer.copy_(saved[name])
     model.to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
+
+
+def scaling_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of delayed scaling, by their names in a file (`byte_text`)."""
+    named = {tuple(key.rpartition(".")[::2]): buffer for key, buffer in model.named_buffers()}
+    return {f"{kind}.{layer}": buffer for (layer, kind), buffer in named.items() if kind in byte_text.SCALING}
 
 
 # What AdamW's state has, and its name in a file (`byte_text`).
@@ -114,7 +122,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     weights, states = get_state_dict(model, optimizer, options=gather)
     if dist.get_rank() != 0:
         return
-    tensors = {"step": torch.tensor(step, dtype=torch.int32)}
+    tensors = {"step": torch.tensor(step, dtype=torch.int32)} | scaling_of(model)
     for key, p in model.named_parameters():
         name, local = key.removesuffix(".weight"), p.to_local()
         tensors[name] = weights[key]
@@ -238,8 +246,6 @@ def main() -> None:
     parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_jax.py wrote")
     parser.add_argument("--out", type=Path, default=Path("train_fsdp2.json"))
     options = parser.parse_args()
-    if (options.save or options.resume) and "fp8_delayed" in options.recipes.split(","):
-        parser.error("fp8_delayed has histories that these files don't hold: blockfp.torch.save_checkpoint saves those too")
     if "LOCAL_RANK" in os.environ:
         worker(options)
         return

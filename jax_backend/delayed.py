@@ -69,8 +69,9 @@ def delayed_state(recipe: Recipe | str) -> DelayedState:
         ValueError: the recipe doesn't scale by history, or no recipe has this name.
     """
     recipe = _delayed(recipe)
-    history = jnp.zeros((recipe.delayed.history,), jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]
-    return DelayedState(history, jnp.float32(1), history, jnp.float32(1))
+    # Histories of their own: a step may be given both to overwrite (donate_argnums).
+    own, gradients = (jnp.zeros((recipe.delayed.history,), jnp.float32) for _ in range(2))  # pyright: ignore[reportOptionalMemberAccess]
+    return DelayedState(own, jnp.float32(1), gradients, jnp.float32(1))
 
 
 def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("mxfp8", "nvfp4")
+RECIPES = ("nvfp4", "fp8_delayed")
 # Rows that two ranks cut inside of blocks.
 SIZES = {"width": 48, "heads": 2, "layers": 1, "context": 16, "hidden": 96}
 
@@ -96,12 +96,12 @@ def test_each_continues_the_other(train, tmp_path):
         equal_files(tmp_path / "torch" / file, tmp_path / "jax" / file)
 
     # One of them goes on in JAX for a step, and for two.
-    run = train.train("mxfp8", options(resume=tmp_path / "torch", save=tmp_path / "jax", save_at=4), Silent())
+    run = train.train("fp8_delayed", options(resume=tmp_path / "torch", save=tmp_path / "jax", save_at=4), Silent())
     gloo.run(2, __file__, "pytorch")
     for recipe in RECIPES:
         equal_files(*(tmp_path / folder / f"{recipe}.safetensors" for folder in ("jax", "torch again")))
 
-    whole, after_jax = (json.loads((tmp_path / f"mxfp8-{first}.json").read_text()) for first in (0, 4))
+    whole, after_jax = (json.loads((tmp_path / f"fp8_delayed-{first}.json").read_text()) for first in (0, 4))
     assert (run["first_step"], len(run["losses"])) == (3, 2)
     np.testing.assert_allclose(run["losses"], whole[3:], rtol=0.005)
     np.testing.assert_allclose(after_jax, whole[4:], rtol=0.005)
