@@ -185,16 +185,19 @@ def test_uneven_and_empty_parts_are_gathered(name):
 
 
 def test_one_warning_names_the_plans_reason():
-    def on_rank(rank):
-        x = torch.ones(20, 64)
+    def on_rank(rank, rows=20):
+        x = torch.ones(rows, 64)
         return gathered(x, Cast("mxfp8_e4m3"), place_on(rank, 2, ROWS), True, None, operand="gradient")[1].by_codes
 
     activations._answer.cache_clear()
+    activations._told.clear()
     with pytest.warns(UserWarning, match=r"gradient.*high precision.*axis 0 of \[40, 64\] is cut at 20, inside a block of 32"):
         assert threaded.run(2, on_rank) == [False, False]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         threaded.run(2, on_rank)
+        # Nor of another length.
+        threaded.run(2, on_rank, 24)
 
 
 def test_a_part_of_the_wrong_shape_is_refused_on_every_rank():

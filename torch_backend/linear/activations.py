@@ -9,7 +9,7 @@
     codes and scales of the whole, bit for bit as if it had been quantized in one piece
 
 Where a cut falls inside a block the values are gathered instead, and quantized behind the gather: the plan
-(`plans.gather_activation`) says so, and a warning repeats its reason once. Nothing here holds a process group: collectives go
+(`plans.gather_activation`) says so, and a warning repeats its first reason. Nothing here holds a process group: collectives go
 by group name, as compiled code takes it. A plan is made while a function is traced, and stands in the graph as constants.
 """
 
@@ -105,7 +105,7 @@ def way_of(
     operand: Operand = "input",
     gathers: bool = True,
 ) -> Way:
-    """What to do with one operand in one direction. Warns, once, where it can't travel as codes.
+    """What to do with one operand in one direction. Warns, once for each kind of operand, where it can't travel as codes.
 
     Args:
         shape: of this rank's part [rows, columns].
@@ -122,6 +122,10 @@ def way_of(
     local = (operator.index(shape[0]), operator.index(shape[1]))
     format = None if cast.format is None else cast.format.name
     return _way_of(format, cast.stochastic, cast.rotate, place[1:], local, columnwise, operand, gathers)
+
+
+_told: set[tuple[str, bool, Operand]] = set()
+"""Format, direction and operand of which a warning was given."""
 
 
 @torch.compiler.assume_constant_result
@@ -152,7 +156,9 @@ def _answer(
         plan = plans.gather_activation(format, lies, lies.mesh.names, **options)
     else:
         plan = plans.quantize_shards(format, lies, **options)
-    if plan.reason is not None:
+    if plan.reason is not None and (format, columnwise, operand) not in _told:
+        # The next length of a sequence is no news.
+        _told.add((format, columnwise, operand))
         warnings.warn(f"{plan.use}: it is gathered in high precision, because {plan.reason}", stacklevel=2)
     (quantize,) = (step for step in plan.steps if isinstance(step, Quantize))
     gather = next((step for step in plan.steps if isinstance(step, Gather)), None)

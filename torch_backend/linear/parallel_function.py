@@ -200,8 +200,8 @@ def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
         lies = Place(parallel.group, parallel.ranks, parallel.rank, ROWS, 1, parallel.features * rows)
     if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
         raise ValueError(
-            f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at use "
-            f"needs rows that are a multiple of {height} and experts that the ranks divide: keep them quantized "
+            f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at "
+            f"use needs rows that are a multiple of {height} and experts that the ranks divide: keep them quantized "
             "(weights='quantized'), or let fully_shard gather them"
         )
     matrix = quantized(weight.reshape(count * rows, -1), "weight", cast, HIGH_PRECISION, Scaling(0.0), lies)[0]
