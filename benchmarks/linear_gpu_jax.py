@@ -24,6 +24,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from blockfp.jax_backend import implementations
+from blockfp.jax_backend.products import BLOCK_SCALES
 
 import blockfp.jax as bfp
 from blockfp import recipes
@@ -109,7 +110,7 @@ def main() -> None:
     sizes = (options.tokens, options.features, options.ffn)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
     about = {"shape": sizes, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "compiler_options": flags,
-             "cuBLASLt for products": implementations.missing_product(120900) or "yes"}  # fmt: skip
+             "cuBLASLt for products": implementations.missing_product(BLOCK_SCALES) or "yes"}  # fmt: skip
     print(json.dumps(about), flush=True)
     base, seconds = compiled("bf16", sizes, flags)
     print(f"bf16 compiled in {seconds:.1f} s", flush=True)

@@ -9,7 +9,9 @@ import numpy as np
 from blockfp.formats import Format
 from blockfp.numerics import Quantized
 
+from . import implementations
 from .array import QuantizedArray, quantize
+from .products import BLOCK_SCALES
 
 
 class JaxBackend:
@@ -19,7 +21,9 @@ class JaxBackend:
 
     @property
     def version(self) -> str:
-        return f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
+        version = f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
+        missing = implementations.missing_product(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
+        return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
         q = quantize(jnp.asarray(x), format)

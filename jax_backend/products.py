@@ -14,6 +14,9 @@ from .array import QuantizedArray
 
 Operand = jax.Array | QuantizedArray
 
+TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
+"""The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
+
 _FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -68,7 +71,7 @@ def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.
 
 def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     # XLA would write the product in fp32 and read it again to scale it.
-    if implementations.missing_product(_TENSOR_SCALES) is None:
+    if implementations.missing_product(TENSOR_SCALES) is None:
         return _by_cublas(a, b, dtype, fast)
     codes = (lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name]) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
@@ -78,16 +81,12 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     """FP8 blocks of 128, which XLA has no product for."""
-    missing = implementations.missing_product(_BLOCK_SCALES)
+    missing = implementations.missing_product(BLOCK_SCALES)
     if missing is None:
         # Fast accumulation is not offered.
         return _by_cublas(a, b, dtype, False)
     working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
     return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
-
-
-# Versions of cuBLASLt that have them.
-_TENSOR_SCALES, _BLOCK_SCALES = 120000, 120900
 
 
 def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
@@ -130,7 +129,7 @@ def _dequantized(a: Operand, b: Operand, dtype, chosen: Route, fast: bool) -> ja
     precision = lax.Precision.HIGHEST if working == "float32" else None
     factors = [factor for factor in factors if factor is not None]
     if not factors:
-        return _rounded(*values, dtype, precision)
+        return _rounded(values[0], values[1], dtype, precision)
     out = _contract(*values, precision=precision)
     for factor in factors:
         out = out * factor
