@@ -13,6 +13,7 @@ from .layout import on_device_of
 
 GROUP = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+_FLIPPED = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 _SMALLEST = 27 << 23  # bits of 2^-100: sums of multiples of what is not below it are never subnormal
 
 
@@ -38,7 +39,9 @@ def rotate(x: Array, origin: int = 0) -> Array:
     if whole == 0 or 0 in x.shape:
         return x
     pattern = bits.from_float(x[..., :whole]).reshape((*leading, whole // GROUP, GROUP))
-    flip = xp.asarray([bits.SIGN if s < 0 else 0 for s in SIGNS], dtype=xp.int32, **on_device_of(x))
+    # Made where x is: a list would be copied from the host, which a CUDA graph can't record.
+    place = xp.arange(GROUP, dtype=xp.int32, **on_device_of(x))
+    flip = -(((place * 0 + _FLIPPED) >> place) & 1) & bits.SIGN
     magnitude = pattern & bits.MAGNITUDE
     pattern = xp.where(magnitude < _SMALLEST, pattern & bits.SIGN, pattern) ^ flip
     z = pattern.view(xp.float32)
