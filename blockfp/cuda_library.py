@@ -57,8 +57,6 @@ class _Library:
         self.interleave = module.interleave
         self.fold_keys = module.fold_keys
         self.adamw = module.adamw
-        self.product = module.product
-        self.cublas_version = module.cublas_version
 
 
 def _load() -> Any:

@@ -71,12 +71,12 @@ class Sent(NamedTuple):
 
     Attributes:
         share: this rank's.
-        data_rank: its coordinate on all axes that divide the batch (`data_rank`).
+        mesh: the one-dimensional mesh over which FSDP shards.
         scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
     """
 
     share: Share
-    data_rank: int
+    mesh: DeviceMesh
     scales: Tensor
     tensor_scale: Tensor | None
 
@@ -100,7 +100,7 @@ def send(
     parts = (_lengthened(codes, share.codes_chunk), _lengthened(scales, share.scales_chunk))
     if tensor_scale is not None:
         parts = (*parts, tensor_scale.view(1))
-    return parts, Sent(share, data_rank(mesh), scales, tensor_scale)
+    return parts, Sent(share, mesh, scales, tensor_scale)
 
 
 def receive(
@@ -136,7 +136,7 @@ def receive(
         scales = gathered[1][: share.scales_size]
     if tensor_scale is None and len(gathered) > 2:
         tensor_scale = gathered[2][share.first]
-    geometry = Geometry(share.base.origin, gathered=True, data_rank=sent.data_rank)
+    geometry = Geometry(share.base.origin, gathered=True, data_rank=data_rank(sent.mesh))
     return QuantizedTensor(codes, scales, tensor_scale, share.gather.format, share.base.shape[-1], dtype, geometry), derived
 
 
