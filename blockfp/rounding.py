@@ -68,7 +68,7 @@ def _key_arrays(key: Key, like: Array) -> tuple[Array, Array]:
 
     def word(value: Any) -> Array:
         if isinstance(value, int):
-            return xp.asarray([_signed(value)], dtype=xp.int32, **on_device_of(like))
+            return xp.full((1,), _signed(value), dtype=xp.int32, **on_device_of(like))
         if array_namespace(value) is not xp:
             return word(int(value))
         value = value.reshape((1,))
@@ -113,7 +113,7 @@ def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
     like = key if hasattr(key, "dtype") else np.zeros(2, np.int32)
     xp = array_namespace(like)
     if isinstance(data, int):
-        low = xp.asarray([_signed(data)], dtype=xp.int32, **on_device_of(like))
+        low = xp.full((1,), _signed(data), dtype=xp.int32, **on_device_of(like))
     else:
         low = xp.astype(data.reshape((1,)), xp.int32)
     words = threefry2x32(_key_arrays(key, like), (xp.zeros_like(low), low))
