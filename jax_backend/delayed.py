@@ -16,6 +16,7 @@ from blockfp import recipes, scaling
 from blockfp.recipes import Operand, Recipe
 
 from . import replication, sharded
+from .params import describe, map_with_path
 
 
 @jax.tree_util.register_dataclass
@@ -85,16 +86,30 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
             amaxes of the tree go through one integer max-reduction.
 
     Raises:
-        ValueError: the recipe doesn't scale by history, or the trees differ.
+        ValueError: the recipe doesn't scale by history, an axis is unknown, or a leaf is no state of this recipe or has no
+            cotangent of its shape: the message names its path.
     """
     recipe = _delayed(recipe)
     options = recipe.delayed
     assert options is not None
+
+    def check(path: str, state, its) -> DelayedState:
+        for part in (state, its):
+            if not _is_state(part):
+                raise ValueError(f"states and seen must be trees of DelayedState, got {describe(part)}")
+        histories = state.input_amax_history.shape, its.gradient_amax_history.shape
+        if histories[0] != histories[1] or histories[0][-1] != options.history:
+            raise ValueError(
+                f"a state of recipe {recipe} has histories [.., {options.history}], and seen alike, got {histories[0]} and "
+                f"{histories[1]}"
+            )
+        return its
+
+    for name in axes:
+        sharded.axis_index(name)
+    seen = map_with_path(check, states, seen, is_leaf=_is_state)
     leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
     observed = tree.flatten_up_to(seen)
-    for leaf in (*leaves, *observed):
-        if not _is_state(leaf):
-            raise ValueError(f"states and seen must be trees of DelayedState, got {type(leaf).__name__}")
     inputs = [_first(s.input_amax_history) for s in leaves]
     gradients = [
         scaling.record(_first(s.gradient_amax_history), _first(o.gradient_amax_history)[0])

@@ -15,7 +15,7 @@ from blockfp import saving
 from blockfp.array import QuantizedArray as NumpyArray
 
 from .array import QuantizedArray, is_quantized
-from .params import map_with_path, path_name
+from .params import describe, map_with_path, path_name
 from .placing import unshard_params
 
 
@@ -36,10 +36,12 @@ def save(
         tree: the arrays.
         file_bytes, metadata: as for `blockfp.save`.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
-    tensors = {path_name(where): unshard_params(leaf) for where, leaf in leaves}
-    if len(tensors) < len(leaves):
-        raise ValueError("two leaves have the same path once it is written with dots")
+    tensors = {}
+    for where, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized):
+        name = path_name(where)
+        if name in tensors:
+            raise ValueError(f"two leaves have the same path, {name!r}, once it is written with dots")
+        tensors[name] = unshard_params(leaf)
     saving.write(Path(path), tensors, np.asarray, file_bytes, metadata or {})
 
 
@@ -66,7 +68,7 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
     def pick(name: str, leaf):
         if name not in found:
             raise ValueError(f"{path} has no such tensor")
-        got, wanted = (_description(x) for x in (found[name], leaf))
+        got, wanted = (describe(x) for x in (found[name], leaf))
         if got != wanted:
             raise ValueError(f"{path} has it as {got}, expected {wanted}")
         return found[name]
@@ -80,7 +82,3 @@ def _to_jax(array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:
     tensor_scale = None if array.tensor_scale is None else jnp.asarray(array.tensor_scale)
     codes, scales = jnp.asarray(array.codes), jnp.asarray(array.scales)
     return QuantizedArray(codes, scales, tensor_scale, array.format, array.columns, array.dtype)
-
-
-def _description(x: Any) -> str:
-    return f"{f'{x.format} of ' if is_quantized(x) else ''}{x.dtype} {tuple(x.shape)}"

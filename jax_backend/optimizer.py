@@ -20,7 +20,7 @@ from blockfp import plans
 
 from . import replication, sharded
 from .array import QuantizedArray, is_quantized
-from .params import dequantize_params, map_with_path, quantize_weight, shares_scale
+from .params import dequantize_params, describe, map_with_path, quantize_weight, shares_scale
 
 
 class Optimizer(NamedTuple):
@@ -69,13 +69,18 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Raises:
         TypeError: a quantized leaf has an update to add; the message names its path.
+        ValueError: an update of another shape or format than the parameter's, or a tree that isn't made alike.
     """
 
     def apply(path: str, param, update):
-        if isinstance(update, Replacement):
-            return update.value
-        if is_quantized(param):
+        new = update.value if isinstance(update, Replacement) else update
+        if is_quantized(param) and new is update:
             raise TypeError("codes can't be added to: wrap the optimizer in blockfp.jax.with_masters")
+        formats = (x.format if is_quantized(x) else None for x in (param, new))
+        if getattr(new, "shape", None) != param.shape or len(set(formats)) > 1:
+            raise ValueError(f"the update of a parameter of {describe(param)} must be alike, got {describe(new)}")
+        if new is not update:
+            return new
         return (param + update).astype(param.dtype)
 
     return map_with_path(apply, params, updates)
@@ -162,24 +167,35 @@ def _is_own_master(param: Any) -> bool:
 
 
 def _new_master(path: str, param, original):
-    if not is_quantized(param) and not jnp.issubdtype(param.dtype, jnp.floating):
-        raise TypeError(f"an optimizer moves float and quantized arrays, got {param.dtype}: leave it out of the parameters")
+    if not is_quantized(param) and not _is_float(param):
+        raise TypeError(f"an optimizer moves float and quantized arrays, got {describe(param)}: leave it out of the parameters")
     if _is_own_master(param):
         return None
+    if getattr(original, "shape", None) != param.shape:
+        raise ValueError(f"the original of a parameter of shape {param.shape} must have that shape, got {describe(original)}")
     if is_quantized(original):
         return dequantize_params(original.replace(tangent=None), jnp.float32)
-    if original.shape != param.shape:
-        raise ValueError(f"the original of a parameter of shape {param.shape} has shape {original.shape}")
     return jnp.array(original, jnp.float32)
 
 
+def _is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def _weights(params, masters):
-    return map_with_path(lambda _, param, master: param if master is None else master, params, masters)
+    def weight(path: str, param, master):
+        if master is None:
+            return param
+        if master.shape != param.shape:
+            raise ValueError(f"the state belongs to other parameters: its master has shape {master.shape}, not {param.shape}")
+        return master
+
+    return map_with_path(weight, params, masters)
 
 
 def _check_gradient(path: str, param, gradient, weight) -> jax.Array:
-    if is_quantized(gradient) or gradient.shape != weight.shape:
-        raise ValueError(f"the gradient must be an array of shape {weight.shape}, got shape {gradient.shape}")
+    if is_quantized(gradient) or not _is_float(gradient) or gradient.shape != weight.shape:
+        raise ValueError(f"the gradient must be a float array of shape {weight.shape}, got {describe(gradient)}")
     return gradient.astype(jnp.float32)
 
 

@@ -28,10 +28,10 @@ def path_name(path: Sequence[Any]) -> str:
     return ".".join(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> Any:
     """`jax.tree.map` over leaves of which quantized arrays are whole ones; `function` gets the path's name first.
 
-    An exception names the path.
+    An exception names the path, also where one of `rest` isn't made like `tree`.
     """
 
     def named(path, *leaves):
@@ -41,7 +41,48 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name or 'the tree'}: {error}") from error
 
-    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_quantized)
+    for other in rest:
+        check_alike(tree, other, is_leaf)
+    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_leaf)
+
+
+def check_alike(tree: Any, other: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> None:
+    """Raises ValueError, naming the path, where `other` isn't made like `tree`; where that has a leaf it may have a subtree."""
+    try:
+        jax.tree.structure(tree, is_leaf=is_leaf).flatten_up_to(other)
+    except ValueError as error:
+        # JAX's own message may name another path, or none.
+        raise ValueError(_difference(tree, other, is_leaf, ()) or str(error)) from None
+
+
+def _difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool], path: tuple[Any, ...]) -> str | None:
+    """Where `other` isn't made like `tree`, and what it has there."""
+    children, made = _children(tree)
+    if is_leaf(tree) or jax.tree_util.treedef_is_leaf(made):
+        return None
+    others, otherwise = _children(other)
+    if made != otherwise:
+        expected, got = (_made_of(*one) for one in ((tree, children), (other, others)))
+        return f"{path_name(path) or 'the tree'}: trees differ: expected {expected}, got {got}"
+    found = (_difference(child, its, is_leaf, (*path, *key)) for (key, child), (_, its) in zip(children, others, strict=True))
+    return next(filter(None, found), None)
+
+
+def _children(node: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """(key, child) of a tree's first level, and what it is made of; a leaf's only child is itself, without a key."""
+    return jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda part: part is not node)
+
+
+def _made_of(node: Any, children: list[tuple[tuple[Any, ...], Any]]) -> str:
+    names = [path_name(key) for key, _ in children]
+    return describe(node) if names == [""] else f"{type(node).__name__} of {', '.join(names) or 'nothing'}"
+
+
+def describe(leaf: Any) -> str:
+    """A leaf in an error message: its format, dtype and shape; of something else its type."""
+    if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+        return type(leaf).__name__
+    return f"{f'{leaf.format} of ' if is_quantized(leaf) else ''}{leaf.dtype} {tuple(leaf.shape)}"
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
@@ -92,8 +133,7 @@ def quantize_weight(
         shared: whether a stack's matrices have one scale per tensor in common.
     """
     if not is_matrix("", x):
-        what = f"{x.dtype} {tuple(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-        raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {what}")
+        raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}")
     eps, dtype = eps_for(format, eps), np.dtype(x.dtype) if nominal is None else nominal
     choice = implementations.choose(None, "quantize", format, eps=eps)
 
@@ -180,8 +220,9 @@ def _point(path: str, leaf):
         # Made from the codes, so that under shard_map they vary over the same axes.
         return jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        what = getattr(leaf, "dtype", type(leaf).__name__)
-        raise TypeError(f"gradients are taken of float and quantized arrays, got {what}: leave it out of the argument")
+        raise TypeError(
+            f"gradients are taken of float and quantized arrays, got {describe(leaf)}: leave it out of the argument"
+        )
     return leaf
 
 

@@ -22,7 +22,7 @@ from blockfp.steps import Gather, grid_span
 
 from . import sharded
 from .array import QuantizedArray, is_quantized
-from .params import map_with_path, shares_scale
+from .params import check_alike, map_with_path, shares_scale
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
@@ -46,6 +46,8 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
     def check(path: str, leaf, spec) -> Sharding | None:
         if not isinstance(spec, PartitionSpec):
             raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
+        if not hasattr(leaf, "shape"):
+            raise TypeError(f"parameters are arrays, got {type(leaf).__name__}")
         named = [name for entry in spec for name in _names(entry)]
         if len(set(named)) < len(named):
             raise ValueError(f"spec {spec} names mesh axis {max(named, key=named.count)!r} twice")
@@ -88,7 +90,10 @@ def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpec) -
 
 
 def _mesh_of(placed: Any) -> jax.sharding.Mesh:
-    return (placed.codes if is_quantized(placed) else placed).sharding.mesh
+    sharding = (placed.codes if is_quantized(placed) else placed).sharding
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(f"params must lie on a mesh, as shard_params gives them, got arrays with {sharding}")
+    return sharding.mesh
 
 
 def shard_state(state: Any, params: Any) -> Any:
@@ -233,6 +238,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _broadcast(specs: Any, tree: Any) -> Any:
     """A tree of specs like `tree`, of a tree that may have one for a whole subtree."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+    check_alike(specs, tree, is_spec)
     return jax.tree.map(
         lambda spec, subtree: jax.tree.map(lambda _: spec, subtree, is_leaf=is_quantized), specs, tree, is_leaf=is_spec
     )

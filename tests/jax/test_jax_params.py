@@ -106,23 +106,76 @@ def test_plain_grad_names_ours(transform, params):
     jax.grad(lambda x, q: x * q["head"][0].dequantize().sum())(1.0, q)
 
 
+def at(tree, **changes):
+    return {**tree, **changes}
+
+
 def test_messages_name_the_leaf(params):
-    with pytest.raises(TypeError, match=r"a\.1: gradients are taken of float and quantized arrays, got int32"):
+    with pytest.raises(TypeError, match=r"a\.1: gradients are taken of float and quantized arrays, got int32 \(2,\)"):
         bfp.grad(lambda tree: 0.0)({"a": [jnp.zeros(2), jnp.zeros(2, jnp.int32)]})
     with pytest.raises(TypeError, match=r"layers\.0: a weight must be a float32, float16 or bfloat16 array"):
         bfp.quantize_params({"layers": [jnp.zeros((4, 4), jnp.int8)]}, "mxfp8", filter=lambda *_: True)
     q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
-    with pytest.raises(TypeError, match=r"head\.0: codes can't be added to"):
-        bfp.apply_updates(q, params)
+    with pytest.raises(ValueError, match=r"head\.0: dtype must be one of float32, float16, bfloat16, got 'int8'"):
+        bfp.dequantize_params(q, "int8")
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ([jnp.ones((3, 3))], r"head\.0: the gradient must be a float array of shape \(40, 64\), got float32 \(3, 3\)"),
+        ([jnp.ones((40, 64), jnp.int32)], r"head\.0: the gradient must be a float array of shape \(40, 64\), got int32"),
+        ([None], r"head\.0: the gradient must be a float array of shape \(40, 64\), got NoneType"),
+        ([], r"head: trees differ: expected list of 0, got list of nothing"),
+        ({"b": 1}, r"head: trees differ: expected list of 0, got dict of b"),
+    ],
+)
+def test_gradients_that_do_not_fit(head, message, params):
+    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
     optimizer = bfp.adamw(0.1)
-    gradients = jax.tree.map(jnp.ones_like, params)
-    gradients["head"][0] = jnp.ones((3, 3))
-    with pytest.raises(ValueError, match=r"head\.0: the gradient must be an array of shape \(40, 64\), got shape \(3, 3\)"):
-        optimizer.update(gradients, optimizer.init(q), q)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(optimizer.update, at(params, head=head), jax.eval_shape(optimizer.init, q), q)
+
+
+def test_what_does_not_fit_an_optimizer(params):
+    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    optimizer, other = bfp.adamw(0.1), {"layers": q["layers"], "head": [jnp.ones((3, 3), "bfloat16")]}
+    state = jax.eval_shape(optimizer.init, q)
+    with pytest.raises(TypeError, match="b: an optimizer moves float and quantized arrays, got str"):
+        optimizer.init({"b": "x"})
+    with pytest.raises(ValueError, match=r"head\.0: the original of a parameter of shape \(40, 64\) .*, got float32 \(3, 3\)"):
+        jax.eval_shape(optimizer.init, q, at(params, head=[jnp.ones((3, 3))]))
+    with pytest.raises(ValueError, match=r"head\.0: the state belongs to other parameters: its master has shape \(3, 3\)"):
+        jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, other), q)
     with pytest.raises(ValueError, match="update needs the parameters"):
-        optimizer.update(gradients, optimizer.init(q))
+        optimizer.update(params, state)
     with pytest.raises(ValueError, match="lr must be 0 or more"):
         bfp.adamw(-1.0)
+
+
+def test_updates_that_do_not_fit(params):
+    q, other = (bfp.quantize_params(params, recipe, filter=only_weights) for recipe in ("mxfp8", "mxfp4"))
+    updates = jax.eval_shape(lambda q: bfp.adamw(0.1).update(params, bfp.adamw(0.1).init(q), q)[0], q)
+    with pytest.raises(TypeError, match=r"head\.0: codes can't be added to"):
+        bfp.apply_updates(q, params)
+    with pytest.raises(ValueError, match=r"head\.0: the update of a parameter of mxfp4_e2m1_32x32 of .* got mxfp8_e4m3_32x32"):
+        bfp.apply_updates(other, updates)
+    with pytest.raises(ValueError, match=r"layers\.gain: the update of a parameter of float32 \(3, 64\) must be alike"):
+        bfp.apply_updates(q, at(updates, layers=at(updates["layers"], gain=jnp.ones(64))))
+    with pytest.raises(ValueError, match=r"layers: trees differ: expected dict of gain, up, got dict of up"):
+        bfp.apply_updates(q, at(updates, layers={"up": updates["layers"]["up"]}))
+
+
+def test_states_that_do_not_fit():
+    state, short = bfp.delayed_state("fp8_delayed"), bfp.delayed_state(recipes.fp8_delayed(history=4))
+    with pytest.raises(ValueError, match=r"a\.0: states and seen must be trees of DelayedState, got float32 \(3,\)"):
+        bfp.update_scales({"a": [jnp.ones(3)]}, {"a": [state]}, "fp8_delayed")
+    with pytest.raises(ValueError, match=r"a\.0: a state of recipe fp8_delayed has histories \[\.\., 1024\]"):
+        bfp.update_scales({"a": [state]}, {"a": [short]}, "fp8_delayed")
+    with pytest.raises(ValueError, match=r"a: trees differ: expected list of 0, got list of 0, 1"):
+        bfp.update_scales({"a": [state]}, {"a": [state, state]}, "fp8_delayed")
+    with pytest.raises(ValueError, match="mesh axis 'data' is unknown here"):
+        bfp.update_scales({"a": state}, {"a": state}, "fp8_delayed", axes=("data",))
 
 
 def steps(optimizer, params, state, count):
