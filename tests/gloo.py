@@ -24,7 +24,8 @@ def run(world, file, function, timeout=120, backend="gloo"):
         AssertionError: a rank failed, or they are not done in time; the message has what all of them printed.
     """
     command = [sys.executable, __file__, str(world), str(file), function, backend]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
     except subprocess.TimeoutExpired as error:
