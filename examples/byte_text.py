@@ -10,6 +10,9 @@ saves the other goes on from: a .safetensors file of `blockfp.save`, every array
     step            int32, the number of steps done
     input_amax_history.NAME, input_scale.NAME, gradient_amax_history.NAME, gradient_scale.NAME
                     float32, of quantized parameters' layers, with delayed scaling
+    rng_key.NAME, rng_step.NAME
+                    uint32 [2] and int32, of those layers, where gradients are rounded stochastically: the layer's key, and how
+                    many backward passes it has had; the next one's key is `blockfp.rounding.fold_in` of both
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Config:
 
 VOCABULARY = 256
 SCALING = ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale")
+RANDOM = ("rng_key", "rng_step")
 
 
 def read_text(limit: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
@@ -84,6 +88,13 @@ def first_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     weights["norm"] = np.ones(width, np.float32)
     weights["head"] = normal(VOCABULARY, width, scale=width**-0.5)
     return weights
+
+
+def first_keys(config: Config, seed: int) -> dict[str, np.ndarray]:
+    """uint32 [2], a random key for each matrix of the blocks by name."""
+    names = [name for name, weight in first_weights(config, seed).items() if name.startswith("blocks.") and weight.ndim == 2]
+    keys = np.random.default_rng((seed, 0, 0)).integers(1 << 32, size=(len(names), 2), dtype=np.uint32)
+    return dict(zip(names, keys, strict=True))
 
 
 def saved(folder: Path, recipe: str) -> Path:

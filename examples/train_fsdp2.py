@@ -92,12 +92,16 @@ def build(
     model.load_state_dict({f"{name}.weight": torch.from_numpy(value) for name, value in weights.items()})
     if recipe != "bf16":
         bfp.convert(model, recipe, filter=lambda name, module: name != "head")
+    for name, key in byte_text.first_keys(config, seed).items():
+        # The same on every rank.
+        if getattr(model.get_submodule(name), "rng_key", None) is not None:
+            model.get_submodule(name).rng_key.copy_(torch.from_numpy(key))
     if saved is not None:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 # Codes and scales are copied as they are; another format raises.
                 p.copy_(saved[name.removesuffix(".weight")])
-            for name, buffer in scaling_of(model).items():
+            for name, (buffer, _) in buffers_of(model).items():
                 buffer.copy_(saved[name])
     model.to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -106,10 +110,19 @@ def build(
     return fully_shard(model, mp_policy=policy)
 
 
-def scaling_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of delayed scaling, by their names in a file (`byte_text`)."""
-    named = {tuple(key.rpartition(".")[::2]): buffer for key, buffer in model.named_buffers()}
-    return {f"{kind}.{layer}": buffer for (layer, kind), buffer in named.items() if kind in byte_text.SCALING}
+# What layers keep beside their weights: the name in a file (`byte_text`), and the dtype there.
+BUFFERS = {name: (name, torch.float32) for name in byte_text.SCALING}
+BUFFERS |= {"rng_key": ("rng_key", torch.uint32), "step": ("rng_step", torch.int32)}
+
+
+def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
+    """What layers keep beside their weights, by names in a file, and the dtypes there."""
+    found = {}
+    for key, buffer in model.named_buffers():
+        layer, _, own = key.rpartition(".")
+        kind, dtype = BUFFERS[own]
+        found[f"{kind}.{layer}"] = buffer, dtype
+    return found
 
 
 # What AdamW's state has, and its name in a file (`byte_text`).
@@ -122,7 +135,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     weights, states = get_state_dict(model, optimizer, options=gather)
     if dist.get_rank() != 0:
         return
-    tensors = {"step": torch.tensor(step, dtype=torch.int32)} | scaling_of(model)
+    tensors = {"step": torch.tensor(step, dtype=torch.int32)}
+    tensors |= {name: buffer.cpu().to(dtype) for name, (buffer, dtype) in buffers_of(model).items()}
     for key, p in model.named_parameters():
         name, local = key.removesuffix(".weight"), p.to_local()
         tensors[name] = weights[key]

@@ -27,6 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import blockfp.jax as bfp
+from blockfp.rounding import fold_in
 
 MATRICES = ("qkv", "out", "up", "down")
 
@@ -60,21 +61,24 @@ def rms_norm(x, weight):
     return (y * weight).astype(x.dtype)
 
 
-def linear(x, weight, key, scaling, recipe: str):
-    """x w^T, of a weight that is cut over "data", and the state of delayed scaling, if there is one."""
+def linear(x, weight, random, scaling, recipe: str):
+    """x w^T, of a weight that is cut over "data", and the state of delayed scaling, if there is one.
+
+    `random`: `first_random` of one layer.
+    """
     if recipe == "bf16":
         return x @ jax.lax.all_gather(weight.astype(x.dtype), "data", axis=0, tiled=True).T, None
+    key = None if random is None else fold_in(random["rng_key"], random["rng_step"])
     y = bfp.linear(x, weight, recipe=recipe, key=key, state=scaling, data_axes=("data",))
     return (y, None) if scaling is None else y
 
 
-def block(x, weights, key, scaling, heads: int, recipe: str):
+def block(x, weights, random, scaling, heads: int, recipe: str):
     """Causal attention and a feed-forward layer, each behind a norm and beside a residual; x [batch, length, width]."""
-    keys = dict(zip(MATRICES, jax.random.split(key, len(MATRICES)), strict=True))
     seen = {}
 
     def layer(name, x):
-        y, seen[name] = linear(x, weights[name], keys[name], scaling[name], recipe)
+        y, seen[name] = linear(x, weights[name], random[name], scaling[name], recipe)
         return y
 
     qkv = layer("qkv", rms_norm(x, weights["attention_norm"]))
@@ -85,7 +89,7 @@ def block(x, weights, key, scaling, heads: int, recipe: str):
     return x + layer("down", hidden), seen
 
 
-def loss_of(params, scaling, rows, key, heads: int, recipe: str):
+def loss_of(params, scaling, random, rows, heads: int, recipe: str):
     """(mean cross-entropy in nats a byte, `scaling` with the inputs' amaxes); rows: [batch, context + 1]."""
     tokens, targets = rows[:, :-1], rows[:, 1:]
     half = lambda name: params[name].astype(jnp.bfloat16)  # noqa: E731
@@ -94,8 +98,7 @@ def loss_of(params, scaling, rows, key, heads: int, recipe: str):
     def body(x, layer):
         return block(x, *layer, heads, recipe)
 
-    keys = jax.random.split(key, params["blocks"]["qkv"].shape[0])
-    x, scaling = jax.lax.scan(body, x, (params["blocks"], keys, scaling))
+    x, scaling = jax.lax.scan(body, x, (params["blocks"], random, scaling))
     logits = (rms_norm(x, params["norm"]) @ half("head").T).astype(jnp.float32)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
     return -chosen.mean(), scaling
@@ -108,8 +111,16 @@ def first_scaling(layers: int, recipe: str) -> dict:
     return {name: jax.vmap(lambda _: bfp.delayed_state(recipe))(jnp.arange(layers)) for name in MATRICES}
 
 
+def first_random(config: byte_text.Config, recipe: str, seed: int) -> dict:
+    """Keys of stochastic rounding by matrix and how often each was used, each a stack for scan; None for other recipes."""
+    if recipe != "nvfp4":
+        return dict.fromkeys(MATRICES)
+    keys = stacked(byte_text.first_keys(config, seed), config.layers)["blocks"]
+    return {name: {"rng_key": keys[name], "rng_step": jnp.zeros(config.layers, jnp.int32)} for name in MATRICES}
+
+
 def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax.sharding.Mesh, resume: Path | None) -> tuple:
-    """Parameters, the optimizer's state and that of delayed scaling, on the mesh: the first ones, or those of a file."""
+    """Parameters, the optimizer's state, that of delayed scaling and keys, on the mesh: the first ones, or those of a file."""
     first = stacked(byte_text.first_weights(config, seed), config.layers)
     is_matrix = lambda path, leaf: path.split(".")[-1] in MATRICES  # noqa: E731
     specs = {name: P() for name in first} | {
@@ -117,11 +128,11 @@ def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax
     }
     whole = first if recipe == "bf16" else bfp.quantize_params(first, recipe, filter=is_matrix)
     state = optimizer.init(whole, first)
-    scaling = first_scaling(config.layers, recipe)
+    scaling, random = first_scaling(config.layers, recipe), first_random(config, recipe, seed)
     if resume is not None:
-        whole, state, scaling = load(resume, whole, state, scaling)
+        whole, state, scaling, random = load(resume, whole, state, scaling, random)
     params = bfp.shard_params(whole, mesh, specs)
-    return params, bfp.shard_state(state, params), jax.device_put(scaling, NamedSharding(mesh, P()))
+    return params, bfp.shard_state(state, params), *jax.device_put((scaling, random), NamedSharding(mesh, P()))
 
 
 def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
@@ -132,28 +143,29 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
     rates = jnp.asarray([byte_text.learning_rate(step, options.steps) for step in range(options.steps)])
     optimizer = bfp.adamw(lambda step: rates[step], (0.9, 0.95), weight_decay=0.1)
     resume = None if options.resume is None else byte_text.saved(options.resume, recipe)
-    params, state, scaling = start(config, recipe, options.seed, optimizer, mesh, resume)
+    params, state, scaling, random = start(config, recipe, options.seed, optimizer, mesh, resume)
     steps = range(options.steps) if resume is None else byte_text.steps_left(int(state.inner.step), options.steps, resume)
     loss_here = partial(loss_of, heads=config.heads, recipe=recipe)
 
-    def step(params, state, scaling, rows, key):
+    def step(params, state, scaling, random, rows):
         def loss_part(params, scaling):
-            loss, scaling = loss_here(params, scaling, rows, key)
+            loss, scaling = loss_here(params, scaling, random, rows)
             return loss / ranks, scaling
 
         (loss, scaling), (gradients, seen) = bfp.value_and_grad(loss_part, (0, 1), has_aux=True)(params, scaling)
         if jax.tree.leaves(scaling):
             scaling = bfp.update_scales(scaling, seen, recipe, axes=("data",))
+        random = {name: r and r | {"rng_step": r["rng_step"] + 1} for name, r in random.items()}
         updates, state = optimizer.update(gradients, state, params)
-        return bfp.apply_updates(params, updates), state, scaling, jax.lax.psum(loss, "data")
+        return bfp.apply_updates(params, updates), state, scaling, random, jax.lax.psum(loss, "data")
 
-    where = bfp.partition_specs(params), bfp.partition_specs(state), P()
+    where = bfp.partition_specs(params), bfp.partition_specs(state), P(), P()
     run = partial(jax.shard_map, mesh=mesh)
-    step = jax.jit(run(step, in_specs=(*where, P("data"), P()), out_specs=(*where, P())), donate_argnums=(0, 1, 2))
+    step = jax.jit(run(step, in_specs=(*where, P("data")), out_specs=(*where, P())), donate_argnums=(0, 1, 2, 3))
     judge = jax.jit(
         run(
-            lambda p, scaling, rows: jax.lax.pmean(loss_here(p, scaling, rows, jax.random.key(0))[0], "data"),
-            in_specs=(where[0], P(), P("data")),
+            lambda p, scaling, random, rows: jax.lax.pmean(loss_here(p, scaling, random, rows)[0], "data"),
+            in_specs=(where[0], P(), P(), P("data")),
             out_specs=P(),
         )
     )
@@ -164,12 +176,11 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
         rows = byte_text.batch(text, options.batch, config.context, seed=options.seed, step=i)
         # Each rank takes every so many-th row, as in train_fsdp2.py.
         rows = np.concatenate([rows[rank::ranks] for rank in range(ranks)])
-        key = jax.random.fold_in(jax.random.key(options.seed), i)
-        params, state, scaling, loss = step(params, state, scaling, rows.astype(np.int32), key)
+        params, state, scaling, random, loss = step(params, state, scaling, random, rows.astype(np.int32))
         losses.append(float(loss))
         progress.update(task, advance=1, loss=losses[-1])
         if options.save is not None and i + 1 == (options.save_at or options.steps):
-            save(byte_text.saved(options.save, recipe), params, state, scaling)
+            save(byte_text.saved(options.save, recipe), params, state, scaling, random)
     seconds = time.perf_counter() - began
 
     rows = byte_text.batch(held_out, options.held_out, config.context, seed=0, step=0)
@@ -178,7 +189,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
         "recipe": recipe,
         "first_step": steps.start,
         "losses": losses,
-        "held_out": float(judge(params, scaling, rows.astype(np.int32))),
+        "held_out": float(judge(params, scaling, random, rows.astype(np.int32))),
         # Forward and backward gather each once; what a bf16 run keeps in fp32 travels in half of that.
         "gathered_bytes_a_step": 2 * matrices // (2 if recipe == "bf16" else 1),
         "weight_bytes": sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards[:1]),
@@ -187,27 +198,30 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
     }
 
 
-def everything(params: dict, state, scaling: dict) -> dict:
+def everything(params: dict, state, scaling: dict, random: dict) -> dict:
     """What a run goes on from, layer by layer, as `byte_text` says; of whole parameters and state."""
     trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
     trees |= {part: {"blocks": {n: s and getattr(s, part) for n, s in scaling.items()}} for part in byte_text.SCALING}
+    trees |= {part: {"blocks": {n: r and r[part] for n, r in random.items()}} for part in byte_text.RANDOM}
     return unstacked(params) | {kind: unstacked(tree) for kind, tree in trees.items()} | {"step": state.inner.step}
 
 
-def save(path: Path, params: dict, state, scaling: dict) -> None:
+def save(path: Path, params: dict, state, scaling: dict, random: dict) -> None:
     """Writes everything that a run goes on from, of sharded parameters and state."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    bfp.save(path, everything(bfp.unshard_params(params), bfp.unshard_state(state, params), scaling))
+    bfp.save(path, everything(bfp.unshard_params(params), bfp.unshard_state(state, params), scaling, random))
 
 
-def load(path: Path, params: dict, state, scaling: dict) -> tuple:
-    """Parameters and both states of a file, of the formats and shapes of these."""
-    found = bfp.load(path, like=everything(params, state, scaling))
+def load(path: Path, params: dict, state, scaling: dict, random: dict) -> tuple:
+    """Parameters, both states and keys of a file, of the formats and shapes of these."""
+    found = bfp.load(path, like=everything(params, state, scaling, random))
     layers = len(params["blocks"]["mlp_norm"])
     masters, first, second, *parts = (stacked(found[k], layers) for k in ("master", "first", "second", *byte_text.SCALING))
+    words, counts = (stacked(found[kind], layers)["blocks"] for kind in byte_text.RANDOM)
     inner = state.inner._replace(step=found["step"], first=first, second=second)
     by_matrix = {n: s and bfp.DelayedState(*(part["blocks"][n] for part in parts)) for n, s in scaling.items()}
-    return stacked(found, layers), state._replace(masters=masters, inner=inner), by_matrix
+    keys = {n: r and {"rng_key": words[n], "rng_step": counts[n]} for n, r in random.items()}
+    return stacked(found, layers), state._replace(masters=masters, inner=inner), by_matrix, keys
 
 
 def bytes_of(tree) -> int:

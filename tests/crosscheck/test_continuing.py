@@ -10,10 +10,13 @@ import gloo
 import numpy as np
 import pytest
 
+from blockfp.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ("nvfp4", "fp8_delayed")
 # Rows that two ranks cut inside of blocks.
 SIZES = {"width": 48, "heads": 2, "layers": 1, "context": 16, "hidden": 96}
+MATRICES = [f"blocks.0.{name}" for name in ("qkv", "out", "up", "down")]
 
 
 def options(**changed):
@@ -24,6 +27,7 @@ def options(**changed):
 def pytorch(rank):
     """On two ranks: what the folder "jax" has is saved again at once and continued; without it, runs from the start."""
     import torch
+    from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 
     sys.path.insert(0, str(EXAMPLES))
     import train_fsdp2 as train
@@ -39,6 +43,9 @@ def pytorch(rank):
             optimizer = train.bfp.AdamW(model.parameters())
             train.load_state(optimizer, model, saved)
             train.save(folder / "torch again" / f"{recipe}.safetensors", model, optimizer, int(saved["step"]))
+            if recipe == "nvfp4":
+                keys = [gradient_keys(m.rng_key, step=m.step, folds=(rank,)) for m in map(model.get_submodule, MATRICES)]
+                torch.save(keys, folder / f"keys-{rank}.pt")
             run = train.train(recipe, options(resume=theirs), None)
         else:
             run = train.train(recipe, options(save=folder / "torch", save_at=3), None)
@@ -86,6 +93,7 @@ def equal_files(one, other):
 
 def test_each_continues_the_other(train, tmp_path):
     import jax
+    import torch
 
     gloo.run(2, __file__, "pytorch")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -94,12 +102,22 @@ def test_each_continues_the_other(train, tmp_path):
         sharded = train.start(train.byte_text.Config(), recipe, 1, train.bfp.adamw(0.0), mesh, tmp_path / "torch" / file)
         train.save(tmp_path / "jax" / file, *sharded)
         equal_files(tmp_path / "torch" / file, tmp_path / "jax" / file)
+        if recipe == "nvfp4":
+            random = sharded[-1]
 
     # One of them goes on in JAX for a step, and for two.
     run = train.train("fp8_delayed", options(resume=tmp_path / "torch", save=tmp_path / "jax", save_at=4), Silent())
     gloo.run(2, __file__, "pytorch")
     for recipe in RECIPES:
         equal_files(*(tmp_path / folder / f"{recipe}.safetensors" for folder in ("jax", "torch again")))
+
+    # The gradients' random bits of the next step are the same ones too.
+    for rank in range(2):
+        for name, theirs in zip(MATRICES, torch.load(tmp_path / f"keys-{rank}.pt"), strict=True):
+            key, step = (random[name.rpartition(".")[2]][part][0] for part in train.byte_text.RANDOM)
+            assert step == 3
+            ours = [gradient_key(fold_in(key, step), direction, rank) for direction in (ROWWISE, COLUMNWISE)]
+            np.testing.assert_array_equal(theirs[0], ours)
 
     whole, after_jax = (json.loads((tmp_path / f"fp8_delayed-{first}.json").read_text()) for first in (0, 4))
     assert (run["first_step"], len(run["losses"])) == (3, 2)
