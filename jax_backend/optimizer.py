@@ -76,8 +76,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
         new = update.value if isinstance(update, Replacement) else update
         if is_quantized(param) and new is update:
             raise TypeError("codes can't be added to: wrap the optimizer in blockfp.jax.with_masters")
-        formats = (x.format if is_quantized(x) else None for x in (param, new))
-        if getattr(new, "shape", None) != param.shape or len(set(formats)) > 1:
+        formats = {x.format if isinstance(x, QuantizedArray) else None for x in (param, new)}
+        if getattr(new, "shape", None) != param.shape or len(formats) > 1:
             raise ValueError(f"the update of a parameter of {describe(param)} must be alike, got {describe(new)}")
         if new is not update:
             return new

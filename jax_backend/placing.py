@@ -91,7 +91,7 @@ def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpec) -
 
 def _mesh_of(placed: Any) -> jax.sharding.Mesh:
     sharding = (placed.codes if is_quantized(placed) else placed).sharding
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
         raise ValueError(f"params must lie on a mesh, as shard_params gives them, got arrays with {sharding}")
     return sharding.mesh
 
