@@ -46,7 +46,7 @@ def choose(
 
     Args:
         asked: one of `NAMES`, or None for the first that is there.
-        operation: "quantize", "columnwise", "both" or "dequantize".
+        operation: "quantize", "columnwise", "both", "dequantize" or "amax".
         format: the format.
         stochastic: whether the rounding is.
         rotate: whether the operation begins with the random Hadamard transform.
@@ -98,6 +98,19 @@ def _varying_like(definition: Callable, kernel: Callable) -> Callable:
         return structure.unflatten(vary(x, t.mat.varying) for x, t in zip(leaves, types, strict=True))
 
     return run
+
+
+def amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
+    """`numerics.amax` by the chosen implementation."""
+
+    def kernel(x):
+        if choice.name == "ffi":
+            from .ffi import tensor_amax
+        else:
+            from .pallas.arrays import tensor_amax
+        return numerics.Amax(tensor_amax(x).reshape((1,) * x.ndim), None, None)
+
+    return run(choice, kernel, lambda x: numerics.amax(x, format), x)
 
 
 def quantize(
@@ -221,6 +234,8 @@ def _refused(
     name: str, operation: str, format: Format, stochastic: bool, rotate: bool, eps: float, origin: tuple[int, int]
 ) -> str | None:
     """Why an implementation that is there doesn't do this, or None."""
+    if name != "xla" and operation == "amax":
+        return None if format.per_tensor else "the kernels look for the amax of a whole tensor"
     if name != "pallas":
         return None
     if eps:

@@ -78,10 +78,14 @@ def quantize_both(
     return implementations.quantize_both(choice, jax.lax.stop_gradient(x), key, amax, format, eps, rotate)
 
 
-@partial(jax.jit, static_argnames=("format",))
 def amax(x: jax.Array, *, format: Format) -> numerics.Amax:
     """`numerics.amax`."""
-    return numerics.amax(jax.lax.stop_gradient(x), format)
+    return _amax(x, format=format, choice=implementations.choose(None, "amax", format))
+
+
+@partial(jax.jit, static_argnames=("format", "choice"))
+def _amax(x: jax.Array, *, format: Format, choice: Choice) -> numerics.Amax:
+    return implementations.amax(choice, jax.lax.stop_gradient(x), format)
 
 
 @partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin", "choice"))

@@ -8,7 +8,7 @@ from samples import KINDS, bits_of, sample
 
 import blockfp.jax as bfp
 from blockfp import numerics
-from blockfp.formats import FORMATS, MXFP8, Format
+from blockfp.formats import FORMATS, FP8_E4M3, MXFP8, Format
 from blockfp.rotation import rotate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -102,6 +102,13 @@ def test_transformations(name):
     on_cpu = jax.device_put(x, jax.devices("cpu")[0])
     if name in (None, "xla"):
         same_parts(bfp.quantize(on_cpu, MXFP8, implementation=name), numerics.quantize(x, MXFP8))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (2, 40, 24), (0, 16)])
+def test_amax(shape):
+    for kind in KINDS:
+        x = sample(kind, shape, "bfloat16")
+        np.testing.assert_array_equal(ops.amax(x, format=FP8_E4M3).blocks, numerics.amax(x, FP8_E4M3).blocks)
 
 
 def test_what_is_chosen():
