@@ -5,7 +5,8 @@
 
 Milliseconds a step (the median of timed steps, slowest rank) and in which the host hands it to an idle GPU, peak memory of a
 rank, and the bytes that a rank receives in all-gathers. Every contender starts from the same weights and gets the same input;
-each block is compiled by itself.
+each block is compiled by itself. "RECIPE+high" keeps weights in high precision and gathers them quantized;
+"RECIPE+recompute" makes casts again in the backward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 
@@ -60,6 +62,17 @@ class AttentionBlock(nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, HEADS_WIDTH)).movedim(-3, 0).transpose(-2, -3)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.mlp(x + self.out(attended.transpose(-2, -3).flatten(-2)))
+
+
+class Recomputed(nn.Module):
+    """A block whose backward makes the casts of its forward again."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False, context_fn=bfp.keep_products)
 
 
 @contextlib.contextmanager
@@ -113,7 +126,7 @@ def contender(name: str) -> Contender:
     if name == "torchao_fp8_gather":
         return (lambda blocks: convert_torchao(blocks, True)), fused, torchao_scales
     recipe, _, option = name.partition("+")
-    weights = {"": "quantized", "high": "high_precision"}[option]
+    weights = "high_precision" if option == "high" else "quantized"
     return (lambda blocks: bfp.convert(blocks, recipe, weights=weights)), bfp.AdamW, bfp.update_scales
 
 
@@ -125,6 +138,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         blocks = nn.ModuleList(block(options.width, options.hidden) for _ in range(options.layers))
     parameters = sum(p.numel() for p in blocks.parameters())
     convert(blocks)
+    if name.endswith("+recompute"):
+        blocks = nn.ModuleList(map(Recomputed, blocks))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for each in blocks:
         each.compile(fullgraph=True)

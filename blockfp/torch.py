@@ -10,6 +10,7 @@ from .torch_backend.checkpoint.files import load, save
 from .torch_backend.linear.delayed import update_scales
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import observe
+from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.grouped_linear import GroupedLinear
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
@@ -39,6 +40,7 @@ __all__ = [
     "convert",
     "fake_quantize",
     "from_jax",
+    "keep_products",
     "linear",
     "load",
     "load_checkpoint",

@@ -155,14 +155,29 @@ def test_a_norms_output_is_quantized_once_and_not_kept():
     assert sum(t.dtype == torch.uint8 and t.numel() == x.numel() for t in saved if not isinstance(t, bfp.QuantizedTensor)) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"context_fn": bfp.keep_products}], ids=["all", "casts"])
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", "mxfp8"])
-def test_checkpointing_changes_nothing(name):
+def test_checkpointing_changes_nothing(name, options):
     """Recomputation records the same amaxes again, and draws no other random bits."""
     layer = made(LAYERS["rmsnorm_mlp_swiglu"], name)
     other = copy.deepcopy(layer)
-    again = lambda layer, x: checkpoint(layer, x, use_reentrant=False)  # noqa: E731
+    again = lambda layer, x: checkpoint(layer, x, use_reentrant=False, **options)  # noqa: E731
     for seed in range(3):
         assert_equal(step(layer, seed), step(other, seed, again))
+
+
+def test_keeping_products_keeps_no_codes():
+    layer, x, saved = made(LAYERS["linear"], "mxfp8"), values((4, 64), 0).requires_grad_(), []
+    run = torch.compile(
+        lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=bfp.keep_products),
+        fullgraph=True, backend="aot_eager_decomp_partition",
+    )  # fmt: skip
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = run(x)
+    own = {layer.weight.codes.data_ptr(), layer.weight.scales.data_ptr()}
+    assert not [t for t in saved if t.dtype == torch.uint8 and t.data_ptr() not in own]
+    assert torch.equal(y, layer(x))
+    assert torch.equal(*(torch.autograd.grad(out.sum(), layer.weight)[0] for out in (y, layer(x))))
 
 
 def test_tied_weights_accumulate():

@@ -1,0 +1,36 @@
+"""Activation checkpointing by what is dear: results of products are kept, and casts made again in the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ..custom_ops.products import product
+
+_KEPT = {
+    product,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+
+
+def keep_products() -> tuple[Any, Any]:
+    """For `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
+
+    Of the block's forward the backward then keeps its input and what products, attention and collectives gave. Norms,
+    activation functions and the codes of every layer's input are made again when they are wanted: in less memory than where
+    codes are kept from the forward on, a byte an element of each layer's input, and for as many more casts. No bit changes.
+    """
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
