@@ -22,7 +22,7 @@ class JaxBackend:
     @property
     def version(self) -> str:
         version = f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
-        missing = implementations.missing_product(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
+        missing = implementations.missing_cublas(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
         return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:

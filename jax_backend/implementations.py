@@ -275,13 +275,16 @@ def _missing(name: str) -> str | None:
 
 
 def missing_product(version: int) -> str | None:
-    """Why cuBLASLt can't be given a product of codes and scales through the CUDA library, or None where it can.
+    """Why a product of codes and scales is not given to cuBLASLt here, or None where it is; see `missing_cublas`."""
+    return "XLA may have to split the product over devices" if _would_be_partitioned() else missing_cublas(version)
+
+
+def missing_cublas(version: int) -> str | None:
+    """Why the CUDA library has no cuBLASLt to multiply codes and scales with, or None where it has.
 
     Args:
         version: the least that will do, as cuBLASLt counts: 120900 is that of CUDA 12.9.
     """
-    if _would_be_partitioned():
-        return "XLA may have to split the product over devices"
     missing = _missing("ffi")
     if missing is not None:
         return missing
