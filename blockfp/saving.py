@@ -21,7 +21,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import layout
 from .array import QuantizedArray
 from .atomic import replacing
 from .bits import dtype_name
@@ -169,9 +168,6 @@ def _entries(path: Path, name: str, tensor: Any) -> list:
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
             raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
-        if tuple(tensor.scales.shape) != layout.scales_shape(tensor.shape, tensor.format):
-            problem = f"it is a stack of {tensor.format} arrays, each with a scale of its own: save each under its own name"
-            raise BadFile(path, problem, name)
         return store.quantized_entries(name, tuple(tensor.shape), tensor.format)
     if not hasattr(tensor, "dtype"):
         raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)

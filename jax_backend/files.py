@@ -1,8 +1,12 @@
-"""Parameter trees in .safetensors files, the same that NumPy and PyTorch read (`blockfp.saving`)."""
+"""Parameter trees in .safetensors files, the same that NumPy and PyTorch read (`blockfp.saving`).
+
+A stack [layers, out, in] whose matrices have a scale per tensor each is as many arrays in a file, "NAME.0", "NAME.1", ..:
+elsewhere an array has one such scale, whatever its shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,10 @@ import numpy as np
 
 from blockfp import saving
 from blockfp.array import QuantizedArray as NumpyArray
+from blockfp.products import has_tensor_scale
 
 from .array import QuantizedArray, is_quantized
-from .params import describe, map_with_path, path_name
+from .params import describe, map_with_path, path_name, shares_scale
 from .placing import unshard_params
 
 
@@ -29,6 +34,7 @@ def save(
     """Writes a tree of arrays, quantized or not, to a .safetensors file, or to several; see `blockfp.save`.
 
     A leaf's name is its path with dots between ("layers.0.weight"). Sharded leaves are put together first, one at a time.
+    A stack whose matrices have a scale per tensor each (`quantize_params` makes them for scan) is taken apart: "NAME.0", ..
     In a program of several processes each must be able to see every array.
 
     Args:
@@ -38,10 +44,10 @@ def save(
     """
     tensors = {}
     for where, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized):
-        name = path_name(where)
-        if name in tensors:
-            raise ValueError(f"two leaves have the same path, {name!r}, once it is written with dots")
-        tensors[name] = unshard_params(leaf)
+        for name, array in _matrices(path_name(where), unshard_params(leaf)):
+            if name in tensors:
+                raise ValueError(f"two leaves have the same path, {name!r}, once it is written with dots")
+            tensors[name] = array
     saving.write(Path(path), tensors, np.asarray, file_bytes, metadata or {})
 
 
@@ -50,8 +56,8 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 
     Args:
         path: as for `blockfp.load`.
-        like: a tree of arrays, quantized arrays or their shapes (`jax.eval_shape`), whole; by default the result is a
-            dictionary by name.
+        like: a tree of arrays, quantized arrays or their shapes (`jax.eval_shape`), whole; stacks are put together as it has
+            them. By default the result is a dictionary by name.
 
     Returns:
         The arrays, on the default device: as a tree like `like`, or by name.
@@ -66,14 +72,32 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
         return found
 
     def pick(name: str, leaf):
+        if _is_stack(leaf) and name not in found:
+            matrices = jax.eval_shape(lambda leaf: dict(_matrices(name, leaf)), leaf)
+            parts = [pick(part, matrix) for part, matrix in matrices.items()]
+            return jax.tree.map(lambda part, *parts: jnp.stack(parts).reshape(part.shape), leaf, *parts)
         if name not in found:
-            raise ValueError(f"{path} has no such tensor")
+            raise ValueError(f"{path} has no tensor {name!r}")
         got, wanted = (describe(x) for x in (found[name], leaf))
         if got != wanted:
-            raise ValueError(f"{path} has it as {got}, expected {wanted}")
+            raise ValueError(f"{path} has {name!r} as {got}, expected {wanted}")
         return found[name]
 
     return map_with_path(pick, like)
+
+
+def _is_stack(leaf: Any) -> bool:
+    """Whether a leaf is a stack of matrices that have a scale per tensor each."""
+    return is_quantized(leaf) and leaf.ndim > 2 and has_tensor_scale(leaf.format) and not shares_scale(leaf)
+
+
+def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """(name, array) of what a leaf is in a file: itself, or each matrix of a stack."""
+    if not _is_stack(leaf):
+        yield name, leaf
+        return
+    for place in np.ndindex(*leaf.shape[:-2]):
+        yield ".".join((name, *map(str, place))), jax.tree.map(lambda part, place=place: part[place], leaf)
 
 
 def _to_jax(array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:

@@ -80,12 +80,37 @@ def test_saving_over_a_file_leaves_one_of_both_kinds(tmp_path):
     assert set(blockfp.load(tmp_path)) == {"only"}
 
 
+def test_a_stack_with_a_scale_for_each_matrix_is_taken_apart(tmp_path):
+    """As many arrays as it has matrices, which NumPy and PyTorch read; JAX puts them together again."""
+    w = sample("exponents", (2, 3, 8, 32))
+    tree = {
+        "fp8": bfp.quantize_params(w[0], "fp8_current"),
+        "nvfp4": bfp.quantize_params(w, "nvfp4"),
+        "shared": bfp.quantize(w[0], "fp8_e4m3"),
+        "single": bfp.quantize_params(w[0, :1], "nvfp4"),
+    }
+    path = tmp_path / "model.safetensors"
+    bfp.save(path, tree)
+    assert_same_tree(bfp.load(path, jax.eval_shape(lambda: tree)), tree)
+    arrays, tensors = blockfp.load(path), bfp_torch.load(path)
+    names = {f"fp8.{i}" for i in range(3)} | {f"nvfp4.{i}.{j}" for i in range(2) for j in range(3)}
+    assert set(arrays) == set(tensors) == names | {"shared", "single.0"}
+    q = tree["nvfp4"]
+    for found in (arrays["nvfp4.1.2"], tensors["nvfp4.1.2"]):
+        assert tuple(found.shape) == (8, 32)
+        for part in ("codes", "scales", "tensor_scale"):
+            np.testing.assert_array_equal(getattr(found, part), getattr(q, part)[1, 2])
+    # What another framework wrote so is a stack too.
+    blockfp.save(path, arrays)
+    assert_same_tree(bfp.load(path, tree), tree)
+
+
 def test_bad_files_and_leaves(tree, placed, tmp_path):
     path = tmp_path / "model.safetensors"
     bfp.save(path, tree)
-    with pytest.raises(ValueError, match=r"head: .* has it as nvfp4_16x16 of bfloat16 \(96, 64\), expected float32 \(3,\)"):
+    with pytest.raises(ValueError, match=r"head: .* has 'head' as nvfp4_16x16 of bfloat16 \(96, 64\), expected float32 \(3,\)"):
         bfp.load(path, tree | {"head": jnp.zeros(3)})
-    with pytest.raises(ValueError, match=r"layers\.1\.bias: .* has no such tensor"):
+    with pytest.raises(ValueError, match=r"layers\.1\.bias: .* has no tensor 'layers\.1\.bias'"):
         bfp.load(path, {"layers": [tree["layers"][0], tree["layers"][0]]})
     with pytest.raises(BadFile, match="'head': it is a shard, not a whole array"):
         blockfp.save(path, {"head": placed["head"]})
@@ -95,8 +120,11 @@ def test_bad_files_and_leaves(tree, placed, tmp_path):
         blockfp.save(tmp_path / "model.npz", {})
     with pytest.raises(BadFile, match="'a': it must be an array, got list"):
         blockfp.save(path, {"a": [1]})
-    with pytest.raises(BadFile, match="it is a stack of fp8_e4m3 arrays"):
-        bfp.save(path, {"a": bfp.quantize_params(jnp.ones((3, 8, 32)), "fp8_current")})
+    stack = bfp.quantize_params(jnp.ones((3, 8, 32)), "fp8_current")
+    with pytest.raises(ValueError, match=r"two leaves have the same path, 'a\.2'"):
+        bfp.save(path, {"a": stack, "a.2": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"a: .* has no tensor 'a\.0'"):
+        bfp.load(path, {"a": stack})
     with pytest.raises(ValueError, match="two leaves have the same path"):
         bfp.save(path, {"a.b": jnp.ones(3), "a": {"b": jnp.ones(3)}})
     index = tmp_path / "other.safetensors.index.json"

@@ -9,8 +9,10 @@ import blockfp.jax as bfp
 torch = pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3_128x128", "mxfp6_e3m2_32x32", "nvfp4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp8_e4m3", "bfloat16"), ("fp8_e4m3_128x128", "float32"), ("mxfp6_e3m2_32x32", "bfloat16"), ("nvfp4", "float32")],
+)
 def test_the_same_array(name, dtype):
     from blockfp.torch import quantize
 
