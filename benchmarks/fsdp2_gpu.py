@@ -142,12 +142,14 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         blocks = nn.ModuleList(map(Recomputed, blocks))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for each in blocks:
-        each.compile(fullgraph=True)
+        each.compile(fullgraph=True, mode=options.mode)
         fully_shard(each, mp_policy=policy)
     model = fully_shard(nn.Sequential(*blocks), mp_policy=policy)
     optimizer = optimizer_class(model.parameters(), lr=1e-4)
     rows = options.tokens // options.length
-    x = torch.randn(rows, options.length, options.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    # In a CUDA graph its gradient would be overwritten by the next step's.
+    with_gradient = options.mode is None
+    x = torch.randn(rows, options.length, options.width, device=device, dtype=torch.bfloat16, requires_grad=with_gradient)
     gradient = torch.randn_like(x)
 
     def step():
@@ -156,19 +158,21 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         optimizer.zero_grad()
         after_step(model)
 
-    for _ in range(3):
+    # CUDA graphs are recorded in the first steps.
+    for _ in range(3 if options.mode is None else 8):
         step()
     with received_bytes() as received:
         step()
     times: list[float] = []
     peak = ranks.peak_bytes(lambda: times.extend(ranks.timed(step) for _ in range(options.steps)))
-    host = statistics.median([host_time(step) for _ in range(3)])
-    ms, host, peak = ranks.slowest((statistics.median(times), host, peak / 2**30), device)
+    host = statistics.median([host_time(step) for _ in range(5)])
+    ms, host, peak, fastest = ranks.slowest((statistics.median(times), host, peak / 2**30, -host), device)
     profiled = {"profile": profile(step)} if options.profile else {}
     return {
         "contender": name,
         "ms": round(ms, 2),
         "host_ms": round(host, 2),
+        "host_ms_fastest_rank": round(-fastest, 2),
         "peak_gib": round(peak, 2),
         "gathered_mb": round(sum(received) / 1e6, 1),
         "parameters": parameters,
@@ -226,6 +230,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=16384)
     parser.add_argument("--layers", type=int, help="12 of the stack and 5 of the transformer, 1.6 and 1.0 billion parameters")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
     parser.add_argument("--profile", action="store_true", help="also say where a step's time goes, in the JSON file")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
@@ -234,9 +239,9 @@ def main() -> None:
     # torchao's layers compile anew for every block.
     torch._dynamo.config.recompile_limit = 4 * options.layers
     rows = ranks.measured(options.contenders.split(","), lambda name: measure(name, options, device))
-    sizes = {key: getattr(options, key) for key in ("model", "tokens", "length", "width", "hidden", "layers")}
-    date = datetime.datetime.now(datetime.UTC).date()
-    path = options.out / f"fsdp2-{options.model}-{dist.get_world_size()}x{options.tokens}-{date}.json"
+    sizes = {key: getattr(options, key) for key in ("model", "mode", "tokens", "length", "width", "hidden", "layers")}
+    date, mode = datetime.datetime.now(datetime.UTC).date(), "" if options.mode is None else f"-{options.mode}"
+    path = options.out / f"fsdp2-{options.model}-{dist.get_world_size()}x{options.tokens}{mode}-{date}.json"
     ranks.report(path, rows, **sizes)
     ranks.finish()
 

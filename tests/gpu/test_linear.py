@@ -92,12 +92,17 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
         pytest.skip("Hopper's table")
     fast = []
 
-    def counted(*args, **options):
+    def blocks(*args, **options):
         fast.append(options.get("use_fast_accum", False))
         return scaled_mm(*args, **options)
 
-    scaled_mm = F.scaled_mm
-    monkeypatch.setattr(products.F, "scaled_mm", counted)
+    def tensors(*args):
+        fast.append(args[-1])
+        return scaled_tensors_mm(*args)
+
+    scaled_mm, scaled_tensors_mm = F.scaled_mm, torch._scaled_mm
+    monkeypatch.setattr(products.F, "scaled_mm", blocks)
+    monkeypatch.setattr(torch, "_scaled_mm", tensors)
     run(name)
     assert len(fast) == calls
     # Blocks are always summed precisely.

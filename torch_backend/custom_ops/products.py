@@ -153,14 +153,12 @@ def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
 
 
 def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes, _ = _float8(a, b)
+    (left, right), _ = _float8(a, b)
     # cuBLAS adds a bias of 16 bits only.
-    fused = bias is not None and bias.dtype is dtype and dtype is not torch.float32
-    out = F.scaled_mm(
-        codes[0], codes[1].t(), a.factor, ScalingType.TensorWise, b.factor, ScalingType.TensorWise,
-        bias=bias if fused else None, output_dtype=dtype, use_fast_accum=fast_accum,
-    )  # fmt: skip
-    return out if bias is None or fused else (out + bias).to(dtype)
+    fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
+    # F.scaled_mm comes to the same call of cuBLAS, after a third more of the host's time.
+    out = torch._scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
+    return out if bias is fused else (out + bias).to(dtype)
 
 
 def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
