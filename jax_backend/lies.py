@@ -150,11 +150,17 @@ class Lies:
         cut_features = self.kind == ("column" if gradient else "row")
         if self.weight is None or not (cut_tokens or cut_features):
             return None
-        mesh, size = self.weight.mesh, self._tensor_size()
+        mesh = self.weight.mesh
         rows, columns = x.shape
-        shape = (rows * size, columns) if cut_tokens else (rows, columns * size)
+        # Features are cut as the weight is, which may be unevenly.
+        shape = (rows * self._tensor_size(), columns) if cut_tokens else (rows, self.weight.shape[0 if gradient else 1])
         cut: Placement = Shard(0 if cut_tokens else 1)
         return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
+
+    def own(self, x: jax.Array, *, gradient: bool) -> jax.Array:
+        """An input or gradient [tokens, features] with zeros where it is filled up, because ranks have unequal features."""
+        sharding = self.operand(x, gradient=gradient)
+        return x if sharding is None else sharded.only_own(x, sharding)
 
     def gathered(self, weight):
         """The weight with its FSDP shards put together."""

@@ -93,7 +93,7 @@ def linear(
     lies.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
     how = _How(run, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = lies.own(x.reshape(-1, x.shape[-1]), gradient=False)
     y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
     y = y.reshape(*lies.leading_axes(x, y), y.shape[-1])
     return y if state is None else (y, state_out)
@@ -187,6 +187,7 @@ def _backward(how: _How, kept, cotangents):
     column, weight, bias, key, state, types = kept
     g, later = cotangents
     recipe, lies = how.recipe, how.lies
+    g = lies.own(g, gradient=True)
     input_scale, gradient_scale = (None, None) if state is None else (state.input_scale, state.gradient_scale)
     if lies.gathers_input:
         _, column = input_operands(column, recipe, lies, input_scale, columnwise=True, rowwise=False)

@@ -141,7 +141,7 @@ def _like(x: jax.Array | None, param) -> jax.Array | None:
         return jax.device_put(x, param.sharding)
     sharding = param.sharding
     for dim in (0, 1):
-        x = _take(x, dim, _element_places(sharding, dim))
+        x = sharded.take(x, _element_places(sharding, dim), dim - 2)
     return jax.device_put(x, NamedSharding(_mesh_of(param), _specs_of(param).codes))
 
 
@@ -267,9 +267,9 @@ def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
 
     codes, scales = layout.unpack(q.codes, bits, q.columns), q.scales
     for dim in (0, 1):
-        codes = _take(codes, dim, _element_places(sharding, dim))
+        codes = sharded.take(codes, _element_places(sharding, dim), dim - 2)
         if not format.per_tensor:
-            scales = _take(scales, dim, _scale_places(format, sharding, dim))
+            scales = sharded.take(scales, _scale_places(format, sharding, dim), dim - 2)
     if columns:
         # Each rank's columns are packed by themselves.
         codes = layout.pack(codes.reshape(*codes.shape[:-1], -1, columns), bits)
@@ -295,15 +295,6 @@ def _places(sharding: Sharding, dim: int, size: int, span: Callable[[int], tuple
         start, count = span(rank)
         row[:count] = np.arange(start, start + count)
     return places.reshape(-1)
-
-
-def _take(x: jax.Array, dim: int, places: np.ndarray) -> jax.Array:
-    axis = dim - 2
-    if len(places) == x.shape[axis] and (places == np.arange(len(places))).all():
-        return x
-    shape = [1] * x.ndim
-    shape[axis] = -1
-    return jnp.where((places >= 0).reshape(shape), jnp.take(x, np.maximum(places, 0), axis=axis), jnp.zeros((), x.dtype))
 
 
 def _whole(q: QuantizedArray) -> QuantizedArray:

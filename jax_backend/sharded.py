@@ -139,7 +139,20 @@ def _zeros_like_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return jnp.zeros_like(x, shape=tuple(shape))
 
 
-def _only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
+def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax.Array | int = 0) -> jax.Array:
+    """The entries of an axis by index; for -1 those of `otherwise`."""
+    static = isinstance(places, np.ndarray)
+    if static and np.array_equal(places, np.arange(x.shape[axis])):
+        return x
+    picked = jnp.take(x, jnp.maximum(places, 0), axis=axis)
+    if static and (places >= 0).all():
+        return picked
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    return jnp.where((jnp.asarray(places) >= 0).reshape(shape), picked, otherwise)
+
+
+def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
     """x with zeros beyond this rank's own rows and columns."""
     for dim in (0, 1):
         sizes = [size for _, size in _spans(sharding, dim)]
@@ -223,7 +236,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     format, sharding = step.format, step.sharding
     assert local.values is not None
     check_stored(local.values, sharding)
-    x = _only_own(local.values, sharding)
+    x = only_own(local.values, sharding)
     whole = options.multiplier
     if is_aligned(format, sharding) and options.key is None:
         if step.amax_axes and whole is None:
@@ -286,14 +299,8 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
     back = [[index.get(first + i, -1) if i < count else -1 for i in range(stored)] for first, count in spans]
     own, back = (_of_rank(step.sharding.mesh, table) for table in (own, back))
 
-    def pick(x: jax.Array, places, otherwise) -> jax.Array:
-        shape = [1] * x.ndim
-        shape[axis] = -1
-        picked = jnp.take(x, jnp.maximum(places, 0), axis=axis)
-        return jnp.where((jnp.asarray(places) >= 0).reshape(shape), picked, otherwise)
-
     def reduced(part: jax.Array) -> jax.Array:
-        return pick(max_over(pick(part, own, 0), straddle.axes), back, part)
+        return take(max_over(take(part, own, axis), straddle.axes), back, axis, otherwise=part)
 
     return amax._replace(blocks=reduced(amax.blocks), nan=None if amax.nan is None else reduced(amax.nan))
 
@@ -302,13 +309,6 @@ def _gather(step: Gather, local: Local) -> Local:
     sharding, format, dim = step.sharding, step.format, step.dim
     after, mesh = sharding.gathered(step.axes), sharding.mesh
     ranks = range(mesh.size)
-    sizes = {size for _, size in _spans(after, dim)}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"axis {dim} of an array that lies {sharding} is cut unevenly over {', '.join(after.order(dim))}, and after the "
-            f"gather over {', '.join(step.axes)} ranks would hold {sorted(sizes)} entries: one program has one shape on all "
-            "ranks, so that axis must be cut evenly"
-        )
     elements = [step.elements(rank).runs for rank in ranks]
     size = length(sharding, dim)
     if step.payload == "values" or format is None:
@@ -333,17 +333,16 @@ def _gather(step: Gather, local: Local) -> Local:
 
 
 def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | None = None) -> jax.Array:
-    """The runs (source, start, stop) by rank of what all ranks sent, each `stored` entries; filled up to `size`."""
+    """The runs (source, start, stop) by rank of what all ranks sent, each `stored` entries; filled up with zeros to `size`."""
     axis = step.dim - 2
     together = lax.all_gather(x, step.axes, axis=x.ndim + axis, tiled=True)
     tables = [join_index(r, stored) for r in runs]
     size = max(map(len, tables)) if size is None else size
-    # What fills up is never read.
-    tables = [np.concatenate([t, np.zeros(size - len(t), np.int32)]) for t in tables]
+    tables = [np.concatenate([t, np.full(size - len(t), -1, np.int32)]) for t in tables]
     index = _of_rank(step.sharding.mesh, tables)
     if isinstance(index, np.ndarray) and np.array_equal(index, np.arange(size)):
         return lax.slice_in_dim(together, 0, size, axis=axis)
-    return jnp.take(together, index, axis=axis)
+    return take(together, index, axis)
 
 
 def join_index(runs, stored: int) -> np.ndarray:
@@ -370,12 +369,6 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
             inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
             inverse[index] = np.arange(len(index))
             places.append(inverse)
-        place = _of_rank(step.sharding.mesh, places)
-        if not (isinstance(place, np.ndarray) and np.array_equal(place, np.arange(gradient.shape[axis]))):
-            shape = [1] * gradient.ndim
-            shape[axis] = -1
-            kept = (jnp.asarray(place) >= 0).reshape(shape)
-            picked = jnp.take(gradient, jnp.maximum(place, 0), axis=axis)
-            gradient = jnp.where(kept, picked, jnp.zeros_like(picked))
+        gradient = take(gradient, _of_rank(step.sharding.mesh, places), axis)
         gradient = lax.psum_scatter(gradient, step.axes, scatter_dimension=gradient.ndim + axis, tiled=True)
     return gradient
