@@ -157,8 +157,9 @@ def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype,
     # cuBLAS adds a bias of 16 bits only.
     fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
     # F.scaled_mm comes to the same call of cuBLAS, after a third more of the host's time.
-    out = torch._scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
-    return out if bias is fused else (out + bias).to(dtype)
+    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    out = multiply(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
+    return out if bias is None or fused is not None else (out + bias).to(dtype)
 
 
 def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
