@@ -11,7 +11,7 @@ import blockfp
 import blockfp.jax as bfp
 from blockfp import adamw, recipes
 
-BY_FAMILY = pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp6", "nvfp4"])
+BY_FAMILY = pytest.mark.parametrize("recipe", ["fp8_current", "mxfp6", "nvfp4"])
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_messages_name_the_leaf(params):
     ],
 )
 def test_gradients_that_do_not_fit(head, message, params):
-    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    q = jax.eval_shape(lambda tree: bfp.quantize_params(tree, "mxfp8", filter=only_weights), params)
     optimizer = bfp.adamw(0.1)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(optimizer.update, at(params, head=head), jax.eval_shape(optimizer.init, q), q)

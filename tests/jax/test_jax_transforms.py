@@ -48,7 +48,9 @@ def test_gradient_is_straight_through(format):
     def through(x, key=None):
         return bfp.quantize(x, format, key=key).dequantize()
 
-    for transform in (lambda f: f, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))):
+    # Transformations of another format would show nothing more.
+    more = (lambda f: f, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))) if format == "mxfp8_e4m3_32x32" else ()
+    for transform in (jax.jit, *more):
         values, pullback = jax.vjp(transform(through), x)
         assert_same_tree(pullback(w)[0], w)
         assert_same_tree(values, through(x))
