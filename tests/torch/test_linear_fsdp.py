@@ -215,6 +215,11 @@ def block(rank):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("function", ["from_meta", "compiled", "block"])
-def test_over_real_processes(function):
-    gloo.run(2, __file__, function)
+def together(rank):
+    from_meta(rank)
+    compiled(rank)
+    block(rank)
+
+
+def test_over_real_processes():
+    gloo.run(2, __file__, "together")
