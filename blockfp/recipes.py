@@ -311,7 +311,11 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
             raise ValueError(f"recipe {recipe} rotates {cast}, but only the operands of the weight gradient are rotated")
     if recipe.delayed is not None:
         for operand in ("input", "gradient"):
-            formats = {recipe.cast(operand, direction).format for direction in get_args(Direction)} - {None}
+            casts = [recipe.cast(operand, direction) for direction in get_args(Direction)]
+            if any(cast.stochastic or cast.rotate for cast in casts):
+                wanted = " and ".join(map(str, casts))
+                raise ValueError(f"recipe {recipe}: delayed scaling rounds the {operand} as it is to nearest, got {wanted}")
+            formats = {cast.format for cast in casts} - {None}
             if len(formats) > 1 or any(not format.per_tensor for format in formats if format):
                 raise ValueError(
                     f"recipe {recipe}: delayed scaling keeps one scale for the {operand}, which needs one format with one "

@@ -147,20 +147,18 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         return x
     eps = eps_for(format, scaling.eps)
     key = scaling.key if cast.stochastic else None
-    if key is None and (multiplier is not None or not has_tensor_scale(format)):
-        choice = implementations.choose(None, "quantize", format, eps=eps)
-        parts = ops.quantize(flat(x) if multiplier is not None else x, None, multiplier, format=format, choice=choice, eps=eps)
-        if multiplier is not None:
-            # All tiles share the scale.
-            parts = parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None])
-        return of_parts(parts, format, x)
-    amax = None
-    if multiplier is None:
-        amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
-        if has_tensor_scale(format):
-            field = "tensor" if format.scale.two_level else "blocks"
-            # Empty groups have no tile, and nobody asks for theirs.
-            amax = amax._replace(**{field: tiles.largest(getattr(amax, field))[tiles.group]})
+    choice = implementations.choose(None, "quantize", format, eps=eps)
+    if multiplier is not None:
+        # All tiles share the scale.
+        parts = ops.quantize(flat(x), None, multiplier, format=format, choice=choice)
+        return of_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
+    if key is None and not has_tensor_scale(format):
+        return of_parts(ops.quantize(x, None, format=format, choice=choice, eps=eps), format, x)
+    amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
+    if has_tensor_scale(format):
+        field = "tensor" if format.scale.two_level else "blocks"
+        # Empty groups have no tile, and nobody asks for theirs.
+        amax = amax._replace(**{field: tiles.largest(getattr(amax, field))[tiles.group]})
 
     def one(tile, amax, group, first):
         place: dict[str, Any] = {}
@@ -168,6 +166,6 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
             words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
             shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
             place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
-        return numerics.quantize(tile, format, eps=eps, amax=amax, multiplier=multiplier, settle=settle, **place)
+        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=settle, **place)
 
     return of_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

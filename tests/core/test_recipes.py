@@ -127,6 +127,10 @@ def test_what_a_linear_layer_runs():
         ("input rowwise is stochastic, but only gradients", recipes.mxfp8().replace(input=Cast("mxfp8_e4m3", stochastic=True))),
         ("only the operands of the weight gradient are rotated", rotated),
         ("delayed scaling keeps one scale for the gradient", delayed.replace(gradient=Cast("mxfp8_e5m2"))),
+        (
+            "delayed scaling rounds the gradient as it is to nearest",
+            delayed.replace(gradient=Cast("fp8_e5m2", stochastic=True)),
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             recipes.for_linear(recipe)

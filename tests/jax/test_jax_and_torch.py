@@ -10,13 +10,14 @@ import torch
 from blockfp.jax_backend.lies import Lies
 from blockfp.jax_backend.operands import gradient_operands, input_operands
 from blockfp.torch_backend.custom_ops.operand_ops import quantize_operand
+from blockfp.torch_backend.linear.linear import apply
 from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
 import blockfp.torch as bfp_torch
 from blockfp import recipes
-from blockfp.recipes import RECIPES
+from blockfp.recipes import RECIPES, Cast
 
 BY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HERE = Lies(None, (), False)
@@ -189,6 +190,38 @@ def test_transformer_block(recipe):
                 (amaxes[name].gradient_amax_history, state.gradient_amax_history),
             ):
                 np.testing.assert_allclose(got, want.numpy(), rtol=2e-2)
+
+
+STOCHASTIC = recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
+
+
+@pytest.mark.parametrize("recipe", [recipes.fp8_delayed(history=4), STOCHASTIC], ids=["delayed", "stochastic"])
+def test_groups_share_a_state_and_have_keys_of_their_own(recipe):
+    counts = (5, 0, 11)
+    x, w, g = (sample(kind, s) for kind, s in (("integers", (16, 40)), ("gaussian", (3, 24, 40)), ("gaussian", (16, 24))))
+    ours, theirs = state_of(recipe, np.zeros((2, 4)))
+    if ours is not None:
+        # A group whose amax isn't finite hides no other's.
+        g[2, 0] = np.inf
+
+    def loss(x, q, state):
+        y = bfp.grouped_linear(x, q, jnp.asarray(counts), recipe=recipe, key=KEY, state=state)
+        y, state = (y, None) if state is None else y
+        return (y * g).sum(), (y, state)
+
+    q = bfp.quantize(jnp.asarray(w), recipe.weight.format)
+    (_, (y, new)), (dx, dw, seen) = jax.jit(bfp.value_and_grad(loss, (0, 1, 2), has_aux=True))(jnp.asarray(x), q, ours)
+
+    tx = torch.from_numpy(x).requires_grad_()
+    tw = bfp_torch.quantize(torch.from_numpy(w), recipe.weight.format).requires_grad_()
+    ty = apply(tx, tw, None, recipe, state=theirs, key=KEY, counts=counts)
+    ty.backward(torch.from_numpy(g))
+    for got, want in zip((y, dx, dw), (ty.detach(), tx.grad, tw.grad), strict=True):
+        np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=2e-6 * float(want.abs().max()))
+    if ours is not None:
+        np.testing.assert_array_equal(new.input_amax_history, theirs.input_amax_history)
+        np.testing.assert_array_equal(seen.gradient_amax_history, theirs.gradient_amax_history)
+        assert theirs.gradient_amax_history[0] == np.abs(g[5:]).max()
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

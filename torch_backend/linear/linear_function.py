@@ -163,12 +163,14 @@ def quantized_whole(
     if row is None and column is None:
         return [x], []
     per_tensor = all(format is None or format.per_tensor for format in (row, column))
-    amax = None
-    if scaling.multiplier is None and per_tensor and x.is_cuda and torch.compiler.is_compiling() and x.numel():
-        # There the compiler finds it while it makes x.
-        amax = tensor_amax(x)
     row_key = key[0] if key is not None and rowwise.stochastic else None
     column_key = key[1] if key is not None and columnwise.stochastic else None
+    amax = None
+    # The kernel that takes an amax rounds to nearest, and rotated values have another one.
+    plain = row_key is column_key is None and not columnwise.rotate
+    if scaling.multiplier is None and per_tensor and plain and x.is_cuda and torch.compiler.is_compiling() and x.numel():
+        # There the compiler finds it while it makes x.
+        amax = tensor_amax(x)
     found = quantize_operand(
         x,
         row,
