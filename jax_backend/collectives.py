@@ -25,7 +25,7 @@ from blockfp.rounding import Key, fold_in
 from . import ops, sharded
 from .array import QuantizedArray, quantize
 from .placing import core_mesh, sharding_of
-from .replication import varying
+from .replication import axis_index, varying
 
 
 def all_gather(
@@ -58,7 +58,7 @@ def all_gather(
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in axes:
-        sharded.axis_index(name)
+        axis_index(name)
     if isinstance(x, QuantizedArray):
         return _gather_weight(x, axes, format, columnwise, rotate or key is not None)
     if format is None:
@@ -129,7 +129,7 @@ def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | 
     Raises:
         ValueError: rows that the ranks don't divide, or an unknown axis or format.
     """
-    sharded.axis_index(axis)
+    axis_index(axis)
     size = lax.axis_size(axis)
     if x.ndim != 2 or x.shape[0] % size:
         raise ValueError(f"x must be [rows, columns] with rows a multiple of the {size} ranks of {axis!r}, got {x.shape}")
@@ -147,7 +147,7 @@ def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None
     Returns:
         [rows, columns]. The gradient is the sum of the ranks' cotangents.
     """
-    sharded.axis_index(axis)
+    axis_index(axis)
     if x.ndim != 2:
         raise ValueError(f"x must be [rows, columns], got shape {x.shape}: reshape it first")
     words = None if key is None else jnp.asarray(ops.key_array(key))

@@ -15,7 +15,7 @@ from jax import lax
 from blockfp import recipes, scaling
 from blockfp.recipes import Operand, Recipe
 
-from . import replication, sharded
+from . import replication
 from .params import describe, map_with_path
 
 
@@ -106,7 +106,7 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
         return its
 
     for name in axes:
-        sharded.axis_index(name)
+        replication.axis_index(name)
     seen = map_with_path(check, states, seen, is_leaf=_is_state)
     leaves, tree = jax.tree.flatten(states, is_leaf=_is_state)
     observed = tree.flatten_up_to(seen)
@@ -161,7 +161,7 @@ def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.A
     known = [not replication.varying(h) & set(axes) for h in histories]
     parts = [h[:1] if k else h for h, k in zip(histories, known, strict=True)]
     together = jnp.concatenate([part.reshape(-1) for part in parts])
-    together = sharded.max_over(together.view(jnp.int32), axes).view(jnp.float32)
+    together = replication.max_over(together.view(jnp.int32), axes).view(jnp.float32)
     each = jnp.split(together, list(itertools.accumulate(part.size for part in parts))[:-1])
     reduced = [new.reshape(part.shape) for new, part in zip(each, parts, strict=True)]
     return [jnp.concatenate([new, h[1:]]) if k else new for new, h, k in zip(reduced, histories, known, strict=True)]

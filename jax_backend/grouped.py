@@ -20,7 +20,7 @@ from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Recipe
 from blockfp.rounding import COLUMNWISE, ROWWISE, Key
 
-from . import implementations, ops, replication, sharded
+from . import implementations, ops, replication
 from .array import QuantizedArray
 from .delayed import DelayedState
 from .lies import Lies
@@ -108,7 +108,7 @@ class _How:
     def scaling(self, multiplier: jax.Array | None, groups: int, key: jax.Array | None = None) -> Scaling:
         """How an operand is quantized; `groups` are this rank's."""
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
-        first = 0 if self.expert_axis is None else sharded.axis_index(self.expert_axis) * groups
+        first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
         return Scaling(self.recipe.eps, multiplier, key, self.lies.coordinate(), first)
 
 
@@ -120,7 +120,7 @@ def _check_axes(lies: Lies, expert_axis: str | None) -> None:
         )
     if expert_axis is None:
         return
-    sharded.axis_index(expert_axis)
+    replication.axis_index(expert_axis)
     if expert_axis in lies.data_axes:
         raise ValueError(
             f"expert_axis = {expert_axis!r} is one of data_axes = {lies.data_axes} too: a rank on it has groups that no other "

@@ -14,7 +14,7 @@ from jax import lax
 from blockfp import plans
 from blockfp.placement import Placement, Replicate, Shard, Sharding
 
-from . import sharded
+from . import replication, sharded, stores
 from .array import QuantizedArray
 
 
@@ -43,7 +43,7 @@ class Lies:
         if set(data_axes) <= set(names):
             data_axes = tuple(name for name in names if name in data_axes)
         for name in data_axes:
-            sharded.axis_index(name)
+            replication.axis_index(name)
         lies = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
         tensor = lies._tensor_axes
         if len(tensor) > 1:
@@ -105,23 +105,21 @@ class Lies:
         """
         if self.weight is None:
             return tuple(weight.shape[-2:])
-        stored = (sharded.length(self.weight, 0), sharded.length(self.weight, 1))
+        stored = stores.shape(self.weight)
         if tuple(weight.shape[-2:]) != stored:
             raise ValueError(
                 f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
                 "this inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
             )
-        whole = self.weight.gathered(self.fsdp) if self.fsdp else self.weight
-        return sharded.length(whole, 0), sharded.length(whole, 1)
+        return stores.shape(self.weight.gathered(self.fsdp) if self.fsdp else self.weight)
 
     def check(self, x: jax.Array, weight, bias) -> None:
         """Raises ValueError where the shapes of what this rank holds don't fit each other."""
         rows, columns = self.gathered_shape(weight)
         if x.shape[-1] != columns:
             raise ValueError(f"x must be [..., in] with in = {columns} as in the weight [{rows}, {columns}], got {x.shape}")
-        out = rows
-        if bias is not None and bias.shape != (out,):
-            raise ValueError(f"bias must have shape ({out},) as the weight [{rows}, {columns}] wants, got {bias.shape}")
+        if bias is not None and bias.shape != (rows,):
+            raise ValueError(f"bias must have shape ({rows},) as the weight [{rows}, {columns}] wants, got {bias.shape}")
         if self.gathers_gradient and (x.ndim < 2 or x.shape[0] % self._tensor_size()):
             raise ValueError(
                 f"sequence = True cuts the first axis of y over {self._tensor_size()} ranks of {self.tensor!r}, got x of shape "
@@ -141,7 +139,7 @@ class Lies:
             return None
         place = jnp.int32(0)
         for name in self.data_axes:
-            place = place * lax.axis_size(name) + sharded.axis_index(name)
+            place = place * lax.axis_size(name) + replication.axis_index(name)
         return place
 
     def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
@@ -160,7 +158,7 @@ class Lies:
     def own(self, x: jax.Array, *, gradient: bool) -> jax.Array:
         """An input or gradient [tokens, features] with zeros where it is filled up, because ranks have unequal features."""
         sharding = self.operand(x, gradient=gradient)
-        return x if sharding is None else sharded.only_own(x, sharding)
+        return x if sharding is None else stores.only_own(x, sharding)
 
     def gathered(self, weight):
         """The weight with its FSDP shards put together."""

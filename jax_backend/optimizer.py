@@ -229,6 +229,6 @@ def _everywhere(still: jax.Array, q: QuantizedArray) -> jax.Array:
     """Whether no rank's part of the weight moved: its blocks may lie on several."""
     assert q.sharding is not None
     axes = tuple(name for dim in (0, 1) for name in q.sharding.order(dim))
-    if not axes or (replication.varying(sharded.axis_index(axes[0])) and not replication.varying(still)):
+    if not axes or (replication.varying(replication.axis_index(axes[0])) and not replication.varying(still)):
         return still
-    return sharded.max_over((~still).astype(jnp.int32), axes) == 0
+    return replication.max_over((~still).astype(jnp.int32), axes) == 0

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from blockfp import layout
 from blockfp.formats import Format
 from blockfp.placement import Mesh, Sharding, from_partition_spec
-from blockfp.steps import Gather, grid_span
+from blockfp.steps import grid_span
 
-from . import sharded
+from . import stores
 from .array import QuantizedArray, is_quantized
 from .params import check_alike, map_with_path, shares_scale
 
@@ -141,7 +141,7 @@ def _like(x: jax.Array | None, param) -> jax.Array | None:
         return jax.device_put(x, param.sharding)
     sharding = param.sharding
     for dim in (0, 1):
-        x = sharded.take(x, _element_places(sharding, dim), dim - 2)
+        x = stores.take(x, _element_places(sharding, dim), dim - 2)
     return jax.device_put(x, NamedSharding(_mesh_of(param), _specs_of(param).codes))
 
 
@@ -205,8 +205,7 @@ def unshard_state(state: Any, params: Any) -> Any:
         if x is None or not is_quantized(param) or param.sharding is None:
             return x
         for dim in (0, 1):
-            places = _element_places(param.sharding, dim)
-            x = x if (places >= 0).all() else jnp.take(x, np.flatnonzero(places >= 0), axis=dim - 2)
+            x = stores.take(x, _first_of_each(_element_places(param.sharding, dim)), dim - 2)
         return x
 
     def gather(tree):
@@ -263,13 +262,13 @@ def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:
 def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
     """All ranks' stores of a whole array, one after another along the axes that are cut."""
     format, bits = q.format, q.format.element.bits
-    columns = sharded.length(sharding, 1)
+    columns = stores.length(sharding, 1)
 
     codes, scales = layout.unpack(q.codes, bits, q.columns), q.scales
     for dim in (0, 1):
-        codes = sharded.take(codes, _element_places(sharding, dim), dim - 2)
+        codes = stores.take(codes, _element_places(sharding, dim), dim - 2)
         if not format.per_tensor:
-            scales = sharded.take(scales, _scale_places(format, sharding, dim), dim - 2)
+            scales = stores.take(scales, _scale_places(format, sharding, dim), dim - 2)
     if columns:
         # Each rank's columns are packed by themselves.
         codes = layout.pack(codes.reshape(*codes.shape[:-1], -1, columns), bits)
@@ -279,12 +278,12 @@ def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
 
 def _element_places(sharding: Sharding, dim: int) -> np.ndarray:
     """Which row (or column) of the whole each stored one is, -1 for none."""
-    size = sharded.length(sharding, dim)
+    size = stores.length(sharding, dim)
     return _places(sharding, dim, size, lambda rank: sharding.span(dim, rank))
 
 
 def _scale_places(format: Format, sharding: Sharding, dim: int) -> np.ndarray:
-    size = sharded.entries(format, sharding, dim)
+    size = stores.scale_length(format, sharding, dim)
     return _places(sharding, dim, size, lambda rank: grid_span(format, sharding.region(rank), dim))
 
 
@@ -295,6 +294,12 @@ def _places(sharding: Sharding, dim: int, size: int, span: Callable[[int], tuple
         start, count = span(rank)
         row[:count] = np.arange(start, start + count)
     return places.reshape(-1)
+
+
+def _first_of_each(places: np.ndarray) -> np.ndarray:
+    """Where each entry of the whole is stored: a block that straddles ranks has its scale on each, and the first counts."""
+    entries, first = np.unique(places, return_index=True)
+    return first[entries >= 0]
 
 
 def _whole(q: QuantizedArray) -> QuantizedArray:
@@ -309,13 +314,8 @@ def _whole(q: QuantizedArray) -> QuantizedArray:
         codes = codes.reshape(*codes.shape[:-2], -1)
     scales = q.scales
     for dim in (0, 1):
-        over = sharding.order(dim)
-        if not over:
-            continue
-        gather = Gather(sharding, dim, over, format, "codes")
-        codes = jnp.take(codes, sharded.join_index(gather.elements(0).runs, sharded.length(sharding, dim)), axis=dim - 2)
+        codes = stores.take(codes, _first_of_each(_element_places(sharding, dim)), dim - 2)
         if not format.per_tensor:
-            index = sharded.join_index(gather.scales(0).runs, sharded.entries(format, sharding, dim))
-            scales = jnp.take(scales, index, axis=dim - 2)
+            scales = stores.take(scales, _first_of_each(_scale_places(format, sharding, dim)), dim - 2)
     codes = layout.pack(codes, bits)
     return QuantizedArray(codes, scales, q.tensor_scale, format, sharding.shape[1], q.dtype)

@@ -1,4 +1,4 @@
-"""Cotangents of what several ranks hold alike: who sums them.
+"""Mesh axes inside shard_map: this rank's place on them, and cotangents of what several ranks hold alike: who sums them.
 
 Under `shard_map(check_vma=True)`, its default, JAX keeps account of the mesh axes that a value varies over, and a cotangent
 must vary over no more of them than its primal: that says what to sum. With `check_vma=False` nothing is known, and the axes
@@ -14,9 +14,23 @@ from typing import Any
 import jax
 from jax import lax
 
-from . import sharded
-
 Axes = frozenset[str]
+
+
+def axis_index(name: str) -> jax.Array:
+    """`lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
+    try:
+        return lax.axis_index(name)
+    except NameError as error:
+        manual = ", ".join(map(repr, jax.sharding.get_abstract_mesh().manual_axes)) or "none"
+        raise ValueError(
+            f"mesh axis {name!r} is unknown here: call this inside jax.shard_map over a mesh that has it (axes here: {manual})"
+        ) from error
+
+
+def max_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Largest integer over mesh axes."""
+    return lax.pmax(x, tuple(axes))
 
 
 def varying(x: Any) -> Axes:
@@ -39,11 +53,11 @@ def sum_like(cotangent: jax.Array, primal: Axes, axes: Iterable[str]) -> jax.Arr
 def max_like(cotangent: jax.Array, primal: Axes) -> jax.Array:
     """The largest of ranks' non-negative cotangents, where JAX wants one that doesn't vary; elsewhere itself."""
     over = _excess(cotangent, primal, ())
-    return sharded.max_over(cotangent.view("int32"), over).view("float32") if over else cotangent
+    return max_over(cotangent.view("int32"), over).view("float32") if over else cotangent
 
 
 def _excess(cotangent: jax.Array, primal: Axes, axes: tuple[str, ...]) -> tuple[str, ...]:
-    if axes and not varying(sharded.axis_index(axes[0])):
+    if axes and not varying(axis_index(axes[0])):
         return axes
     return tuple(sorted(varying(cotangent) - primal))
 
