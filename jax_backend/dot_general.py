@@ -62,9 +62,7 @@ def dot_general(
             f"out_sharding = {out_sharding}: quantized products over several devices run inside shard_map, see linear"
         )
     if isinstance(lhs, QuantizedArray):
-        raise TypeError(
-            "lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it"
-        )
+        raise TypeError("lhs must be an array in high precision, got a QuantizedArray: the recipe quantizes it")
     # JAX's own errors of shapes that don't fit.
     shapes = (jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (lhs, rhs))
     jax.eval_shape(lambda a, b: lax.dot_general(a, b, dimension_numbers), *shapes)
