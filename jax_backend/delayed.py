@@ -31,6 +31,7 @@ class DelayedState:
         state = bfp.update_scales(state, seen, recipe)
 
     A layer that runs several times in one step passes the state on from each call to the next; the largest amax then counts.
+    vmap adds the cotangents of what it doesn't map, so a state under it is mapped too (`dot_general`'s batch axes share one).
 
     Attributes:
         input_amax_history: [..., history], newest first.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import sequential_vmap
 
 from blockfp import recipes
 from blockfp.products import exact_in_bfloat16, has_tensor_scale
@@ -145,18 +146,27 @@ def _values(x, dtype: str) -> jax.Array:
     return dequantize_params(x, dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
 
 
+# A product of rows with their group's matrix, and one of the columns of each group's rows.
+_BY_ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_BY_COLUMNS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+def _ragged_dot(a: jax.Array, b: jax.Array, sizes: jax.Array, dimensions: lax.RaggedDotDimensionNumbers) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+
+    # Its own rule for vmap wants all three mapped, and a layer's weight is the same for all.
+    @sequential_vmap
+    def dot(a, b, sizes):
+        return lax.ragged_dot_general(a, b, sizes, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+    return dot(a, b, sizes)
+
+
 def _ragged(x, weight, tiles: Tiles, dtype, *, across: bool) -> jax.Array:
     """x @ w^T (x @ w, `across`) of each tile with its group's weight, then each token's row."""
     working = _dtype_of(x, weight)
-    precision = lax.Precision.HIGHEST if working == "float32" else None
     w = _values(weight, working)
-    y = lax.ragged_dot(
-        flat(_values(x, working)),
-        w if across else w.mT,
-        tiles.filled,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    y = _ragged_dot(flat(_values(x, working)), w if across else w.mT, tiles.filled, _BY_ROWS)
     return move(y.astype(dtype), tiles.target)
 
 
@@ -196,9 +206,7 @@ def _backward(how: _How, kept, cotangents):
         working = _dtype_of(*operands)
         # [tiles, size, rows] to [tiles * rows, size].
         a, b = (flat(_values(operand, working).mT) for operand in operands)
-        dimensions = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        precision = lax.Precision.HIGHEST if working == "float32" else None
-        dw = lax.ragged_dot_general(a, b, tiles.filled, dimensions, precision=precision, preferred_element_type=jnp.float32)
+        dw = _ragged_dot(a, b, tiles.filled, _BY_COLUMNS)
         dw = passing_overflow(dw.astype(how.weight_dtype), g)
         rest = [name for name in lies.data_axes if name not in lies.fsdp]
         dw = replication.sum_like(lies.scatter_weight(dw, recipe.weight.format), types.carrier, rest)

@@ -90,6 +90,16 @@ def test_an_amax_that_is_not_finite_hides_no_other_groups(arrays):
     assert found == jnp.abs(x[SIZES[0] : SIZES[0] + SIZES[2]]).max()
 
 
+def test_one_weight_for_all_of_vmap(arrays):
+    x, q = arrays[0], bfp.quantize_params(arrays[1], "mxfp8")
+    sizes = jnp.asarray([SIZES, SIZES[::-1]])
+    loss = lambda q, x, sizes: (bfp.grouped_linear(x, q, sizes, recipe="mxfp8") ** 2).sum()  # noqa: E731
+    both = lambda q: jax.vmap(loss, in_axes=(None, 0, 0))(q, jnp.stack([x, 2 * x]), sizes).sum()  # noqa: E731
+    got = jax.jit(bfp.grad(both))(q)
+    one = jax.jit(bfp.grad(loss))
+    assert_close(got, one(q, x, sizes[0]) + one(q, 2 * x, sizes[1]))
+
+
 def test_weights_that_share_a_scale(arrays):
     """As PyTorch's GroupedLinear has them."""
     x, w = arrays[:2]
