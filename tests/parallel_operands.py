@@ -34,6 +34,9 @@ SQUARE = {
     "square_nvfp4": recipes.mxfp8().replace(input=Cast("nvfp4_16x16"), gradient=Cast("mxfp8_e4m3")),
     "mixed": recipes.fp8_block().replace(input=Cast("fp8_e4m3"), input_columnwise=Cast("mxfp8_e4m3")),
     "high_gradient": recipes.mxfp8().replace(gradient=Cast(None)),
+    "rotated": recipes.fp8_current().replace(
+        input_columnwise=Cast("fp8_e4m3", rotate=True), gradient_columnwise=Cast("fp8_e5m2", rotate=True)
+    ),
 }
 ALL = {**{name: make() for name, make in RECIPES.items()}, **SQUARE}
 

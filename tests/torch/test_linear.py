@@ -23,6 +23,12 @@ MIXED = {
     "one-dimensional weight": {"weight": Cast("mxfp8_e4m3")},
     "formats by direction": {"input": Cast("mxfp8_e4m3"), "input_columnwise": Cast("nvfp4")},
     "stochastic one way": {"gradient": Cast("mxfp8_e4m3", stochastic=True), "gradient_columnwise": Cast("mxfp8_e4m3")},
+    "rotated per tensor": {
+        "input_columnwise": Cast("fp8_e4m3", rotate=True),
+        "gradient_columnwise": Cast("fp8_e5m2", rotate=True),
+        "input": Cast("fp8_e4m3"),
+        "gradient": Cast("fp8_e5m2"),
+    },
     "integers": {"input": Cast("mxint8"), "gradient": Cast("fp8_e5m2_1x128_fp32")},
 }
 

@@ -93,7 +93,7 @@ def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -
     if row is not None:
         results.append(run.quantize(x, row, key=row_key, eps=eps, amax=given))
     if column is not None:
-        if row is not None and column is row and row.square and row_key is column_key is None:
+        if row is not None and column is row and row.square and row_key is column_key is None and not rotate:
             codes, scales = numerics.transpose(results[0].codes, results[0].scales, row, columns=x.shape[-1])
             results.append(Quantized(codes, scales, results[0].tensor_scale))
         else:

@@ -203,7 +203,9 @@ def _depends_on_amax_alone(direction: Direction) -> bool:
     """Whether nothing but the amax of the whole tensor depends on the other ranks, and on where the part lies."""
     format, way = direction.cast.format, direction.way
     assert format is not None
-    return direction.key is None and way.straddling is None and not format.scale.two_level
+    # The amax of a tensor's rotated values is another one.
+    rotated = direction.cast.rotate and format.per_tensor
+    return direction.key is None and way.straddling is None and not format.scale.two_level and not rotated
 
 
 def _alike(directions: Sequence[Direction]) -> bool:
