@@ -2,7 +2,19 @@
 
 import os
 
+import pytest
+
 # However early a module makes JAX look for devices.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # torch.compile believes the processor, instead of compiling a program for each instruction set that it names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+@pytest.fixture
+def little_optimization():
+    """Of JAX's programs, for tests that compile long and hardly run."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

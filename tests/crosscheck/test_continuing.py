@@ -63,7 +63,7 @@ class Silent:
 
 
 @pytest.fixture
-def train(monkeypatch, tmp_path):
+def train(monkeypatch, tmp_path, little_optimization):
     """examples/train_jax.py on the small model."""
     pytest.importorskip("jax")
     pytest.importorskip("torch")
@@ -73,10 +73,7 @@ def train(monkeypatch, tmp_path):
 
     config = train_jax.byte_text.Config(**SIZES)
     monkeypatch.setattr(train_jax.byte_text, "Config", lambda: config)
-    # Compiling takes longer than all else here.
-    train_jax.jax.config.update("jax_disable_most_optimizations", True)
-    yield train_jax
-    train_jax.jax.config.update("jax_disable_most_optimizations", False)
+    return train_jax
 
 
 def equal_files(one, other):

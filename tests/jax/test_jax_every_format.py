@@ -25,15 +25,9 @@ MESHES = {
     "HSDP 2x4": ("HSDP 2x4",),
     "FSDP 4 x TP 2": ("FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row"),
 }
+pytestmark = pytest.mark.usefixtures("little_optimization")
+
 WEIGHTS_ALONE = Recipe("weights alone", *(HIGH_PRECISION,) * 6)
-
-
-@pytest.fixture(autouse=True)
-def _little_optimization():
-    """Compiling takes longer than all else here."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shape_for(format, straddling):
