@@ -116,7 +116,9 @@ def test_weights_that_share_a_scale(arrays):
 HERE = (((19, 0), (40, 3)), ((30, 7), (0, 11)))
 
 
-STOCHASTIC = recipes.fp8_block().replace(gradient=Cast("fp8_e5m2", stochastic=True))
+STOCHASTIC = recipes.fp8_current().replace(
+    weight=Cast("mxfp8_e4m3_32x32"), gradient=Cast("fp8_e5m2", stochastic=True), name="stochastic"
+)
 
 
 @pytest.mark.parametrize(
