@@ -86,7 +86,8 @@ class Recipe:
         input, weight, gradient: the rowwise casts.
         input_columnwise, weight_columnwise, gradient_columnwise: the columnwise casts.
         delayed: options of delayed scaling, or None for scales from the current amax.
-        eps: lifts the amax of FP8 formats with fp32 scales.
+        eps: lifts the amaxes of inputs and gradients in FP8 with fp32 scales. A weight is stored without its recipe: its amax
+            is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.

@@ -13,7 +13,7 @@ from array_api_compat import array_namespace
 from . import bits
 from .bits import Array
 from .checks import check_eps
-from .formats import E4M3, ELEMENTS, ElementFormat, ScaleFormat
+from .formats import E4M3, ELEMENTS, ElementFormat, Format, ScaleFormat
 from .rounding import round_to_element
 
 Split = tuple[Array, Array]
@@ -23,6 +23,11 @@ Split = tuple[Array, Array]
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
 _INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
 _LARGEST_TWO_LEVEL = {name: bits.constant_bits(E4M3.max * element.max) for name, element in ELEMENTS.items()}
+
+
+def eps_for(format: Format, eps: float) -> float:
+    """A recipe's eps as operands in `format` take it: 0 where it has no meaning, which is all but FP8 with fp32 scales."""
+    return eps if format.scale.name in ("fp32", "pow2") else 0.0
 
 
 def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, largest: int) -> Array:

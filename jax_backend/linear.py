@@ -146,7 +146,7 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
         return weight.replace(tangent=None), weight.carrier
     weight = jnp.asarray(weight)
     stopped = lax.stop_gradient(weight)
-    return stopped if format is None else quantize_weight(stopped, format, recipe.eps), weight
+    return stopped if format is None else quantize_weight(stopped, format), weight
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -231,7 +231,7 @@ def _across(weight: Operand, recipe: Recipe) -> Operand:
     """The weight [out, in] as dgrad takes it: [in, out]."""
     cast = recipe.weight_columnwise
     if not isinstance(weight, QuantizedArray):
-        return weight.mT if cast.format is None else quantize_operand(weight.mT, cast, recipe.eps)
+        return weight.mT if cast.format is None else quantize_operand(weight.mT, cast)
     if weight.format.square:
         return weight.mT
     # Its codes have no exact transpose; its values, in a dtype that holds them all, have.

@@ -11,6 +11,7 @@ from blockfp.formats import Format
 from blockfp.recipes import Cast, Recipe
 from blockfp.rotation import rotate
 from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
+from blockfp.scaling import eps_for
 
 from . import implementations, ops, sharded
 from .array import QuantizedArray, of_parts
@@ -46,7 +47,7 @@ def gradient_operands(g: jax.Array, recipe: Recipe, lies: Lies, multiplier: jax.
 
 
 def quantize_operand(
-    x: jax.Array, cast: Cast, eps: float, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
+    x: jax.Array, cast: Cast, eps: float = 0.0, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
 ) -> QuantizedArray:
     """x, all of it on this rank, quantized along its last axis as a cast says; rotated first if it says so."""
     format = cast.format
@@ -55,11 +56,6 @@ def quantize_operand(
     x = rotate(x) if cast.rotate else x
     choice = implementations.choose(None, "quantize", format, stochastic=key is not None, eps=eps)
     return of_parts(ops.quantize(x, key, multiplier, format=format, choice=choice, eps=eps), format, x)
-
-
-def eps_for(format: Format, eps: float) -> float:
-    """A recipe's eps, which has a meaning for FP8 with fp32 scales only."""
-    return eps if format.scale.dtype == "float32" else 0.0
 
 
 class _Operands:

@@ -17,7 +17,6 @@ from blockfp.recipes import ByPath, Recipe
 
 from . import implementations, ops
 from .array import QuantizedArray, is_quantized, of_parts
-from .operands import eps_for
 
 Filter = Callable[[str, Any], bool]
 """Called with a leaf's path ("layers.0.up.weight") and the leaf."""
@@ -115,30 +114,27 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter 
         chosen = recipes.resolve(recipe, path)
         if chosen is None or chosen.weight.format is None:
             return leaf
-        return quantize_weight(leaf, chosen.weight.format, chosen.eps)
+        return quantize_weight(leaf, chosen.weight.format)
 
     return map_with_path(convert, tree)
 
 
-def quantize_weight(
-    x: jax.Array, format, eps: float = 0.0, *, nominal: np.dtype | None = None, shared: bool = False
-) -> QuantizedArray:
+def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
     """A weight, or each of a stack of them, quantized as an array of its own.
 
     Args:
         x: [..., out, in].
         format: the format.
-        eps: see `numerics.quantize`.
         nominal: dtype of the result; x's own by default.
         shared: whether a stack's matrices have one scale per tensor in common.
     """
     if not is_matrix("", x):
         raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}")
-    eps, dtype = eps_for(format, eps), np.dtype(x.dtype) if nominal is None else nominal
-    choice = implementations.choose(None, "quantize", format, eps=eps)
+    dtype = np.dtype(x.dtype) if nominal is None else nominal
+    choice = implementations.choose(None, "quantize", format)
 
     def one(matrix):
-        return ops.quantize(matrix, None, format=format, choice=choice, eps=eps, nominal=dtype.name)
+        return ops.quantize(matrix, None, format=format, choice=choice, nominal=dtype.name)
 
     for _ in range(x.ndim - 2 if has_tensor_scale(format) and not shared else 0):
         one = jax.vmap(one)

@@ -20,10 +20,10 @@ from blockfp.products import has_tensor_scale
 from blockfp.recipes import Cast, Recipe
 from blockfp.rotation import GROUP, rotate
 from blockfp.rounding import COLUMNWISE, gradient_key
+from blockfp.scaling import eps_for
 
 from . import implementations, ops
 from .array import of_parts
-from .operands import eps_for
 from .settling import settle
 
 

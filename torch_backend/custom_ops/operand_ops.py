@@ -17,6 +17,7 @@ from torch import Tensor
 from blockfp import cuda, native, numerics, rotation
 from blockfp.formats import Format
 from blockfp.numerics import Amax, Quantized
+from blockfp.scaling import eps_for
 
 from .ops import empty_parts
 
@@ -59,7 +60,7 @@ def quantize_operand(
         multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
         row_key, column_key: two words each as int32 [2], for stochastic rounding.
         rotate: the random Hadamard transform before the columnwise direction.
-        eps: lifts amaxes, as for `numerics.quantize`.
+        eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning.
     """
     names = [None if format is None else format.name for format in (row, column)]
     parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps)
@@ -91,7 +92,7 @@ def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -
     results = []
     given = None if amax is None else Amax(amax.reshape(1, 1), None, None)
     if row is not None:
-        results.append(run.quantize(x, row, key=row_key, eps=eps, amax=given))
+        results.append(run.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=given))
     if column is not None:
         if row is not None and column is row and row.square and row_key is column_key is None and not rotate:
             codes, scales = numerics.transpose(results[0].codes, results[0].scales, row, columns=x.shape[-1])
@@ -100,7 +101,7 @@ def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -
             turned = x.mT
             if rotate:
                 turned = (native if run is native else rotation).rotate(turned)
-            results.append(run.quantize(turned, column, key=column_key, eps=eps, amax=given))
+            results.append(run.quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=given))
     return results
 
 
@@ -161,16 +162,22 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
         format = first or second
         assert format is not None
         both, largest = cuda.quantize_scaled(
-            x, format, amax=amax, multiplier=multiplier, rows=first is not None, columns=second is not None, eps=eps
+            x,
+            format,
+            amax=amax,
+            multiplier=multiplier,
+            rows=first is not None,
+            columns=second is not None,
+            eps=eps_for(format, eps),
         )
         parts = _written(both.row, both.column)
         return parts if largest is None else [*parts, largest]
     if first is not None and first is second and (row_key is None) == (column_key is None):
         key = None if row_key is None or column_key is None else torch.cat([row_key, column_key])
-        return _written(*cuda.quantize_both(x, first, key=key, eps=eps, rotate=rotate))
-    parts = [] if first is None else _written(cuda.quantize(x, first, key=row_key, eps=eps))
+        return _written(*cuda.quantize_both(x, first, key=key, eps=eps_for(first, eps), rotate=rotate))
+    parts = [] if first is None else _written(cuda.quantize(x, first, key=row_key, eps=eps_for(first, eps)))
     if second is not None:
-        both = cuda.quantize_both(x, second, key=_second(column_key), eps=eps, rotate=rotate, rows=False)
+        both = cuda.quantize_both(x, second, key=_second(column_key), eps=eps_for(second, eps), rotate=rotate, rows=False)
         parts += _written(both.column)
     return parts
 

@@ -16,6 +16,7 @@ from blockfp import cuda, layout, numerics
 from blockfp.formats import Format
 from blockfp.numerics import Amax
 from blockfp.rotation import rotate as rotated
+from blockfp.scaling import eps_for
 
 from .ops import empty_parts, kernels_for
 
@@ -65,7 +66,7 @@ def _quantize_part(
     if amaxes is not None:
         blocks, nan, tensor = amaxes
         amax = Amax(blocks, None if parsed.element.has_nan else nan, tensor if parsed.scale.two_level else None)
-    options = {"key": key, "eps": eps, "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
+    options = {"key": key, "eps": eps_for(parsed, eps), "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
     parts = kernels_for(values).quantize(values, parsed, **options)
     return [part.contiguous() for part in parts if part is not None]
 
