@@ -15,8 +15,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend import ffi, implementations
-from blockfp.jax_backend.pallas import arrays
+from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.implementations.pallas import arrays
 
 from blockfp import numerics
 from blockfp.formats import Format

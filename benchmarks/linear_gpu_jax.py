@@ -23,8 +23,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from blockfp.jax_backend import implementations
-from blockfp.jax_backend.products import BLOCK_SCALES
+from blockfp.jax_backend.implementations import implementations
+from blockfp.jax_backend.linear.products import BLOCK_SCALES
 
 import blockfp.jax as bfp
 from blockfp import recipes

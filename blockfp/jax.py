@@ -1,17 +1,17 @@
 """The JAX face of blockfp: `import blockfp.jax as bfp`. Never imports PyTorch."""
 
-from .jax_backend.array import QuantizedArray, fake_quantize, quantize
-from .jax_backend.collectives import all_gather, all_reduce, reduce_scatter
-from .jax_backend.delayed import DelayedState, delayed_state, update_scales
-from .jax_backend.directions import quantize_both, quantize_columnwise
-from .jax_backend.dot_general import dot_general
+from .jax_backend.arrays.array import QuantizedArray, fake_quantize, quantize
+from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
+from .jax_backend.arrays.directions import quantize_both, quantize_columnwise
+from .jax_backend.arrays.interchange import from_torch
 from .jax_backend.files import load, save
-from .jax_backend.grouped import grouped_linear
-from .jax_backend.interchange import from_torch
-from .jax_backend.linear import linear
-from .jax_backend.optimizer import adamw, apply_updates, with_masters
-from .jax_backend.params import dequantize_params, grad, quantize_params, value_and_grad
-from .jax_backend.placing import partition_specs, shard_params, shard_state, unshard_params, unshard_state
+from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scales
+from .jax_backend.linear.dot_general import dot_general
+from .jax_backend.linear.grouped import grouped_linear
+from .jax_backend.linear.linear import linear
+from .jax_backend.params.optimizer import adamw, apply_updates, with_masters
+from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
+from .jax_backend.params.placing import partition_specs, shard_params, shard_state, unshard_params, unshard_state
 
 __all__ = [
     "DelayedState",

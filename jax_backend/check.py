@@ -9,9 +9,9 @@ import numpy as np
 from blockfp.formats import Format
 from blockfp.numerics import Quantized
 
-from . import implementations
-from .array import QuantizedArray, quantize
-from .products import BLOCK_SCALES
+from .arrays.array import QuantizedArray, quantize
+from .implementations import implementations
+from .linear.products import BLOCK_SCALES
 
 
 class JaxBackend:

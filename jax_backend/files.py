@@ -19,9 +19,10 @@ from blockfp import saving
 from blockfp.array import QuantizedArray as NumpyArray
 from blockfp.products import has_tensor_scale
 
-from .array import QuantizedArray, is_quantized
-from .params import describe, map_with_path, path_name, shares_scale
-from .placing import unshard_params
+from .arrays.array import QuantizedArray, is_quantized
+from .params.params import shares_scale
+from .params.placing import unshard_params
+from .params.trees import describe, map_with_path, path_name
 
 
 def save(

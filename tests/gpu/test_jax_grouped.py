@@ -11,7 +11,7 @@ from blockfp.recipes import RECIPES
 from blockfp.rounding import gradient_key
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-operands = pytest.importorskip("blockfp.jax_backend.operands")
+operands = pytest.importorskip("blockfp.jax_backend.linear.operands")
 
 SIZES = (150, 0, 70, 131)
 TOKENS, IN, OUT = 384, 256, 384

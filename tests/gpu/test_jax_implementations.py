@@ -13,8 +13,8 @@ from blockfp.rotation import rotate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
-implementations = pytest.importorskip("blockfp.jax_backend.implementations")
-ops = pytest.importorskip("blockfp.jax_backend.ops")
+implementations = pytest.importorskip("blockfp.jax_backend.implementations.implementations")
+ops = pytest.importorskip("blockfp.jax_backend.implementations.ops")
 SHAPE = (133, 150)
 
 

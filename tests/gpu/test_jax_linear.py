@@ -18,7 +18,8 @@ from blockfp.rounding import fold_in
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from blockfp.jax_backend import ffi, implementations, products
+from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.linear import products
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 

@@ -12,7 +12,7 @@ from blockfp import numerics
 from blockfp.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-arrays = pytest.importorskip("blockfp.jax_backend.pallas.arrays", exc_type=ImportError)
+arrays = pytest.importorskip("blockfp.jax_backend.implementations.pallas.arrays", exc_type=ImportError)
 
 WHOLE, RAGGED = (256, 512), (133, 150)
 

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from blockfp.jax_backend import ffi, implementations, products
+from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.linear import products
 
 import blockfp.jax as bfp
 from blockfp.formats import MXFP6, MXFP8

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from blockfp.jax_backend.lies import Lies
-from blockfp.jax_backend.operands import gradient_operands, input_operands
+from blockfp.jax_backend.linear.layer_placement import LayerPlacement
+from blockfp.jax_backend.linear.operands import gradient_operands, input_operands
 from blockfp.torch_backend.custom_ops.operand_ops import quantize_operand
 from blockfp.torch_backend.linear.linear import apply
 from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
@@ -20,7 +20,7 @@ from blockfp import recipes
 from blockfp.recipes import RECIPES, Cast
 
 BY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
-HERE = Lies(None, (), False)
+HERE = LayerPlacement(None, (), False)
 KEY = (11 << 32) + 5
 MULTIPLIER = np.float32(3.7)
 

@@ -9,7 +9,8 @@ from collections import defaultdict
 import jax
 import numpy as np
 import pytest
-from blockfp.jax_backend import placing, sharded
+from blockfp.jax_backend.arrays import sharded
+from blockfp.jax_backend.params import placing
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
 from samples import bits_of, sample

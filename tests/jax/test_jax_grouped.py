@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend import operands, products, tiles
+from blockfp.jax_backend.linear import operands, products, tiles
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend import sharded
+from blockfp.jax_backend.arrays import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import CASES

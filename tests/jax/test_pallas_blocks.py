@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from blockfp.jax_backend.pallas import blocks
+from blockfp.jax_backend.implementations.pallas import blocks
 from samples import KINDS, all_patterns, bits_of, sample
 
 from blockfp import bits, layout, numerics, scaling

@@ -7,7 +7,9 @@ import pytest
 from blockfp import layout
 from blockfp.formats import Format
 
-arrays = pytest.importorskip("blockfp.jax_backend.pallas.arrays", reason="Mosaic GPU can't be imported", exc_type=ImportError)
+arrays = pytest.importorskip(
+    "blockfp.jax_backend.implementations.pallas.arrays", reason="Mosaic GPU can't be imported", exc_type=ImportError
+)
 
 
 def lower(function, *arguments):

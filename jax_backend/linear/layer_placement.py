@@ -14,12 +14,13 @@ from jax import lax
 from blockfp import plans
 from blockfp.placement import Placement, Replicate, Shard, Sharding
 
-from . import replication, sharded, stores
-from .array import QuantizedArray
+from ..arrays import sharded, stores
+from ..arrays.array import QuantizedArray
+from ..implementations import replication
 
 
 @dataclass(frozen=True)
-class Lies:
+class LayerPlacement:
     """The placement of a layer; a value.
 
     Attributes:
@@ -33,7 +34,7 @@ class Lies:
     sequence: bool
 
     @classmethod
-    def of(cls, weight, data_axes: tuple[str, ...], sequence: bool) -> Lies:
+    def of(cls, weight, data_axes: tuple[str, ...], sequence: bool) -> LayerPlacement:
         """The placement of a call.
 
         Raises:
@@ -44,16 +45,16 @@ class Lies:
             data_axes = tuple(name for name in names if name in data_axes)
         for name in data_axes:
             replication.axis_index(name)
-        lies = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
-        tensor = lies._tensor_axes
+        placement = cls(weight.sharding if isinstance(weight, QuantizedArray) else None, data_axes, sequence)
+        tensor = placement._tensor_axes
         if len(tensor) > 1:
             raise ValueError(
-                f"the weight lies {lies.weight}: besides the data-parallel axes {data_axes} one axis may cut it (tensor "
+                f"the weight lies {placement.weight}: besides the data-parallel axes {data_axes} one axis may cut it (tensor "
                 f"parallelism), got {', '.join(tensor)}; FSDP's axes belong to data_axes"
             )
         if sequence and not tensor:
             raise ValueError("sequence = True needs a weight that a tensor-parallel axis cuts (see shard_params)")
-        return lies
+        return placement
 
     @property
     def _cut(self) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Recipe
 from blockfp.rounding import COLUMNWISE, ROWWISE, Key
 
-from . import implementations, ops, replication
-from .array import QuantizedArray
+from ..arrays.array import QuantizedArray
+from ..implementations import implementations, ops, replication
+from ..params.params import dequantize_params
 from .delayed import DelayedState
-from .lies import Lies
+from .layer_placement import LayerPlacement
 from .linear import check_state, check_tensors, passing_overflow, stored_weight
-from .params import dequantize_params
 from .tiles import Scaling, Tiles, flat, largest_amax, move, quantize_tiles, tile_rows
 
 
@@ -75,9 +75,9 @@ def grouped_linear(
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
-    lies = Lies.of(weight, tuple(data_axes), False)
-    _check_axes(lies, expert_axis)
-    out, features = lies.gathered_shape(weight)
+    placement = LayerPlacement.of(weight, tuple(data_axes), False)
+    _check_axes(placement, expert_axis)
+    out, features = placement.gathered_shape(weight)
     groups = weight.shape[0]
     group_sizes = jnp.asarray(group_sizes)
     if x.ndim != 2 or x.shape[1] != features:
@@ -90,7 +90,7 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(recipe, lies, expert_axis, np.dtype(x.dtype), np.dtype(weight.dtype), tile_rows(recipe))
+    how = _How(recipe, placement, expert_axis, np.dtype(x.dtype), np.dtype(weight.dtype), tile_rows(recipe))
     y, state_out = cast(Any, _grouped(how, x, weight, carrier, bias, group_sizes.astype(jnp.int32), words, state))
     return y if state is None else (y, state_out)
 
@@ -100,7 +100,7 @@ class _How:
     """What is static about a call."""
 
     recipe: Recipe
-    lies: Lies
+    placement: LayerPlacement
     expert_axis: str | None
     dtype: np.dtype
     weight_dtype: np.dtype
@@ -110,22 +110,23 @@ class _How:
         """How an operand is quantized; `groups` are this rank's."""
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
         first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
-        return Scaling(self.recipe.eps, multiplier, key, self.lies.coordinate(), first)
+        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first)
 
 
-def _check_axes(lies: Lies, expert_axis: str | None) -> None:
-    if lies.tensor is not None:
+def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
+    if placement.tensor is not None:
         raise ValueError(
-            f"the weight lies {lies.weight}, and {lies.tensor!r} is none of data_axes = {lies.data_axes}: FSDP's axes alone "
+            f"the weight lies {placement.weight}, and {placement.tensor!r} is none of data_axes = "
+            f"{placement.data_axes}: FSDP's axes alone "
             "cut the matrices of groups, and belong to data_axes; an axis of its own may divide the groups (expert_axis)"
         )
     if expert_axis is None:
         return
     replication.axis_index(expert_axis)
-    if expert_axis in lies.data_axes:
+    if expert_axis in placement.data_axes:
         raise ValueError(
-            f"expert_axis = {expert_axis!r} is one of data_axes = {lies.data_axes} too: a rank on it has groups that no other "
-            "has, so it divides no group's tokens"
+            f"expert_axis = {expert_axis!r} is one of data_axes = {placement.data_axes} too: a rank on it has groups "
+            "that no other has, so it divides no group's tokens"
         )
 
 
@@ -175,7 +176,7 @@ def _grouped(how: _How, x, weight, carrier, bias, sizes, key, state):
     tiles = Tiles.of(sizes, x.shape[0], how.tile)
     scaling = how.scaling(None if state is None else state.input_scale, sizes.shape[0])
     row = quantize_tiles(x, tiles, how.recipe.input, scaling, ROWWISE)
-    y = _ragged(row, how.lies.gathered(weight), tiles, how.dtype, across=False)
+    y = _ragged(row, how.placement.gathered(weight), tiles, how.dtype, across=False)
     if bias is not None:
         added = bias[tiles.group_of_token(how.tile)]
         y = y + jnp.where((tiles.target >= 0)[:, None], added, 0).astype(y.dtype)
@@ -194,11 +195,11 @@ def _forward(how: _How, x, weight, carrier, bias, sizes, key, state):
 def _backward(how: _How, kept, cotangents):
     column, weight, bias, tiles, key, state, types = kept
     g, later = cotangents
-    recipe, lies = how.recipe, how.lies
+    recipe, placement = how.recipe, how.placement
     groups = tiles.sizes.shape[0]
     scaling = how.scaling(None if state is None else state.gradient_scale, groups, key)
     row = quantize_tiles(g, tiles, recipe.gradient, scaling, ROWWISE)
-    dx = _ragged(row, lies.gathered(weight), tiles, how.dtype, across=True)
+    dx = _ragged(row, placement.gathered(weight), tiles, how.dtype, across=True)
     dx = replication.sum_like(passing_overflow(dx, g), types.x, ())
     dw = db = ds = None
     if types.carrier is not None:
@@ -208,12 +209,12 @@ def _backward(how: _How, kept, cotangents):
         a, b = (flat(_values(operand, working).mT) for operand in operands)
         dw = _ragged_dot(a, b, tiles.filled, _BY_COLUMNS)
         dw = passing_overflow(dw.astype(how.weight_dtype), g)
-        rest = [name for name in lies.data_axes if name not in lies.fsdp]
-        dw = replication.sum_like(lies.scatter_weight(dw, recipe.weight.format), types.carrier, rest)
+        rest = [name for name in placement.data_axes if name not in placement.fsdp]
+        dw = replication.sum_like(placement.scatter_weight(dw, recipe.weight.format), types.carrier, rest)
     if bias is not None:
         mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
         db = jax.ops.segment_sum(mine, tiles.group_of_token(how.tile), num_segments=groups).astype(bias.dtype)
-        db = replication.sum_like(db, types.bias, lies.data_axes)
+        db = replication.sum_like(db, types.bias, placement.data_axes)
     if state is not None:
         ds = state.after_backward(largest_amax(g, tiles), later, types.state)
     return dx, None, dw, db, None, None, ds

@@ -18,9 +18,11 @@ import numpy as np
 from blockfp import adamw as formulas
 from blockfp import plans
 
-from . import replication, sharded
-from .array import QuantizedArray, is_quantized
-from .params import dequantize_params, describe, map_with_path, quantize_weight, shares_scale
+from ..arrays import sharded
+from ..arrays.array import QuantizedArray, is_quantized
+from ..implementations import replication
+from .params import dequantize_params, quantize_weight, shares_scale
+from .trees import describe, map_with_path
 
 
 class Optimizer(NamedTuple):

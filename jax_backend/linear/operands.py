@@ -13,37 +13,46 @@ from blockfp.rotation import rotate
 from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
 from blockfp.scaling import eps_for
 
-from . import implementations, ops, sharded
-from .array import QuantizedArray, of_parts
-from .lies import Lies
+from ..arrays import sharded
+from ..arrays.array import QuantizedArray, of_parts
+from ..implementations import implementations, ops
+from .layer_placement import LayerPlacement
 from .products import Operand
 
 Pair = tuple[Operand | None, Operand | None]
 
 
 def input_operands(
-    x: jax.Array, recipe: Recipe, lies: Lies, multiplier: jax.Array | None, *, rowwise: bool = True, columnwise: bool = True
+    x: jax.Array,
+    recipe: Recipe,
+    placement: LayerPlacement,
+    multiplier: jax.Array | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
 ) -> Pair:
     """x [tokens, in] as the forward takes it, and [in, tokens] as wgrad does.
 
     Args:
         x: what this rank holds.
         recipe: the recipe.
-        lies: how the layer lies.
+        placement: how the layer lies.
         multiplier: of delayed scaling, or None.
         rowwise, columnwise: which of the two to make; the other is None.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    return _Operands(x, recipe, lies, False, multiplier, (None, None)).make(*casts)
+    return _Operands(x, recipe, placement, False, multiplier, (None, None)).make(*casts)
 
 
-def gradient_operands(g: jax.Array, recipe: Recipe, lies: Lies, multiplier: jax.Array | None, key: jax.Array | None) -> Pair:
+def gradient_operands(
+    g: jax.Array, recipe: Recipe, placement: LayerPlacement, multiplier: jax.Array | None, key: jax.Array | None
+) -> Pair:
     """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
     keys = (None, None)
     if key is not None:
-        coordinate = lies.coordinate()
+        coordinate = placement.coordinate()
         keys = tuple(gradient_key(key, direction, coordinate) for direction in (ROWWISE, COLUMNWISE))
-    return _Operands(g, recipe, lies, True, multiplier, keys).make(recipe.gradient, recipe.gradient_columnwise)
+    return _Operands(g, recipe, placement, True, multiplier, keys).make(recipe.gradient, recipe.gradient_columnwise)
 
 
 def quantize_operand(
@@ -61,12 +70,12 @@ def quantize_operand(
 class _Operands:
     """One array on its way to two operands."""
 
-    def __init__(self, x, recipe: Recipe, lies: Lies, gradient: bool, multiplier, keys):
-        self.x, self.eps, self.lies = x, recipe.eps, lies
+    def __init__(self, x, recipe: Recipe, placement: LayerPlacement, gradient: bool, multiplier, keys):
+        self.x, self.eps, self.placement = x, recipe.eps, placement
         self.gradient, self.multiplier, self.keys = gradient, multiplier, keys
-        self.sharding = lies.operand(x, gradient=gradient)
-        travels = lies.gathers_gradient if gradient else lies.gathers_input
-        self.over = (lies.tensor,) if travels and lies.tensor else ()
+        self.sharding = placement.operand(x, gradient=gradient)
+        travels = placement.gathers_gradient if gradient else placement.gathers_input
+        self.over = (placement.tensor,) if travels and placement.tensor else ()
 
     def make(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
@@ -107,7 +116,7 @@ class _Operands:
         assert self.sharding is not None
         options = {
             "operand": "gradient" if self.gradient else "input",
-            "data_axes": self.lies.data_axes,
+            "data_axes": self.placement.data_axes,
             "columnwise": columnwise,
             "rotate": cast.rotate,
             "stochastic": cast.stochastic,

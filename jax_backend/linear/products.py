@@ -9,8 +9,9 @@ from jax import lax
 from blockfp import layout
 from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
 
-from . import implementations, replication, sharded
-from .array import QuantizedArray
+from ..arrays import sharded
+from ..arrays.array import QuantizedArray
+from ..implementations import implementations, replication
 
 Operand = jax.Array | QuantizedArray
 
@@ -90,7 +91,7 @@ def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: boo
 
 
 def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
-    from . import ffi
+    from ..implementations import ffi
 
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     return replication.vary(ffi.product(a, b, dtype, fast=fast), frozenset().union(*over))

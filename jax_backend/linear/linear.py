@@ -22,12 +22,12 @@ from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
-from . import ops, replication
-from .array import QuantizedArray
+from ..arrays.array import QuantizedArray
+from ..implementations import ops, replication
+from ..params.params import quantize_weight
 from .delayed import DelayedState
-from .lies import Lies
+from .layer_placement import LayerPlacement
 from .operands import gradient_operands, input_operands, quantize_operand
-from .params import quantize_weight
 from .products import Operand, product
 
 
@@ -36,7 +36,7 @@ class _How:
     """What is static about a call."""
 
     recipe: Recipe
-    lies: Lies
+    placement: LayerPlacement
     dtype: np.dtype
     weight_dtype: np.dtype
 
@@ -87,15 +87,15 @@ def linear(
     """
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
-    lies = Lies.of(weight, tuple(data_axes), sequence)
+    placement = LayerPlacement.of(weight, tuple(data_axes), sequence)
     check_state(recipe, state, key, compute)
     weight, carrier = stored_weight(weight, recipe)
-    lies.check(x, weight, bias)
+    placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(run, lies, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = lies.own(x.reshape(-1, x.shape[-1]), gradient=False)
+    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype))
+    tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
     y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
-    y = y.reshape(*lies.leading_axes(x, y), y.shape[-1])
+    y = y.reshape(*placement.leading_axes(x, y), y.shape[-1])
     return y if state is None else (y, state_out)
 
 
@@ -152,14 +152,14 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(how: _How, x, weight, carrier, bias, key, state):
     multiplier = None if state is None else state.input_scale
-    row, _ = input_operands(x, how.recipe, how.lies, multiplier, columnwise=False)
+    row, _ = input_operands(x, how.recipe, how.placement, multiplier, columnwise=False)
     return _output(how, row, weight, bias), _seen(x, state)
 
 
 def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
     assert row is not None
-    y = product(row, how.lies.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
-    y = how.lies.sum_output(y)
+    y = product(row, how.placement.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = how.placement.sum_output(y)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
@@ -176,8 +176,8 @@ def _amax(x: jax.Array) -> jax.Array:
 def _forward(how: _How, x, weight, carrier, bias, key, state):
     multiplier = None if state is None else state.input_scale
     # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
-    later = how.lies.gathers_input
-    row, column = input_operands(x, how.recipe, how.lies, multiplier, columnwise=not later)
+    later = how.placement.gathers_input
+    row, column = input_operands(x, how.recipe, how.placement, multiplier, columnwise=not later)
     y = _output(how, row, weight, bias)
     types = replication.Types.of(x, carrier, bias, state)
     return (y, _seen(x, state)), (x if later else column, weight, None if bias is None else bias[:0], key, state, types)
@@ -186,29 +186,29 @@ def _forward(how: _How, x, weight, carrier, bias, key, state):
 def _backward(how: _How, kept, cotangents):
     column, weight, bias, key, state, types = kept
     g, later = cotangents
-    recipe, lies = how.recipe, how.lies
-    g = lies.own(g, gradient=True)
+    recipe, placement = how.recipe, how.placement
+    g = placement.own(g, gradient=True)
     input_scale, gradient_scale = (None, None) if state is None else (state.input_scale, state.gradient_scale)
-    if lies.gathers_input:
-        _, column = input_operands(column, recipe, lies, input_scale, columnwise=True, rowwise=False)
-    gradient_row, gradient_column = gradient_operands(g, recipe, lies, gradient_scale, key)
+    if placement.gathers_input:
+        _, column = input_operands(column, recipe, placement, input_scale, columnwise=True, rowwise=False)
+    gradient_row, gradient_column = gradient_operands(g, recipe, placement, gradient_scale, key)
     assert gradient_row is not None
     assert gradient_column is not None
     assert column is not None
     fast = recipe.fast_accum
-    summed = (lies.tensor,) if lies.kind == "column" and lies.tensor and not lies.sequence else ()
-    dx = product(gradient_row, _across(lies.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
-    dx = replication.sum_like(lies.sum_input(passing_overflow(dx, g)), types.x, summed)
+    summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
+    dx = product(gradient_row, _across(placement.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
+    dx = replication.sum_like(placement.sum_input(passing_overflow(dx, g)), types.x, summed)
     dw = db = ds = None
     if types.carrier is not None:
         dw = product(gradient_column, column, how.weight_dtype, fast="wgrad" in fast)
         dw = passing_overflow(dw, g)
-        rest = [name for name in lies.data_axes if name not in lies.fsdp]
-        dw = replication.sum_like(lies.scatter_weight(dw, weight.format if lies.fsdp else None), types.carrier, rest)
+        rest = [name for name in placement.data_axes if name not in placement.fsdp]
+        dw = replication.sum_like(placement.scatter_weight(dw, weight.format if placement.fsdp else None), types.carrier, rest)
     if bias is not None:
-        tokens = (lies.tensor,) if lies.gathers_gradient and lies.tensor else ()
+        tokens = (placement.tensor,) if placement.gathers_gradient and placement.tensor else ()
         db = jnp.sum(g, axis=0, dtype=jnp.float32).astype(bias.dtype)
-        db = replication.sum_like(db, types.bias, (*lies.data_axes, *tokens))
+        db = replication.sum_like(db, types.bias, (*placement.data_axes, *tokens))
     if state is not None:
         ds = state.after_backward(_amax(g), later, types.state)
     return dx, None, dw, db, None, ds

@@ -19,7 +19,7 @@ from blockfp.numerics import Quantized
 from blockfp.rotation import rotate
 
 if TYPE_CHECKING:
-    from .array import QuantizedArray
+    from ..arrays.array import QuantizedArray
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")

@@ -12,8 +12,8 @@ from jax import lax
 from blockfp.recipes import Recipe
 from blockfp.rounding import Key, fold_in
 
-from . import ops
-from .array import QuantizedArray
+from ..arrays.array import QuantizedArray
+from ..implementations import ops
 from .delayed import DelayedState, for_each, of_all
 from .linear import linear
 

@@ -15,8 +15,8 @@ from jax import lax
 from blockfp import recipes, scaling
 from blockfp.recipes import Operand, Recipe
 
-from . import replication
-from .params import describe, map_with_path
+from ..implementations import replication
+from ..params.trees import describe, map_with_path
 
 
 @jax.tree_util.register_dataclass

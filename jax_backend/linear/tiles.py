@@ -22,9 +22,9 @@ from blockfp.rotation import GROUP, rotate
 from blockfp.rounding import COLUMNWISE, gradient_key
 from blockfp.scaling import eps_for
 
-from . import implementations, ops
-from .array import of_parts
-from .settling import settle
+from ..arrays.array import of_parts
+from ..implementations import implementations, ops
+from ..implementations.settling import settle
 
 
 def tile_rows(recipe: Recipe) -> int:

@@ -10,7 +10,7 @@ from blockfp import numerics
 from blockfp.formats import Format
 from blockfp.rounding import Key
 
-from . import implementations, ops
+from ..implementations import implementations, ops
 from .array import QuantizedArray, of_parts
 
 

@@ -22,7 +22,7 @@ from blockfp.formats import Format
 from blockfp.placement import Mesh, Sharding
 from blockfp.steps import block_length
 
-from .replication import axis_index
+from ..implementations.replication import axis_index
 
 
 def of_rank(mesh: Mesh, table: Sequence) -> Any:

@@ -17,12 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from blockfp import layout
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Sharding, from_partition_spec
+from blockfp.placement import Sharding
 from blockfp.steps import grid_span
 
-from . import stores
-from .array import QuantizedArray, is_quantized
-from .params import check_alike, map_with_path, shares_scale
+from ..arrays import stores
+from ..arrays.array import QuantizedArray, is_quantized
+from ..arrays.meshes import axis_names, core_mesh, sharding_of
+from .params import shares_scale
+from .trees import check_alike, map_with_path
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
@@ -48,7 +50,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
             raise TypeError(f"specs must hold PartitionSpecs, got {type(spec).__name__}")
         if not hasattr(leaf, "shape"):
             raise TypeError(f"parameters are arrays, got {type(leaf).__name__}")
-        named = [name for entry in spec for name in _names(entry)]
+        named = [name for entry in spec for name in axis_names(entry)]
         if len(set(named)) < len(named):
             raise ValueError(f"spec {spec} names mesh axis {max(named, key=named.count)!r} twice")
         if is_quantized(leaf):
@@ -63,7 +65,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
 
     def check_even(shape, spec, what: str) -> None:
         for size, entry in zip(shape, spec, strict=False):
-            ranks = math.prod(plan.axis_size(name) for name in _names(entry))
+            ranks = math.prod(plan.axis_size(name) for name in axis_names(entry))
             if size % ranks:
                 raise ValueError(f"an axis of {size} {what} can't be cut evenly over {entry!r} ({ranks} ranks)")
 
@@ -181,7 +183,7 @@ def _even(q: QuantizedArray) -> QuantizedArray:
 
     def even(part, spec):
         entries = (*spec, *(None,) * (part.ndim - len(spec)))
-        sizes = (math.prod(mesh.shape[name] for name in _names(entry)) for entry in entries)
+        sizes = (math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in entries)
         kept = (entry if size % n == 0 else None for entry, size, n in zip(entries, part.shape, sizes, strict=True))
         return NamedSharding(mesh, PartitionSpec(*kept))
 
@@ -212,26 +214,6 @@ def unshard_state(state: Any, params: Any) -> Any:
         return jax.tree.map(whole, tree, params, is_leaf=_is_leaf) if like_params(tree) else tree
 
     return jax.tree.map(gather, state, is_leaf=like_params)
-
-
-def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
-    """The core's value of a JAX mesh."""
-    return Mesh(tuple(mesh.shape[name] for name in mesh.axis_names), tuple(mesh.axis_names))
-
-
-def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
-    """How the matrices of an array of `shape` lie: a `Sharding` of its last two axes.
-
-    Raises:
-        ValueError: the spec doesn't fit.
-    """
-    entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
-    return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:

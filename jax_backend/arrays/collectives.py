@@ -22,10 +22,11 @@ from blockfp.formats import FP8_E4M3, Format
 from blockfp.placement import Mesh, Sharding
 from blockfp.rounding import Key, fold_in
 
-from . import ops, sharded
+from ..implementations import ops
+from ..implementations.replication import axis_index, varying
+from . import sharded
 from .array import QuantizedArray, quantize
-from .placing import core_mesh, sharding_of
-from .replication import axis_index, varying
+from .meshes import core_mesh, sharding_of
 
 
 def all_gather(

@@ -16,9 +16,10 @@ from blockfp.placement import Sharding
 from blockfp.rotation import rotate
 from blockfp.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
 
-from . import implementations, ops, replication, stores
+from ..implementations import implementations, ops, replication
+from ..implementations.settling import settle
+from . import stores
 from .array import QuantizedArray
-from .settling import settle
 
 
 class Local(NamedTuple):

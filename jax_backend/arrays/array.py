@@ -16,7 +16,8 @@ from blockfp.formats import Format
 from blockfp.placement import Sharding
 from blockfp.rounding import Key
 
-from . import implementations, ops, plain_grad
+from ..implementations import implementations, ops
+from . import plain_grad
 
 
 @dataclass(frozen=True, eq=False, repr=False)

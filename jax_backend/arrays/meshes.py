@@ -1,0 +1,30 @@
+"""From JAX's meshes and PartitionSpecs to the core's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from blockfp.placement import Mesh, Sharding, from_partition_spec
+
+
+def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
+    """The core's value of a JAX mesh."""
+    return Mesh(tuple(mesh.shape[name] for name in mesh.axis_names), tuple(mesh.axis_names))
+
+
+def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
+    """How the matrices of an array of `shape` lie: a `Sharding` of its last two axes.
+
+    Raises:
+        ValueError: the spec doesn't fit.
+    """
+    entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
+    return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

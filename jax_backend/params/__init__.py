@@ -1,0 +1,1 @@
+"""Parameter trees with quantized leaves: made, differentiated, placed on a mesh, updated."""
