@@ -6,6 +6,7 @@ n * 2^-24 of the sum of their magnitudes, in whatever order; so two of them diff
 
 import copy
 import threading
+from functools import cache
 
 import threaded
 import torch
@@ -64,13 +65,18 @@ MESHES = {"tp": (2,), "fsdp x tp": (2, 2), "hsdp x tp": (2, 2, 2)}
 NAMES = ("replicate", "shard", "tp")
 
 
+@cache
+def _sample(size, seed):
+    return sample("bf16_valued", size, seed=seed)
+
+
 def tensors(shape, batch=0, dtype=torch.float32):
     """x, weight, bias and the output's gradient, whole; x and gradient are those of a data-parallel rank."""
     tokens, size_in, size_out = shape
     sizes = ((tokens, size_in), (size_out, size_in), (1, size_out), (tokens, size_out))
     seeds = (100 * batch, 1, 2, 100 * batch + 3)
-    arrays = [sample("bf16_valued", size, seed=seed) for size, seed in zip(sizes, seeds, strict=True)]
-    x, w, b, g = (torch.from_numpy(array).to(dtype) for array in arrays)
+    arrays = map(_sample, sizes, seeds)
+    x, w, b, g = (torch.from_numpy(array).to(dtype, copy=True) for array in arrays)
     return x, w / 16, b[0], g / 64
 
 

@@ -5,7 +5,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import jax
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -27,20 +26,3 @@ def test_a_quantized_module_learns(name):
     pytest.importorskip(name.split("_")[0])
     losses = load(name).main(steps=10)
     assert losses[-1] < 0.5 * losses[0]
-
-
-def test_the_transformer_learns_a_little(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    for module in ("byte_text", "training_report"):
-        monkeypatch.setitem(sys.modules, module, load(module))
-    train = load("train_jax")
-    small = sys.modules["byte_text"].Config(width=32, heads=2, layers=2, context=16, hidden=64)
-    monkeypatch.setattr(sys.modules["byte_text"], "Config", lambda: small)
-    out, saved = tmp_path / "out.json", tmp_path / "saved"
-    saved.mkdir()
-    arguments = ["--recipes", "fp8_current", "--steps", "6", "--batch", "8", "--held-out", "8", "--devices", "2"]
-    monkeypatch.setattr(sys, "argv", ["train_jax.py", *arguments, "--out", str(out), "--save", str(saved)])
-    train.main()
-    assert out.exists()
-    assert (saved / "fp8_current.safetensors").exists()
-    assert jax.device_count() == 8
