@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded_pg
 
+if not hasattr(threaded_pg.ThreadLocalWorld, "comms"):
+    # torch 2.11 asks for it when a group ends; its threads have none.
+    threaded_pg.ThreadLocalWorld.comms = []
+
 
 class OneRankFailed(AssertionError):
     """A rank raised; the message has its traceback."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from blockfp import layout, numerics
 from blockfp.formats import Format
 from blockfp.layout import swap_matrix
-from blockfp.numerics import Amax
-from blockfp.placement import Sharding
+from blockfp.numerics import Amax, Quantized
+from blockfp.placement import Replicate, Sharding
+from blockfp.products import has_tensor_scale
 from blockfp.rotation import rotate
 from blockfp.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
 
@@ -113,7 +115,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
             whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
         choice = implementations.choose(None, "quantize", format, eps=options.eps)
         q = ops.quantize(x, None, whole, format=format, choice=choice, eps=options.eps, nominal=options.nominal)
-        return Local(None, *q)
+        return Local(None, *_known_alike(step, q))
     buffer = stores.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None
     for straddle in step.straddles:
@@ -135,7 +137,19 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     )
     bits = format.element.bits
     codes = layout.pack(stores.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)
-    return Local(None, codes, q.scales, q.tensor_scale)
+    return Local(None, *_known_alike(step, q._replace(codes=codes)))
+
+
+def _known_alike(step: Quantize, q: Quantized) -> Quantized:
+    """q, of whose scale of the whole tensor JAX is told that all ranks have it: of axes with one rank, nothing else says so."""
+    mesh = step.sharding.mesh
+    cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
+    lone = [name for name in cut if mesh.axis_size(name) == 1]
+    if not lone or not has_tensor_scale(step.format):
+        return q
+    field = "tensor_scale" if step.format.scale.two_level else "scales"
+    scale = getattr(q, field)
+    return q._replace(**{field: replication.max_over(scale.view(jnp.int32), lone).view(scale.dtype)})
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:

@@ -70,6 +70,21 @@ def test_values_of_gathered_weights():
     assert_same_tree(values, {name: q.dequantize() for name, q in tree.items()})
 
 
+def test_an_axis_of_one_rank():
+    """JAX, which keeps account of what ranks have alike, must know it of a scale that nothing was reduced for."""
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    x = sample("bf16_valued", SHAPES["straddling"])
+    tree = {f: quantized(x, f) for f in ("fp8_e4m3", "nvfp4_16x16", "mxfp8_e4m3_32x32")}
+    placed = bfp.shard_params(tree, mesh, P("fsdp"))
+
+    def body(x):
+        made = {f: plans.quantize_shards(f, q.sharding) for f, q in placed.items()}
+        return {f: sharded.quantize(x, plan, sharded.Options()) for f, plan in made.items()}
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P("fsdp"),), out_specs=bfp.partition_specs(placed)))
+    assert_same_tree(bfp.unshard_params(run(x)), tree)
+
+
 def test_nan_and_inf_in_blocks_that_straddle_shards():
     case, x = CASES["FSDP 4 x TP 2, row"], sample("special", SHAPES["uneven"])
     formats = [Format.parse(n) for n in ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp6_e3m2_32x32", "nvfp4_16x16")]
