@@ -79,6 +79,9 @@ class ParallelFunction(torch.autograd.Function):
         del terms
         if parallel.style == "row":
             y = _summed(y, parallel)
+            if torch.compiler.is_compiling():
+                # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
+                y = y.clone()
             if bias is not None:
                 y = y + (bias if counts is None else bias.repeat_interleave(torch.tensor(counts, device=bias.device), 0))
         ctx.save_for_backward(*kept, *(w.parts if call.needs[0] else ()))
