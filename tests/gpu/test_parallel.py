@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,7 +34,7 @@ def mlp(recipe):
 
 
 def trained(make, recipe, mesh, compiled, **options):
-    """Outputs of ten steps of two blocks under FSDP2, and the blocks."""
+    """Of ten steps of two blocks under FSDP2: outputs, norms of the first step's gradients, the blocks, recordings."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
@@ -54,6 +55,8 @@ def trained(make, recipe, mesh, compiled, **options):
         # Kept on the CPU, so that the weights of the next step are gathered to where those of this one were.
         outputs.append(y.detach().cpu())
         y.float().square().mean().backward()
+        if step == 0:
+            gradients = torch.tensor([float(local_of(p.grad).float().norm()) for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
         bfp.update_scales(model)
@@ -63,7 +66,7 @@ def trained(make, recipe, mesh, compiled, **options):
         assert graphs[0] > 0
         assert graphs[-1] == graphs[0], f"compiled again: {graphs}"
         assert not torch._dynamo.utils.counters["graph_break"]
-    return outputs, model, recorded
+    return outputs, gradients, model, recorded
 
 
 def recordings():
@@ -85,9 +88,9 @@ def cuda_graphs(rank, make, recipe):
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     mesh = mesh_of_all()
-    eager, _, _ = trained(make, recipe, mesh, compiled=False)
-    plain, expected, _ = trained(make, recipe, mesh, compiled=True)
-    outputs, model, recorded = trained(make, recipe, mesh, compiled=True, mode="reduce-overhead")
+    eager, eager_gradients, _, _ = trained(make, recipe, mesh, compiled=False)
+    plain, _, expected, _ = trained(make, recipe, mesh, compiled=True)
+    outputs, gradients, model, recorded = trained(make, recipe, mesh, compiled=True, mode="reduce-overhead")
     print(f"rank {rank}, {recipe}: recorded until each step: {recorded}")
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     for step, (got, other) in enumerate(zip(outputs, plain, strict=True)):
@@ -96,6 +99,7 @@ def cuda_graphs(rank, make, recipe):
         assert torch.equal(got, other), name
     # Fused code rounds fewer intermediate values to bfloat16, behind which some get another code.
     assert (outputs[0] - eager[0]).norm() <= 0.1 * eager[0].norm()
+    assert ((gradients - eager_gradients).abs() <= 0.1 * eager_gradients).all(), f"{gradients} against {eager_gradients}"
     # Forward and backward of two blocks; later steps replay them.
     assert recorded[-1] >= 4
     assert recorded[-1] == recorded[STEPS // 2]
