@@ -16,7 +16,6 @@ import json
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_gpu_jax import milliseconds
 
 import blockfp.jax as bfp
 
@@ -70,17 +70,6 @@ def bytes_sent(run: Any, devices: int) -> int:
 
 
 _ITEM = {"u8": 1, "s8": 1, "bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
-
-
-def milliseconds(run: Callable[[], Any], calls: int) -> float:
-    for _ in range(calls):
-        result = run()
-    jax.block_until_ready(result)
-    start = time.perf_counter()
-    for _ in range(calls):
-        result = run()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls * 1e3
 
 
 def compare(base: Any, run: Any, operands: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
