@@ -28,7 +28,6 @@ class Case(NamedTuple):
         return math.prod(self.sizes[name] for name in self.data)
 
 
-_BATCH = P(("replicate", "fsdp"))
 FSDP_TP = {"fsdp": 4, "tp": 2}
 CASES = {
     "FSDP 8": Case({"fsdp": 8}, P("fsdp"), ("fsdp",), P("fsdp"), P("fsdp"), P(), P()),

@@ -19,7 +19,7 @@ from blockfp.formats import Format
 from blockfp.numerics import Amax, Quantized
 from blockfp.scaling import eps_for
 
-from .ops import empty_parts
+from .ops import empty_parts, kernels_for
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -139,16 +139,10 @@ def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> 
 
 
 @torch.library.impl(_library, "quantize_operand", "CompositeExplicitAutograd")
-def _by_definition(
+def _elsewhere(
     x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
 ) -> list[Tensor]:
-    return _run(numerics, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
-
-
-@torch.library.impl(_library, "quantize_operand", "CPU")
-def _on_cpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
-    run = native if native.available() else numerics
-    return _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+    return _run(kernels_for(x), x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
 
 
 @torch.library.impl(_library, "quantize_operand", "CUDA")
