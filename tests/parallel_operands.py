@@ -13,7 +13,7 @@ import torch
 from blockfp.torch_backend.custom_ops.products import product
 from blockfp.torch_backend.linear import linear_function, parallel_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
-from blockfp.torch_backend.modules.parallelize import part_of
+from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
 from samples import sample
 from torch.distributed.device_mesh import init_device_mesh

@@ -6,7 +6,6 @@ kernels/cuda/exports.cu says what the functions take. An array that is absent is
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,6 @@ from blockfp.formats import Format
 from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Quantized
 from blockfp.rotation import rotate
-
-if TYPE_CHECKING:
-    from ..arrays.array import QuantizedArray
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -197,19 +193,19 @@ def cublas_version() -> int:
     return int(cuda.library().cublas_version())
 
 
-def product(a: QuantizedArray, b: QuantizedArray, dtype, *, fast: bool) -> jax.Array:
+def product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
     """a @ b^T by cuBLASLt, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `products.product`."""
-    (m, k), n = a.shape, b.shape[0]
+    (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
-    numbers = [format_numbers(x.format) for x in (a, b)]
+    numbers = [format_numbers(format) for format in (a_format, b_format)]
     out, _ = _call(
         "product",
         [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((_WORKSPACE,), jnp.uint8)],
         a.codes,
         b.codes,
-        _product_scales(a),
-        _product_scales(b),
+        _product_scales(a.scales, a_format),
+        _product_scales(b.scales, b_format),
         a_element=numbers[0][0],
         b_element=numbers[1][0],
         a_block_rows=numbers[0][1],
@@ -219,8 +215,8 @@ def product(a: QuantizedArray, b: QuantizedArray, dtype, *, fast: bool) -> jax.A
     return out
 
 
-def _product_scales(x: QuantizedArray) -> jax.Array:
+def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
     """Scales as cuBLASLt reads them: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
-    if x.format.per_tensor:
-        return x.scales.reshape(1)
-    return x.scales.mT if x.format.block == (1, 128) else layout.pad_scales(x.scales, 1, 4)
+    if format.per_tensor:
+        return scales.reshape(1)
+    return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)

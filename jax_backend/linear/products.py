@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from blockfp import layout
+from blockfp.numerics import Quantized
 from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
 
 from ..arrays import sharded
@@ -94,7 +95,8 @@ def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.A
     from ..implementations import ffi
 
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
-    return replication.vary(ffi.product(a, b, dtype, fast=fast), frozenset().union(*over))
+    operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
+    return replication.vary(ffi.product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:

@@ -18,7 +18,7 @@ from blockfp.rounding import fold_in
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.implementations import implementations
 from blockfp.jax_backend.linear import products
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -147,7 +147,7 @@ def test_cublas_multiplies_as_the_values_do(a, b, shape):
     left, right = bfp.quantize(values((m, k), 3, dtype="float32") * rows, a), bfp.quantize(values((n, k), 4), b)
     exact = [np.asarray(q.dequantize("float32"), np.float64) for q in (left, right)]
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = jax.jit(partial(ffi.product, dtype=dtype, fast=False))(left, right)
+        got = jax.jit(partial(products._by_cublas, dtype=dtype, fast=False))(left, right)
         assert_product(got, *exact, PRECISE)
     other = products._dequantized(left, right, jnp.float32, Route("dequantize", "float32", False, ""), False)
     assert_product(other, *exact, PRECISE)

@@ -15,7 +15,7 @@ import pytest
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import layout, numerics
+from blockfp import decoding, layout, numerics
 from blockfp.formats import ELEMENTS, FORMATS, Format
 from blockfp.rounding import fold_in
 
@@ -199,5 +199,5 @@ def test_all_codes_times_all_scale_bytes(element):
     codes = np.tile(np.arange(256, dtype=np.int32), (256, 1)) & ((1 << element.bits) - 1)
     scales = (np.arange(256, dtype=np.int32) << 23)[:, None]
     for power_of_two in (True, False):
-        run = jax.jit(lambda c, s, p=power_of_two: numerics.scaled(c, element, s, power_of_two=p))
-        assert_same(run(codes, scales), numerics.scaled(codes, element, scales, power_of_two=power_of_two))
+        run = jax.jit(lambda c, s, p=power_of_two: decoding.scaled(c, element, s, power_of_two=p))
+        assert_same(run(codes, scales), decoding.scaled(codes, element, scales, power_of_two=power_of_two))

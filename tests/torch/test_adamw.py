@@ -1,11 +1,10 @@
 """The optimizers on parameters of one rank: against torch's own, against quantizing the masters, and what changes nothing."""
 
 import copy
-import gc
 
-import numpy as np
 import pytest
 import torch
+from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
 from blockfp.torch_backend.optimizer import optimizer_step as module
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
@@ -14,7 +13,6 @@ import blockfp.torch as bfp
 from blockfp import adamw, native, numerics
 from blockfp.formats import FORMATS
 
-FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
 # Of the largest weight: torch rounds a few operations in another order.
 TOLERANCE = 4e-7
 
@@ -27,44 +25,6 @@ def route(request, monkeypatch):
     elif not native.available():
         pytest.skip(native.status())
     return request.param
-
-
-def normal(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight(shape, format, seed=0, dtype=torch.float32):
-    return nn.Parameter(bfp.quantize(normal(shape, seed, dtype), format))
-
-
-def parts_of(q):
-    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
-
-
-def assert_quantizes(q, master):
-    """q holds what the definition makes of the master."""
-    expected = numerics.quantize(master, q.format, nominal=str(q.dtype).removeprefix("torch."))
-    for got, want in zip(parts_of(q), (part for part in expected if part is not None), strict=True):
-        assert torch.equal(got, want)
-
-
-def mixed(seed=0):
-    """Parameters of every kind, gradients included."""
-    params = [weight((70, 300), name, seed + i, torch.bfloat16) for i, name in enumerate(FAMILIES)]
-    params += [weight((3, 20, 40), "mxfp8_e4m3_32x32", 50)]
-    params += [nn.Parameter(normal(shape, 60)) for shape in ((17,), (5, 130), ())]
-    params += [nn.Parameter(normal((9, 33), 61, torch.bfloat16)), nn.Parameter(normal((33,), 62, torch.float16))]
-    return params
-
-
-def give_gradients(params, step):
-    for i, p in enumerate(params):
-        p.grad = normal(p.shape, 1000 * step + i).to(p.dtype)
-
-
-def values_of(optimizer, p):
-    """The fp32 value that the optimizer updates."""
-    return optimizer.state[p].get("master", p.detach())
 
 
 @pytest.mark.parametrize(("ours", "torchs"), [(bfp.AdamW, torch.optim.AdamW), (bfp.Adam, torch.optim.Adam)])
@@ -181,68 +141,6 @@ def test_grad_scaler(capturable, route):
         assert optimizer.state[p]["step"].item() == 2
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
-def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
-    params, others = mixed(), mixed()
-    optimizer = bfp.AdamW(params, lr=1e-2, moments=moments, key=3)
-    for step in range(3):
-        give_gradients(params, step)
-        optimizer.step()
-    saved = optimizer.state_dict()
-    for state in saved["state"].values():
-        assert {x.dtype for x in state.values()} == {torch.float32}
-    torch.save(saved, tmp_path / "optimizer.pt")
-    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
-    # Weights come from the model's checkpoint.
-    for p, q in zip(params, others, strict=True):
-        q.data.copy_(p.data)
-    other = bfp.AdamW(others, lr=1e-2, moments=moments, key=3)
-    other.load_state_dict(loaded)
-    for step in range(3, 6):
-        for o, those in ((optimizer, params), (other, others)):
-            give_gradients(those, step)
-            o.step()
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(values_of(optimizer, p), values_of(other, q))
-        for x, y in zip(*(parts_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
-            assert torch.equal(x, y)
-
-
-def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
-    p, plain = weight((40, 64), "mxfp8_e4m3_32x32"), nn.Parameter(normal((40, 64), 0))
-    reference = torch.optim.AdamW([plain], lr=1e-2)
-    plain.grad = normal((40, 64), 1)
-    reference.step()
-    for moments in ("float32", "fp8"):
-        optimizer = bfp.AdamW([p], lr=1e-2, moments=moments)
-        state = reference.state_dict()
-        state["param_groups"][0] |= {"moments": moments, "master": "float32", "capturable": False}
-        optimizer.load_state_dict(state)
-        assert optimizer.state[p]["step"].item() == 1
-        shown = optimizer.state_dict()["state"][0]
-        torch.testing.assert_close(shown["exp_avg"], reference.state[plain]["exp_avg"], rtol=0.07, atol=1e-3)
-        give_gradients([p], 2)
-        optimizer.step()
-        assert_quantizes(p, optimizer.state[p]["master"])
-
-
-def test_original_values_become_the_master():
-    original = normal((64, 96), 0)
-    q = bfp.quantize(original, "mxfp4_e2m1_32x32")
-    q.initial = original.clone()
-    p = nn.Parameter(q)
-    codes = p.codes.clone()
-    optimizer = bfp.AdamW([p], lr=0.0)
-    give_gradients([p], 1)
-    optimizer.step()
-    assert p.initial is None
-    assert torch.equal(optimizer.state[p]["master"], original)
-    assert torch.equal(p.codes, codes)
-    optimizer.param_groups[0]["lr"] = 1e-3
-    optimizer.step()
-    assert_quantizes(p, optimizer.state[p]["master"])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_without_masters_steps_are_right_on_average(name, route):
     """A step far below the spacing of the codes is taken by as many codes as it takes."""
@@ -357,20 +255,6 @@ def test_settings_that_mean_nothing(options, message):
         bfp.AdamW([nn.Parameter(torch.ones(2))], **options)
 
 
-def test_a_state_that_does_not_fit():
-    p = weight((32, 32), "mxfp8_e4m3_32x32")
-    optimizer = bfp.AdamW([p])
-    give_gradients([p], 0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["state"][0]["exp_avg"] = torch.zeros(31, 32)
-    with pytest.raises(ValueError, match=r"exp_avg must be of the parameter's shape \(32, 32\)"):
-        optimizer.load_state_dict(saved)
-    del saved["state"][0]["exp_avg"]
-    with pytest.raises(ValueError, match="lacks exp_avg"):
-        bfp.AdamW([p]).load_state_dict(saved)
-
-
 def test_it_trains():
     """Least squares: with masters, moments in FP8 and weights in MXFP8, the loss falls as with torch's AdamW."""
     x, target = normal((256, 64), 1), normal((32, 64), 2)
@@ -389,31 +273,3 @@ def test_it_trains():
         losses[kind] = loss.item()
     assert losses["float32"] == pytest.approx(losses["torch"], rel=0.01)
     assert losses["fp8"] < 0.05 * (x @ (target - normal((32, 64), 3)).t()).square().mean().item()
-
-
-def test_many_steps_need_no_more_memory():
-    params = mixed()
-    optimizer = bfp.AdamW(params, lr=1e-3, moments="fp8")
-    give_gradients(params, 0)
-
-    def tensors():
-        gc.collect()
-        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-
-    optimizer.step()
-    before, storage = tensors(), [x.data_ptr() for p in params for x in optimizer.state[p].values()]
-    for _ in range(200):
-        optimizer.step()
-    assert tensors() == before
-    assert [x.data_ptr() for p in params for x in optimizer.state[p].values()] == storage
-
-
-def test_fp8_moments_take_a_quarter():
-    p = weight((256, 1024), "mxfp8_e4m3_32x32")
-    optimizer = bfp.AdamW([p], moments="fp8")
-    give_gradients([p], 0)
-    optimizer.step()
-    state = optimizer.state[p]
-    kept = sum(x.numel() * x.element_size() for name, x in state.items() if name.startswith("exp_"))
-    assert kept / p.numel() == pytest.approx(2 * (1 + 4 / 128))
-    assert np.isfinite(state["exp_avg_scales"].numpy()).all()

@@ -7,7 +7,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.linear.parallel import Parallel
-from blockfp.torch_backend.modules.parallelize import part_of
+from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import (
     ALL,
     RANKS,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.modules.parallelize import part_of
+from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import mesh_of, part, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -228,6 +228,18 @@ def test_terms_of_a_reduce_scatter_may_travel_quantized(format):
         assert 1e-4 < error < 5e-2
 
 
+def untouched(model, mesh, styles):
+    """A model that parallelize refuses is as it was."""
+    before = {name: type(module) for name, module in model.named_modules()}
+    params = dict(model.named_parameters())
+    try:
+        bfp.parallelize(model, mesh, styles)
+    finally:
+        assert {name: type(module) for name, module in model.named_modules()} == before
+        assert all(param is params[name] for name, param in model.named_parameters())
+        assert all(getattr(module, "parallel", None) is None for module in model.modules())
+
+
 def refused(rank, case):
     mesh = mesh_of("fsdp x tp")
     tp = mesh["tp"]
@@ -240,10 +252,17 @@ def refused(rank, case):
         bfp.parallelize(linear, tp, "experts")
     elif case == "twice":
         bfp.parallelize(bfp.parallelize(linear, tp, "column"), tp, "column")
+    elif case == "norm twice":
+        bfp.parallelize(bfp.parallelize(nn.RMSNorm(64), tp), tp)
+    elif case == "shared weight":
+        other = bfp.Linear(64, 64, recipe="mxfp8")
+        other.weight = linear.weight
+        model = nn.ModuleDict({"norm": nn.RMSNorm(64), "one": linear, "other": other})
+        untouched(model, tp, {"one": "column", "other": "row"})
     elif case == "pattern":
-        bfp.parallelize(nn.Sequential(linear), tp, {"5": "row"})
+        untouched(nn.Sequential(linear, bfp.TransformerLayer(64, 64, 2, recipe="mxfp8")), tp, {"0": "column", "5": "row"})
     elif case == "heads":
-        bfp.parallelize(bfp.TransformerLayer(63, 64, 3, recipe="mxfp8"), tp)
+        untouched(nn.Sequential(linear, bfp.TransformerLayer(63, 64, 3, recipe="mxfp8")), tp, {"0": "column"})
     elif case == "tokens first":
         bfp.parallelize(bfp.MultiheadAttention(64, 4, recipe="mxfp8"), tp, sequence_parallel=True, sequence_dim=0)
     elif case == "reduce":
@@ -254,9 +273,11 @@ def refused(rank, case):
 
 MESSAGES = {
     "mesh": "tp_mesh must have one axis",
-    "style": "style must be given for a Linear",
-    "experts": "style must be 'column' or 'row'",
+    "style": "style of a Linear must be one of ('column', 'row'), got None",
+    "experts": "style of a Linear must be one of ('column', 'row'), got 'experts'",
     "twice": "cut already: call parallelize once",
+    "norm twice": "nothing to cut in a SharedRMSNorm",
+    "shared weight": "is that of a layer of another style too, which would cut it along axis 0: give both the same",
     "pattern": "no layer is named '5'",
     "heads": "2 ranks can't share 3 heads of keys and values evenly",
     "tokens first": "attention takes [batch, tokens, features]",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from .cutting import Cutter
 from .quantized_layer import QuantizedLayer, Weights
 
 if TYPE_CHECKING:
@@ -56,10 +57,7 @@ class Linear(QuantizedLayer):
         self.in_features, self.out_features = in_features, out_features
         self.make_parameters((out_features, in_features), bias, device, dtype)
         if tp_mesh is not None:
-            # It knows all layers, this one too.
-            from .parallelize import parallelize
-
-            parallelize(self, tp_mesh, style, sequence_parallel=sequence_parallel)
+            Cutter(tp_mesh, sequence=sequence_parallel).cut({self: style})
         elif style is not None or sequence_parallel:
             raise ValueError("style and sequence_parallel need a tp_mesh")
 

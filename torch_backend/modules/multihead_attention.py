@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from ..quantized_tensor.sharding import mesh_of
+from .dtensors import from_local, to_local
 from .linear import Linear
 from .quantized_layer import Weights
-from .shared_layers import from_local, to_local
 
 
 class MultiheadAttention(nn.Module):
@@ -79,7 +80,8 @@ class MultiheadAttention(nn.Module):
         groups = to_local(projected).unflatten(-1, (-1, shared + 2, self.head_features))
         query, key, value = (each.flatten(-3, -2).transpose(-3, -2) for each in groups.split((shared, 1, 1), -2))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=shared > 1)
-        return self.out(from_local(attended.transpose(-3, -2).flatten(-2), projected))
+        attended = attended.transpose(-3, -2).flatten(-2)
+        return self.out(from_local(attended, mesh_of(projected), getattr(projected, "placements", ())))
 
     def extra_repr(self) -> str:
         shared = "" if self.key_value_heads == self.heads else f", key_value_heads={self.key_value_heads}"

@@ -1,46 +1,31 @@
-"""`parallelize`: cuts a module's weights over a tensor-parallel group.
-
-weight of a layer on a mesh (data-parallel axes .., tp), after `parallelize` and then `fully_shard`:
-
-column     DTensor[tp: Shard(0)]       DTensor[dp: _StridedShard(0), tp: Shard(0)]     tp cuts rows, dp cuts those again
-row        DTensor[tp: Shard(1)]       DTensor[dp: Shard(0), tp: Shard(1)]
-  each around a QuantizedTensor that knows the (row, column) where it begins
-"""
+"""`parallelize`: a module on a tensor-parallel group, each of its layers cut as what holds it needs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from fnmatch import translate
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from blockfp import parts
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Shard, Sharding
 
-from ..linear import outputs
-from ..linear.parallel import Parallel
-from ..quantized_tensor.geometry import Geometry
-from ..quantized_tensor.sharding import mesh_of
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights import state_dict
-from ..weights.cast_weight import CastWeight, Cut
-from .grouped_linear import GroupedLinear
+from ..linear.parallel import Style
+from .cutting import Cutter
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
 from .quantized_layer import QuantizedLayer
-from .shared_layers import SHARED_NORMS
+from .shared_norms import SHARED_NORMS
 from .transformer_layer import TransformerLayer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Style = Literal["column", "row", "experts"]
 Module = TypeVar("Module", bound=nn.Module)
+Styles = dict[nn.Module, Style | None]
+"""Of each layer; None of norms."""
 
 
 def parallelize(
@@ -84,162 +69,81 @@ def parallelize(
         The module.
 
     Raises:
-        ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, heads that the ranks don't
-            divide, attention with its tokens on axis 0, or a weight that is cut already.
+        ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, a module with nothing to cut,
+            heads that the ranks don't divide, attention with its tokens on axis 0, a weight that is cut already, or that layers
+            of two styles share. The module is as it was then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
         >>> parallelize(layer, mesh["tp"], sequence_parallel=True)
         >>> fully_shard(layer, mesh=mesh["dp"])
     """
-    if tp_mesh.ndim != 1:
-        raise ValueError(f"tp_mesh must have one axis, got {tp_mesh}: take one by its name, such as mesh['tp']")
-    reduce = outputs.check_reduce_format(reduce_format)
-    if reduce is not None and not sequence_parallel:
-        raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
-    _Cutter(tp_mesh, sequence_parallel, sequence_dim, reduce).cut(module, style)
+    cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format)
+    if isinstance(module, QuantizedLayer):
+        if isinstance(style, Mapping):
+            raise ValueError(f"style of a {type(module).__name__} must be one, such as 'column' or 'row', got {style}")
+        cutter.cut({module: style})
+        return module
+    if isinstance(style, str):
+        raise ValueError(f"style {style!r} is for a Linear or GroupedLinear, got a {type(module).__name__}")
+    styles = _own_styles(module, cutter)
+    if styles is None:
+        styles = _styles_inside(module, style or {}, cutter)
+    elif style:
+        raise ValueError(f"a {type(module).__name__} has styles of its own, got {style}")
+    cutter.cut(styles)
     return module
 
 
-class _Cutter:
-    """One call of `parallelize`."""
-
-    def __init__(self, mesh: DeviceMesh, sequence: bool, sequence_dim: int, reduce_format: Format | None):
-        self.mesh, self.sequence, self.sequence_dim, self.reduce_format = mesh, sequence, sequence_dim, reduce_format
-        self.group, self.ranks, self.rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
-        # A weight that layers share is cut once.
-        self.done: dict[nn.Parameter, nn.Parameter] = {}
-
-    def cut(self, module: nn.Module, style: Style | Mapping[str, Style] | None) -> None:
-        if isinstance(module, QuantizedLayer):
-            if not isinstance(style, str):
-                raise ValueError(f"style must be given for a {type(module).__name__}, such as 'column' or 'row'")
-            self.layer(module, style)
-            return
-        if isinstance(style, str):
-            raise ValueError(f"style {style!r} is for a Linear or GroupedLinear, got a {type(module).__name__}")
-        if not self.known(module):
-            self.model(module, style or {})
-        elif style:
-            raise ValueError(f"a {type(module).__name__} has styles of its own, got {style}")
-
-    def known(self, module: nn.Module) -> bool:
-        """Cuts a module whose styles are its own; False for any other."""
-        if isinstance(module, TransformerLayer):
-            self.known(module.attention)
-            self.norm(module.norm)
-            self.known(module.mlp)
-        elif isinstance(module, MultiheadAttention):
-            heads = module.key_value_heads
-            if heads % self.ranks:
-                raise ValueError(f"tp_mesh: {self.ranks} ranks can't share {heads} heads of keys and values evenly")
-            if self.sequence and self.sequence_dim == 0:
-                raise ValueError("sequence_dim=0: attention takes [batch, tokens, features], so it must be -2")
-            self.layer(module.qkv, "column")
-            self.layer(module.out, "row")
-        elif isinstance(module, LayerNormMLP):
-            features = module.down.in_features
-            if module.activation == "swiglu" and 2 * -(-features // self.ranks) != -(-2 * features // self.ranks):
-                raise ValueError(f"tp_mesh: {self.ranks} ranks can't share {features} pairs of gate and value evenly")
-            self.known(module.up)
-            self.layer(module.down, "row")
-        elif isinstance(module, LayerNormLinear):
-            self.norm(module.norm)
-            self.layer(module.linear, "column")
-        elif type(module) in SHARED_NORMS:
-            self.norm(module)
-        else:
-            return False
-        return True
-
-    def model(self, module: nn.Module, styles: Mapping[str, Style]) -> None:
-        """The modules inside another: those that are known, and the layers that the patterns name."""
-        patterns = {pattern: re.compile(translate(pattern)) for pattern in styles}
-        unused, taken = set(patterns), []
-        for path, inner in module.named_modules():
-            if any(path.startswith(f"{outer}.") for outer in taken):
-                continue
-            fitting = [pattern for pattern, expression in patterns.items() if expression.match(path)]
-            unused -= set(fitting)
-            if isinstance(inner, QuantizedLayer):
-                if fitting:
-                    self.layer(inner, styles[fitting[0]])
-            elif fitting:
-                raise ValueError(f"style[{fitting[0]!r}] names {path!r}, a {type(inner).__name__}, which is no Linear")
-            elif inner is not module and self.known(inner):
-                taken.append(path)
-        if unused:
-            raise ValueError(f"style: no layer is named {' or '.join(sorted(map(repr, unused)))}")
-
-    def layer(self, layer: QuantizedLayer, style: Style) -> None:
-        weight = layer.weight
-        grouped = isinstance(layer, GroupedLinear)
-        if layer.parallel is not None:
-            raise ValueError(f"a {type(layer).__name__} is cut already: call parallelize once")
-        if style not in (("column", "row", "experts") if grouped else ("column", "row")):
-            raise ValueError(f"style must be 'column' or 'row'{', or experts' if grouped else ''}, got {style!r}")
-        dim = {"column": weight.ndim - 2, "row": weight.ndim - 1, "experts": 0}[style]
-        features = weight.shape[dim]
-        sequence = self.sequence and not grouped
-        layer.weight = self.parameter(weight, dim)
-        if layer.bias is not None:
-            layer.bias = self.parameter(layer.bias, None if style == "row" else dim)
-        reduce_format = self.reduce_format if sequence else None
-        layer.parallel = Parallel(
-            self.group, self.ranks, self.rank, style, features, sequence, self.sequence_dim, reduce_format=reduce_format
-        )
-
-    def norm(self, norm: nn.Module) -> None:
-        for name, parameter in list(norm.named_parameters(recurse=False)):
-            setattr(norm, name, self.parameter(parameter, None))
-        # The parameters are DTensors now, and so its forward is another.
-        shared: Any = norm
-        shared.__class__ = SHARED_NORMS[type(norm)]
-        shared.summed_over = self.group if self.sequence else None
-
-    def parameter(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """A whole parameter as a DTensor, cut along an axis or replicated."""
-        if parameter in self.done:
-            return self.done[parameter]
-        from torch.distributed import tensor as dtensor
-
-        placement = dtensor.Replicate() if dim is None else dtensor.Shard(dim)
-        mesh, placements = mesh_of(parameter), getattr(parameter, "placements", None)
-        if mesh is not None:
-            if mesh == self.mesh and placements == (placement,):
-                # An embedding, say, that torch has cut, and that a layer shares.
-                return parameter
+def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
+    """Those of a module whose styles are its own; None for any other."""
+    if isinstance(module, TransformerLayer):
+        attention, mlp = (_own_styles(part, cutter) for part in (module.attention, module.mlp))
+        if attention is None or mlp is None:
             raise ValueError(
-                f"a weight is cut or sharded already, as {placements} on {mesh}, and should be ({placement},) on {self.mesh}: "
-                "call parallelize once, and before fully_shard"
+                f"a TransformerLayer's parts must be a MultiheadAttention and a LayerNormMLP, got a "
+                f"{type(module.attention).__name__} and a {type(module.mlp).__name__}: parallelize its parts one by one"
             )
-        whole = parameter.detach()
-        local = whole if dim is None else self.part(whole, dim)
-        shared = dtensor.DTensor.from_local(
-            local, self.mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        return {**attention, module.norm: None, **mlp}
+    if isinstance(module, MultiheadAttention):
+        heads = module.key_value_heads
+        if heads % cutter.ranks:
+            raise ValueError(f"tp_mesh: {cutter.ranks} ranks can't share {heads} heads of keys and values evenly")
+        if cutter.sequence and cutter.sequence_dim == 0:
+            raise ValueError("sequence_dim=0: attention takes [batch, tokens, features], so it must be -2")
+        return {module.qkv: "column", module.out: "row"}
+    if isinstance(module, LayerNormMLP):
+        features, ranks = module.down.in_features, cutter.ranks
+        if module.activation == "swiglu" and 2 * -(-features // ranks) != -(-2 * features // ranks):
+            raise ValueError(f"tp_mesh: {ranks} ranks can't share {features} pairs of gate and value evenly")
+        return {module.up.norm: None, module.up.linear: "column", module.down: "row"}
+    if isinstance(module, LayerNormLinear):
+        return {module.norm: None, module.linear: "column"}
+    return {module: None} if type(module) in SHARED_NORMS else None
+
+
+def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutter) -> Styles:
+    """Those of the modules inside another: that have styles of their own, and the layers that the patterns name."""
+    patterns = {pattern: re.compile(translate(pattern)) for pattern in styles}
+    unused, taken = set(patterns), []
+    found: Styles = {}
+    for path, inner in module.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in taken):
+            continue
+        fitting = [pattern for pattern, expression in patterns.items() if expression.match(path)]
+        unused -= set(fitting)
+        if isinstance(inner, QuantizedLayer):
+            if fitting:
+                found[inner] = styles[fitting[0]]
+        elif fitting:
+            raise ValueError(f"style[{fitting[0]!r}] names {path!r}, a {type(inner).__name__}, which is no Linear")
+        elif inner is not module and (own := _own_styles(inner, cutter)) is not None:
+            found |= own
+            taken.append(path)
+    if unused:
+        raise ValueError(f"style: no layer is named {' or '.join(sorted(map(repr, unused)))}")
+    if not found:
+        raise ValueError(
+            f"module: nothing to cut in a {type(module).__name__}; name its layers in style, such as {{'*.up': 'column'}}"
         )
-        new = self.done[parameter] = nn.Parameter(shared, parameter.requires_grad)
-        return new
-
-    def part(self, whole: Tensor, dim: int) -> Tensor:
-        lies = Sharding(tuple(whole.shape), Mesh((self.ranks,), ("tp",)), (Shard(dim),)) if whole.ndim > 1 else None
-        if isinstance(whole, QuantizedTensor):
-            assert lies is not None
-            return part_of(whole, lies, self.rank)
-        if isinstance(whole, CastWeight):
-            cut = Cut(self.group, self.ranks, self.rank, dim, whole.shape[dim])
-            return CastWeight.from_values(self.part(whole.values, dim), whole.format, cut)
-        chunk = -(-whole.shape[dim] // self.ranks)
-        first = min(self.rank * chunk, whole.shape[dim])
-        return whole.narrow(dim, first, min(chunk, whole.shape[dim] - first)).clone(memory_format=torch.contiguous_format)
-
-
-def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
-    """What one rank holds of a whole quantized tensor, in memory of its own; rows and columns inside blocks and bytes too."""
-    region = lies.region(rank)
-    own = {
-        part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)
-    }
-    initial = None if q.initial is None else q.initial[region.slices].clone()
-    geometry = Geometry(region.origin, initial=initial)
-    return q.with_parts(own["codes"], own["scales"], own.get("tensor_scale"), columns=region.shape[-1], geometry=geometry)
+    return found

@@ -21,7 +21,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import accept_high_precision, load_high_precision_
 from ..weights.state_dict import save_in_parts
-from .shared_layers import multiply_shared
+from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
 
@@ -131,7 +131,7 @@ class QuantizedLayer(nn.Module):
     def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """`linear` of x and of this layer's parameters, as they lie."""
         if self.parallel is not None:
-            return multiply_shared(self, self.parallel, x, counts)
+            return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
         return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
 
     @torch.no_grad()

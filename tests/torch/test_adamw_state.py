@@ -1,0 +1,115 @@
+"""The optimizer's state: saved, loaded from elsewhere, what it takes."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from adamw_parameters import assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
+from torch import nn
+
+import blockfp.torch as bfp
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "fp8"])
+def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
+    params, others = mixed(), mixed()
+    optimizer = bfp.AdamW(params, lr=1e-2, moments=moments, key=3)
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        assert {x.dtype for x in state.values()} == {torch.float32}
+    torch.save(saved, tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    # Weights come from the model's checkpoint.
+    for p, q in zip(params, others, strict=True):
+        q.data.copy_(p.data)
+    other = bfp.AdamW(others, lr=1e-2, moments=moments, key=3)
+    other.load_state_dict(loaded)
+    for step in range(3, 6):
+        for o, those in ((optimizer, params), (other, others)):
+            give_gradients(those, step)
+            o.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(values_of(optimizer, p), values_of(other, q))
+        for x, y in zip(*(parts_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
+    p, plain = weight((40, 64), "mxfp8_e4m3_32x32"), nn.Parameter(normal((40, 64), 0))
+    reference = torch.optim.AdamW([plain], lr=1e-2)
+    plain.grad = normal((40, 64), 1)
+    reference.step()
+    for moments in ("float32", "fp8"):
+        optimizer = bfp.AdamW([p], lr=1e-2, moments=moments)
+        state = reference.state_dict()
+        state["param_groups"][0] |= {"moments": moments, "master": "float32", "capturable": False}
+        optimizer.load_state_dict(state)
+        assert optimizer.state[p]["step"].item() == 1
+        shown = optimizer.state_dict()["state"][0]
+        torch.testing.assert_close(shown["exp_avg"], reference.state[plain]["exp_avg"], rtol=0.07, atol=1e-3)
+        give_gradients([p], 2)
+        optimizer.step()
+        assert_quantizes(p, optimizer.state[p]["master"])
+
+
+def test_original_values_become_the_master():
+    original = normal((64, 96), 0)
+    q = bfp.quantize(original, "mxfp4_e2m1_32x32")
+    q.initial = original.clone()
+    p = nn.Parameter(q)
+    codes = p.codes.clone()
+    optimizer = bfp.AdamW([p], lr=0.0)
+    give_gradients([p], 1)
+    optimizer.step()
+    assert p.initial is None
+    assert torch.equal(optimizer.state[p]["master"], original)
+    assert torch.equal(p.codes, codes)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+    assert_quantizes(p, optimizer.state[p]["master"])
+
+
+def test_a_state_that_does_not_fit():
+    p = weight((32, 32), "mxfp8_e4m3_32x32")
+    optimizer = bfp.AdamW([p])
+    give_gradients([p], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(31, 32)
+    with pytest.raises(ValueError, match=r"exp_avg must be of the parameter's shape \(32, 32\)"):
+        optimizer.load_state_dict(saved)
+    del saved["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="lacks exp_avg"):
+        bfp.AdamW([p]).load_state_dict(saved)
+
+
+def test_many_steps_need_no_more_memory():
+    params = mixed()
+    optimizer = bfp.AdamW(params, lr=1e-3, moments="fp8")
+    give_gradients(params, 0)
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    optimizer.step()
+    before, storage = tensors(), [x.data_ptr() for p in params for x in optimizer.state[p].values()]
+    for _ in range(200):
+        optimizer.step()
+    assert tensors() == before
+    assert [x.data_ptr() for p in params for x in optimizer.state[p].values()] == storage
+
+
+def test_fp8_moments_take_a_quarter():
+    p = weight((256, 1024), "mxfp8_e4m3_32x32")
+    optimizer = bfp.AdamW([p], moments="fp8")
+    give_gradients([p], 0)
+    optimizer.step()
+    state = optimizer.state[p]
+    kept = sum(x.numel() * x.element_size() for name, x in state.items() if name.startswith("exp_"))
+    assert kept / p.numel() == pytest.approx(2 * (1 + 4 / 128))
+    assert np.isfinite(state["exp_avg_scales"].numpy()).all()

@@ -1,0 +1,182 @@
+"""Cuts the weights of layers, and the parameters of norms, over a tensor-parallel group.
+
+weight of a layer on a mesh (data-parallel axes .., tp), once cut and then under `fully_shard`:
+
+column     DTensor[tp: Shard(0)]       DTensor[dp: _StridedShard(0), tp: Shard(0)]     tp cuts rows, dp cuts those again
+row        DTensor[tp: Shard(1)]       DTensor[dp: Shard(0), tp: Shard(1)]
+  each around a QuantizedTensor that knows the (row, column) where it begins
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from blockfp import parts
+from blockfp.formats import Format
+from blockfp.placement import Mesh, Shard, Sharding
+
+from ..linear import outputs
+from ..linear.parallel import Parallel, Style
+from ..quantized_tensor.geometry import Geometry
+from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights import state_dict
+from ..weights.cast_weight import CastWeight, Cut
+from .quantized_layer import QuantizedLayer
+from .shared_norms import SHARED_NORMS
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Cutter:
+    """Cuts over one mesh, in one way; the arguments are those of `parallelize`.
+
+    Raises:
+        ValueError: a mesh of more axes, or a reduce_format that is none, or that nothing would use.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        sequence: bool = False,
+        sequence_dim: int = -2,
+        reduce_format: Format | str | None = None,
+    ):
+        if mesh.ndim != 1:
+            raise ValueError(f"tp_mesh must have one axis, got {mesh}: take one by its name, such as mesh['tp']")
+        self.reduce_format = outputs.check_reduce_format(reduce_format)
+        if self.reduce_format is not None and not sequence:
+            raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
+        self.mesh, self.sequence, self.sequence_dim = mesh, sequence, sequence_dim
+        self.group, self.ranks, self.rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+
+    def cut(self, styles: Mapping[nn.Module, Style | None]) -> None:
+        """Cuts layers, each as its style says, and norms, whose style is None. Nothing is cut before all are checked.
+
+        Raises:
+            ValueError: a missing or unfit style, a parameter that is cut already, or that is shared and to be cut in two ways.
+        """
+        # A parameter that layers share is cut once.
+        dims: dict[nn.Parameter, int | None] = {}
+        for module, style in styles.items():
+            _check(module, style)
+            for name, dim in _dims(module, style).items():
+                parameter = getattr(module, name)
+                self._check_parameter(parameter, dim)
+                if dims.setdefault(parameter, dim) != dim:
+                    raise ValueError(
+                        f"style: the {name} {tuple(parameter.shape)} of a {type(module).__name__}, {style!r}, is that of a "
+                        f"layer of another style too, which would cut it along axis {dims[parameter]}: give both the same"
+                    )
+        shared = {parameter: self._shared(parameter, dim) for parameter, dim in dims.items()}
+        for module, style in styles.items():
+            if style is None:
+                _share_norm(module, self.group if self.sequence else None)
+            elif isinstance(module, QuantizedLayer):
+                module.parallel = self._parallel(module, style)
+            for name in _dims(module, style):
+                setattr(module, name, shared[getattr(module, name)])
+
+    def _parallel(self, layer: QuantizedLayer, style: Style) -> Parallel:
+        weight = layer.weight
+        # Experts' tokens are sent to them instead.
+        sequence = self.sequence and weight.ndim == 2
+        features = weight.shape[_cut_dim(weight, style)]
+        reduce_format = self.reduce_format if sequence else None
+        return Parallel(
+            self.group, self.ranks, self.rank, style, features, sequence, self.sequence_dim, reduce_format=reduce_format
+        )
+
+    def _check_parameter(self, parameter: nn.Parameter, dim: int | None) -> None:
+        mesh, placements = mesh_of(parameter), getattr(parameter, "placements", None)
+        if mesh is not None and not (mesh == self.mesh and placements == (_placement(dim),)):
+            raise ValueError(
+                f"a weight is cut or sharded already, as {placements} on {mesh}, and should be ({_placement(dim)},) on "
+                f"{self.mesh}: call parallelize once, and before fully_shard"
+            )
+
+    def _shared(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """A whole parameter as a DTensor, cut along an axis or replicated."""
+        if mesh_of(parameter) is not None:
+            # An embedding, say, that torch has cut, and that a layer shares.
+            return parameter
+        from torch.distributed.tensor import DTensor
+
+        whole = parameter.detach()
+        local = whole if dim is None else self._part(whole, dim)
+        shared = DTensor.from_local(
+            local, self.mesh, [_placement(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        return nn.Parameter(shared, parameter.requires_grad)
+
+    def _part(self, whole: Tensor, dim: int) -> Tensor:
+        lies = Sharding(tuple(whole.shape), Mesh((self.ranks,), ("tp",)), (Shard(dim),)) if whole.ndim > 1 else None
+        if isinstance(whole, QuantizedTensor):
+            assert lies is not None
+            return part_of(whole, lies, self.rank)
+        if isinstance(whole, CastWeight):
+            cut = Cut(self.group, self.ranks, self.rank, dim, whole.shape[dim])
+            return CastWeight.from_values(self._part(whole.values, dim), whole.format, cut)
+        chunk = -(-whole.shape[dim] // self.ranks)
+        first = min(self.rank * chunk, whole.shape[dim])
+        return whole.narrow(dim, first, min(chunk, whole.shape[dim] - first)).clone(memory_format=torch.contiguous_format)
+
+
+def _check(module: nn.Module, style: Style | None) -> None:
+    """Whether a module is one that can be cut, and isn't yet."""
+    kind = type(module).__name__
+    if not isinstance(module, QuantizedLayer):
+        if isinstance(module, tuple(SHARED_NORMS.values())):
+            raise ValueError(f"a {kind} is cut already: call parallelize once")
+        if type(module) not in SHARED_NORMS:
+            raise ValueError(f"a norm must be one of {[norm.__name__ for norm in SHARED_NORMS]} to be shared, got a {kind}")
+        return
+    styles = ("column", "row", "experts") if module.weight.ndim > 2 else ("column", "row")
+    if style not in styles:
+        raise ValueError(f"style of a {kind} must be one of {styles}, got {style!r}")
+    if module.parallel is not None:
+        raise ValueError(f"a {kind} is cut already: call parallelize once")
+
+
+def _dims(module: nn.Module, style: Style | None) -> dict[str, int | None]:
+    """Along which axis each parameter of a layer or norm is cut; None where all ranks have it whole."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if style is None:
+        return dict.fromkeys(names)
+    weight: Any = module.weight
+    dim = _cut_dim(weight, style)
+    return {name: None if name == "bias" and style == "row" else dim for name in names}
+
+
+def _cut_dim(weight: Tensor, style: Style) -> int:
+    return {"column": weight.ndim - 2, "row": weight.ndim - 1, "experts": 0}[style]
+
+
+def _placement(dim: int | None) -> Any:
+    from torch.distributed import tensor as dtensor
+
+    return dtensor.Replicate() if dim is None else dtensor.Shard(dim)
+
+
+def _share_norm(norm: nn.Module, summed_over: str | None) -> None:
+    # The parameters are DTensors now, and so its forward is another.
+    shared: Any = norm
+    shared.__class__ = SHARED_NORMS[type(norm)]
+    shared.summed_over = summed_over
+
+
+def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
+    """What one rank holds of a whole quantized tensor, in memory of its own; rows and columns inside blocks and bytes too."""
+    region = lies.region(rank)
+    own = {
+        part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)
+    }
+    initial = None if q.initial is None else q.initial[region.slices].clone()
+    geometry = Geometry(region.origin, initial=initial)
+    return q.with_parts(own["codes"], own["scales"], own.get("tensor_scale"), columns=region.shape[-1], geometry=geometry)
