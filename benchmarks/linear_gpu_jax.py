@@ -1,11 +1,14 @@
 """An MLP of two linear layers in JAX on one GPU, forward and backward under jit: each recipe against bf16.
 
-    python benchmarks/linear_gpu_jax.py [--tokens 16384] [--features 4096] [--ffn 16384] [--recipes NAME ...] [--json FILE]
+    python benchmarks/linear_gpu_jax.py [--tokens 16384] [--features 4096] [--ffn 16384] [--experts N] [--recipes NAME ...]
 
 Each recipe takes turns with bf16, both warmed up by as many steps as are timed; the figures are medians. A line is printed, and
-the file written again, as soon as a recipe is timed. NAME:xla multiplies by `lax.dot_general` where cuBLASLt would be called.
-All contenders are compiled with XLA's defaults; `--no-triton` turns the search for Triton's matrix products, which takes long,
-off for all of them. With sizes small enough it runs on the CPU too, to see that it does.
+the file of `--json` written again, as soon as a recipe is timed. NAME:xla multiplies by `lax.dot_general` where cuBLASLt would
+be called. All contenders are compiled with XLA's defaults; `--no-triton` turns the search for Triton's matrix products, which
+takes long, off for all of them. With sizes small enough it runs on the CPU too, to see that it does.
+
+With `--experts` the layers are `grouped_linear` of so many weights, among which the tokens are divided unevenly. bf16 is one
+weight for all tokens then, which is as many operations; "ragged_dot" is bf16 by `lax.ragged_dot`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from blockfp.jax_backend.implementations import implementations
 from blockfp.jax_backend.linear.products import BLOCK_SCALES
 
@@ -34,48 +38,56 @@ GOALS = {"fp8_current": 1.55}
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "mxfp6", "mxfp4", "fp8_current:xla")
 
 
-def mlp(x, weights, states, key, recipe: str):
-    """(y, states): two layers with a GELU between them."""
+def mlp(x, weights, states, key, sizes, recipe: str):
+    """(y, states): two layers with a GELU between them; grouped where there are sizes."""
+    layer = bfp.linear if sizes is None else partial(bfp.grouped_linear, group_sizes=sizes)
     out = []
     for i, w in enumerate(weights):
         if recipe == "bf16":
             x = x @ w.T
+        elif recipe == "ragged_dot":
+            x = jax.lax.ragged_dot(x, w.mT, sizes)
         elif states[i] is None:
-            x = bfp.linear(x, w, recipe=recipe, key=None if key is None else jax.random.fold_in(key, i))
+            x = layer(x, w, recipe=recipe, key=None if key is None else jax.random.fold_in(key, i))
         else:
-            x, state = bfp.linear(x, w, recipe=recipe, state=states[i])
+            x, state = layer(x, w, recipe=recipe, state=states[i])
             out.append(state)
         x = jax.nn.gelu(x, approximate=True) if i == 0 else x
     return x, out
 
 
-def step(recipe: str, x, weights, states, g, key):
+def step(recipe: str, x, weights, states, g, key, sizes):
     """y, the new states and the gradients of x, the weights and the states: for the latter, the amaxes of the backward."""
 
     def loss(x, weights, states):
-        y, new = mlp(x, weights, states, key, recipe)
+        y, new = mlp(x, weights, states, key, sizes, recipe)
         return jnp.vdot(y, g, preferred_element_type=jnp.float32), (y, new)
 
     (_, out), gradients = bfp.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, weights, states)
     return out, gradients
 
 
-def arguments(recipe: str, tokens: int, features: int, ffn: int) -> tuple[Any, ...]:
+def arguments(recipe: str, tokens: int, features: int, ffn: int, experts: int) -> tuple[Any, ...]:
     """What `step` takes behind the recipe."""
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = ((ffn, features), (features, ffn))
-    weights = [jax.random.normal(k, s, jnp.bfloat16) / s[1] ** 0.5 for k, s in zip(keys, shapes, strict=False)]
+    grouped = experts > 0 and recipe != "bf16"
+    shapes = [((experts,) if grouped else ()) + shape for shape in ((ffn, features), (features, ffn))]
+    weights = [jax.random.normal(k, s, jnp.bfloat16) / s[-1] ** 0.5 for k, s in zip(keys, shapes, strict=False)]
     x = jax.random.normal(keys[2], (tokens, features), jnp.bfloat16)
     g = jax.random.normal(keys[3], (tokens, features), jnp.bfloat16) / tokens
     states: list[Any] = [None, None]
-    if recipe != "bf16":
+    if recipe not in ("bf16", "ragged_dot"):
         weights = bfp.quantize_params(weights, recipe)
         if recipes.parse(recipe).delayed:
             states = [bfp.delayed_state(recipe) for _ in weights]
-    return x, weights, states, g, jax.random.key(1)
+    sizes = None
+    if grouped:
+        shares = np.random.default_rng(0).dirichlet([4.0] * experts)
+        sizes = jnp.asarray(np.diff(np.rint(np.cumsum([0.0, *shares]) * tokens)), jnp.int32)
+    return x, weights, states, g, jax.random.key(1), sizes
 
 
-def compiled(name: str, sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[Callable[[], Any], float]:
+def compiled(name: str, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> tuple[Callable[[], Any], float]:
     """(a step on arguments of its own, seconds that it took to compile)."""
     recipe, _, by = name.partition(":")
     operands = arguments(recipe, *sizes)
@@ -101,13 +113,13 @@ def milliseconds(run: Callable[[], Any], steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 16384), ("features", 4096), ("ffn", 16384), ("rounds", 5), ("steps", 10)):
+    for name, default in (("tokens", 16384), ("features", 4096), ("ffn", 16384), ("experts", 0), ("rounds", 5), ("steps", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipes", nargs="*", default=RECIPES)
     parser.add_argument("--no-triton", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    sizes = (options.tokens, options.features, options.ffn)
+    sizes = (options.tokens, options.features, options.ffn, options.experts)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
     about = {"shape": sizes, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "compiler_options": flags,
              "cuBLASLt for products": implementations.missing_product(BLOCK_SCALES) or "yes"}  # fmt: skip

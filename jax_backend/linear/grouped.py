@@ -13,21 +13,18 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.custom_batching import sequential_vmap
 
 from blockfp import recipes
-from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Recipe
 from blockfp.rounding import COLUMNWISE, ROWWISE, Key
 
 from ..arrays.array import QuantizedArray
-from ..implementations import implementations, ops, replication
-from ..params.params import dequantize_params
+from ..implementations import ops, replication
 from .delayed import DelayedState
+from .grouped_products import by_columns, by_rows
 from .layer_placement import LayerPlacement
-from .linear import check_state, check_tensors, passing_overflow, stored_weight
-from .tiles import Scaling, Tiles, flat, largest_amax, move, quantize_tiles, tile_rows
+from .linear import across, check_state, check_tensors, passing_overflow, stored_weight
+from .tiles import Scaling, Tiles, largest_amax, move, quantize_tiles, tile_rows
 
 
 def grouped_linear(
@@ -47,7 +44,7 @@ def grouped_linear(
     Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
     With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
 
-    Products run on dequantized operands through `lax.ragged_dot`, which has no mode for codes.
+    Products run as those of `linear`, in spans of rows (`grouped_products`).
 
     Inside shard_map a weight of `shard_params` whose matrices are cut over axes among `data_axes` (FSDP) is gathered, codes
     and scales, and its gradient is summed over all of `data_axes` and scattered like it. `expert_axis` divides the groups:
@@ -130,55 +127,15 @@ def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
         )
 
 
-def _dtype_of(*operands) -> str:
-    """What a product's operands are dequantized to: a dtype that holds all their values."""
-    if not implementations._has_gpu():
-        return "float32"
-    exact = all(
-        exact_in_bfloat16(x.format) and not has_tensor_scale(x.format)
-        if isinstance(x, QuantizedArray)
-        else x.dtype == jnp.bfloat16
-        for x in operands
-    )
-    return "bfloat16" if exact else "float32"
-
-
-def _values(x, dtype: str) -> jax.Array:
-    return dequantize_params(x, dtype) if isinstance(x, QuantizedArray) else x.astype(dtype)
-
-
-# A product of rows with their group's matrix, and one of the columns of each group's rows.
-_BY_ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_BY_COLUMNS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-
-
-def _ragged_dot(a: jax.Array, b: jax.Array, sizes: jax.Array, dimensions: lax.RaggedDotDimensionNumbers) -> jax.Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-
-    # Its own rule for vmap wants all three mapped, and a layer's weight is the same for all.
-    @sequential_vmap
-    def dot(a, b, sizes):
-        return lax.ragged_dot_general(a, b, sizes, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-    return dot(a, b, sizes)
-
-
-def _ragged(x, weight, tiles: Tiles, dtype, *, across: bool) -> jax.Array:
-    """x @ w^T (x @ w, `across`) of each tile with its group's weight, then each token's row."""
-    working = _dtype_of(x, weight)
-    w = _values(weight, working)
-    y = _ragged_dot(flat(_values(x, working)), w if across else w.mT, tiles.filled, _BY_ROWS)
-    return move(y.astype(dtype), tiles.target)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x, weight, carrier, bias, sizes, key, state):
     tiles = Tiles.of(sizes, x.shape[0], how.tile)
     scaling = how.scaling(None if state is None else state.input_scale, sizes.shape[0])
     row = quantize_tiles(x, tiles, how.recipe.input, scaling, ROWWISE)
-    y = _ragged(row, how.placement.gathered(weight), tiles, how.dtype, across=False)
+    y = by_rows(row, how.placement.gathered(weight), tiles, how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = move(y, tiles.target)
     if bias is not None:
-        added = bias[tiles.group_of_token(how.tile)]
+        added = bias[tiles.group_of_token()]
         y = y + jnp.where((tiles.target >= 0)[:, None], added, 0).astype(y.dtype)
     return y, None if state is None else state.after_forward(largest_amax(x, tiles))
 
@@ -199,21 +156,19 @@ def _backward(how: _How, kept, cotangents):
     groups = tiles.sizes.shape[0]
     scaling = how.scaling(None if state is None else state.gradient_scale, groups, key)
     row = quantize_tiles(g, tiles, recipe.gradient, scaling, ROWWISE)
-    dx = _ragged(row, placement.gathered(weight), tiles, how.dtype, across=True)
+    dx = by_rows(row, across(placement.gathered(weight), recipe), tiles, how.dtype, fast="dgrad" in recipe.fast_accum)
+    dx = move(dx, tiles.target)
     dx = replication.sum_like(passing_overflow(dx, g), types.x, ())
     dw = db = ds = None
     if types.carrier is not None:
-        operands = quantize_tiles(g, tiles, recipe.gradient_columnwise, scaling, COLUMNWISE), column
-        working = _dtype_of(*operands)
-        # [tiles, size, rows] to [tiles * rows, size].
-        a, b = (flat(_values(operand, working).mT) for operand in operands)
-        dw = _ragged_dot(a, b, tiles.filled, _BY_COLUMNS)
+        gradient = quantize_tiles(g, tiles, recipe.gradient_columnwise, scaling, COLUMNWISE)
+        dw = by_columns(gradient, column, tiles, fast="wgrad" in recipe.fast_accum)
         dw = passing_overflow(dw.astype(how.weight_dtype), g)
         rest = [name for name in placement.data_axes if name not in placement.fsdp]
         dw = replication.sum_like(placement.scatter_weight(dw, recipe.weight.format), types.carrier, rest)
     if bias is not None:
         mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
-        db = jax.ops.segment_sum(mine, tiles.group_of_token(how.tile), num_segments=groups).astype(bias.dtype)
+        db = jax.ops.segment_sum(mine, tiles.group_of_token(), num_segments=groups).astype(bias.dtype)
         db = replication.sum_like(db, types.bias, placement.data_axes)
     if state is not None:
         ds = state.after_backward(largest_amax(g, tiles), later, types.state)

@@ -24,10 +24,10 @@ from blockfp.rounding import Key
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
-from ..params.params import quantize_weight
+from ..params.params import dequantize_params, quantize_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
-from .operands import gradient_operands, input_operands, quantize_operand
+from .operands import gradient_operands, input_operands
 from .products import Operand, product
 
 
@@ -197,7 +197,7 @@ def _backward(how: _How, kept, cotangents):
     assert column is not None
     fast = recipe.fast_accum
     summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
-    dx = product(gradient_row, _across(placement.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
+    dx = product(gradient_row, across(placement.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
     dx = replication.sum_like(placement.sum_input(passing_overflow(dx, g)), types.x, summed)
     dw = db = ds = None
     if types.carrier is not None:
@@ -227,13 +227,13 @@ def passing_overflow(product: jax.Array, gradient: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(gradient).any(), jnp.full_like(product, jnp.nan), product)
 
 
-def _across(weight: Operand, recipe: Recipe) -> Operand:
-    """The weight [out, in] as dgrad takes it: [in, out]."""
-    cast = recipe.weight_columnwise
-    if not isinstance(weight, QuantizedArray):
-        return weight.mT if cast.format is None else quantize_operand(weight.mT, cast)
-    if weight.format.square:
-        return weight.mT
-    # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
-    exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
-    return weight.dequantize("bfloat16" if exact else "float32").mT
+def across(weight: Operand, recipe: Recipe) -> Operand:
+    """The weight [.., out, in] as dgrad takes it: [.., in, out]."""
+    if isinstance(weight, QuantizedArray):
+        if weight.format.square:
+            return weight.mT
+        # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
+        exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
+        return dequantize_params(weight, "bfloat16" if exact else "float32").mT
+    format = recipe.weight_columnwise.format
+    return weight.mT if format is None else quantize_weight(weight.mT, format)

@@ -7,6 +7,8 @@ no block lies in two tiles, and every tile is quantized with its group's amax an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +39,17 @@ def tile_rows(recipe: Recipe) -> int:
     return int(np.lcm.reduce(units))
 
 
-class Tiles(NamedTuple):
+_FEWEST = 256
+"""Rows that a product takes at once, or more."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("source", "target", "group", "first", "sizes", "filled"),
+    meta_fields=("rows", "spare"),
+)
+@dataclass(frozen=True)
+class Tiles:
     """Where rows go.
 
     Attributes:
@@ -47,6 +59,8 @@ class Tiles(NamedTuple):
         first: int32 [tiles], the tile's first row, counted in its group.
         sizes: int32 [groups], rows of each group.
         filled: int32 [groups], rows of each group's tiles.
+        rows: of a tile.
+        spare: how many tiles behind the groups' own are nobody's, which is how many a product takes at once.
     """
 
     source: jax.Array
@@ -55,12 +69,17 @@ class Tiles(NamedTuple):
     first: jax.Array
     sizes: jax.Array
     filled: jax.Array
+    rows: int
+    spare: int
 
     @classmethod
     def of(cls, sizes: jax.Array, tokens: int, rows: int) -> Tiles:
         """The tiles, of `rows` rows each, of groups of these sizes among so many tokens."""
         groups = sizes.shape[0]
-        count = -(-tokens // rows) + groups
+        own = -(-tokens // rows) + groups
+        # Of groups alike a quarter, so that little is multiplied in vain, and enough rows for a matrix product at full speed.
+        spare = min(own, max(-(-own // (4 * groups)), -(-_FEWEST // rows)))
+        count = own + spare
         filled = -(-sizes // rows) * rows
         ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(filled)
         starts, tile_starts = ends - sizes, tile_ends - filled
@@ -73,11 +92,11 @@ class Tiles(NamedTuple):
         owner = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
         within = jnp.minimum(owner, groups - 1)
         target = jnp.where(owner < groups, tile_starts[within] + token - starts[within], -1)
-        return cls(source, target, inside[::rows], local[::rows], sizes, filled)
+        return cls(source, target, inside[::rows], local[::rows], sizes, filled, rows, spare)
 
-    def group_of_token(self, rows: int) -> jax.Array:
+    def group_of_token(self) -> jax.Array:
         """int32 [tokens]: each row's group; of one beyond all groups any."""
-        return self.group[jnp.maximum(self.target, 0) // rows]
+        return self.group[jnp.maximum(self.target, 0) // self.rows]
 
     def split(self, x: jax.Array) -> jax.Array:
         """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
@@ -109,11 +128,6 @@ class Scaling(NamedTuple):
 def move(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of x by index, zeros for -1."""
     return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
-
-
-def flat(x: jax.Array) -> jax.Array:
-    """Tiles [count, rows, size] one below the other."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def largest_amax(x: jax.Array, tiles: Tiles) -> jax.Array:
@@ -150,7 +164,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
     choice = implementations.choose(None, "quantize", format, eps=eps)
     if multiplier is not None:
         # All tiles share the scale.
-        parts = ops.quantize(flat(x), None, multiplier, format=format, choice=choice)
+        parts = ops.quantize(x.reshape(-1, x.shape[-1]), None, multiplier, format=format, choice=choice)
         return of_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
     if key is None and not has_tensor_scale(format):
         return of_parts(ops.quantize(x, None, format=format, choice=choice, eps=eps), format, x)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 from samples import sample
 
+import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.products import Route
@@ -56,7 +57,10 @@ def assert_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+ACROSS = recipes.mxfp8().replace(weight=Cast(None), weight_columnwise=Cast("mxfp8_e4m3"), name="across")
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, ACROSS], ids=str)
 def test_each_group_is_a_layer_of_its_own(recipe, arrays, monkeypatch):
     x, w, g, b = arrays
     q = bfp.quantize_params(w, recipe)
@@ -98,6 +102,31 @@ def test_one_weight_for_all_of_vmap(arrays):
     got = jax.jit(bfp.grad(both))(q)
     one = jax.jit(bfp.grad(loss))
     assert_close(got, one(q, x, sizes[0]) + one(q, 2 * x, sizes[1]))
+
+
+def test_groups_of_several_spans(arrays):
+    """Each reaches beyond its group, where others hold NaN and Inf."""
+    rng = np.random.default_rng(3)
+    x, g = (rng.standard_normal((1300, size)).astype(np.float32) for size in (64, 32))
+    x[700], x[1299] = np.nan, np.inf
+    w = np.asarray(arrays[1][:, :32, :64])
+    recipe = recipes.mxfp8()
+    values = lambda a, cast: blockfp.quantize(a, cast.format).dequantize().astype(np.float64)  # noqa: E731
+    layer = jax.jit(lambda sizes, *a: run(partial(bfp.grouped_linear, group_sizes=sizes), recipe, a))
+    for sizes in ((700, 3, 0, 580), (0, 0, 0, 1290)):
+        assert tiles.Tiles.of(jnp.asarray(sizes), 1300, 32).spare * 32 < 580
+        y, dx, dw, *_ = layer(jnp.asarray(sizes), x, jnp.asarray(w), arrays[3][:, :32], g)
+        for i, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
+            rows = slice(end - size, end)
+            weight = values(w[i], recipe.weight)
+            wants = (
+                values(x[rows], recipe.input) @ weight.T + np.asarray(arrays[3][i, :32]),
+                values(g[rows], recipe.gradient) @ weight,
+                values(g[rows].T, recipe.gradient_columnwise) @ values(x[rows].T, recipe.input_columnwise).T,
+            )
+            for got, want in zip((y[rows], dx[rows], dw[i]), wants, strict=True):
+                np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.nanmax(np.abs(want), initial=1))
+        assert not jnp.any(y[sum(sizes) :])
 
 
 def test_weights_that_share_a_scale(arrays):
