@@ -285,11 +285,23 @@ X = torch.ones(4, 32)
         ((X, WEIGHT), {"recipe": "mxfp8", "compute": "fast"}, ValueError, "compute must be"),
         ((X, torch.ones(8, 32)), {"recipe": "fp8_delayed"}, ValueError, "state="),
         ((X.clone().requires_grad_(), torch.ones(8, 32)), {"recipe": "nvfp4"}, ValueError, "key="),
+        ((X, WEIGHT.to("meta")), {"recipe": "mxfp8"}, ValueError, r"x on cpu, weight on meta: .*to_empty\(device=\.\.\)"),
+        ((X, WEIGHT, torch.ones(8, device="meta")), {"recipe": "mxfp8"}, ValueError, "weight on cpu, bias on meta"),
     ],
 )
 def test_bad_use(arguments, options, error, message):
     with pytest.raises(error, match=message):
         bfp.linear(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_shapes_of_everything_on_meta(name):
+    layer, x = bfp.Linear(32, 8, recipe=name, device="meta"), torch.ones(2, 3, 32, device="meta", requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert [(t.shape, t.is_meta) for t in (y, x.grad, layer.weight.grad)] == [
+        ((2, 3, 8), True), ((2, 3, 32), True), ((8, 32), True)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

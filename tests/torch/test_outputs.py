@@ -48,6 +48,19 @@ def test_quantized_terms_are_added_in_the_order_of_the_ranks(format, rows, runs)
         assert torch.equal(got, rows_of(whole.bfloat16(), rank, ranks, runs))
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e5m2", "fp8_e4m3_1x128", "mxint8"])
+def test_an_overflow_reaches_the_sum(format):
+    """Also of formats that saturate Inf."""
+    y = torch.ones(4, 144, dtype=torch.float16)
+    y[3, 5] = torch.inf
+
+    def on_rank(rank):
+        place, parsed = Place(dist.group.WORLD.group_name, 2, rank, ROWS), outputs.check_reduce_format(format)
+        return outputs.finish(outputs.begin(y, place, parsed), place, 144, torch.float16, parsed)
+
+    assert [bool(got.isfinite().all()) for got in threaded.run(2, on_rank)] == [True, False]
+
+
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4"])
 def test_formats_whose_rows_share_a_scale_are_refused(format):
     with pytest.raises(ValueError, match=f"reduce_format {format}: rows that go to different ranks"):

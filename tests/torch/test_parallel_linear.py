@@ -1,5 +1,6 @@
 """`linear` over a tensor-parallel group: the operands of every product are those of one process, bit for bit."""
 
+import copy
 import threading
 
 import pytest
@@ -22,6 +23,7 @@ from parallel_operands import (
     tensors,
     trained,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -68,3 +70,19 @@ def test_every_operand_is_that_of_one_process(name, shape, style, sequence, seen
     if recipe.delayed is not None:
         for history in ("input_amax_history", "gradient_amax_history"):
             assert max(getattr(its, history)[0] for _, _, its in world) == getattr(state, history)[0]
+
+
+@BY_STYLE
+def test_overflow_on_one_rank_reaches_the_gradients_of_all(style, sequence):
+    """FP8 saturates an Inf of a float16 gradient, which the loss scaler of every rank is to see."""
+
+    def on_rank(rank):
+        layer = bfp.parallelize(copy.deepcopy(whole), init_device_mesh("cpu", (2,)), style, sequence_parallel=sequence)
+        x = part(torch.ones(256, 64).half(), 1 if style == "row" else (0 if sequence else None), rank).requires_grad_()
+        g = torch.ones(256, 64).half()
+        g[3, 5] = torch.inf
+        layer(x).backward(part(g, 1 if style == "column" else (0 if sequence else None), rank))
+        return not x.grad.isfinite().any() and not layer.weight.grad.to_local().isfinite().any()
+
+    whole = bfp.Linear(64, 64, bias=False, recipe="fp8_block", dtype=torch.float16)
+    assert all(threaded.run(2, on_rank))

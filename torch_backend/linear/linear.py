@@ -67,8 +67,8 @@ def linear(
 
     Raises:
         TypeError: a dtype that isn't supported, or dtypes of x, weight and bias that differ outside of autocast.
-        ValueError: shapes that don't fit, a weight in another format than the recipe's, or no state or key where the recipe
-            needs one.
+        ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, or no
+            state or key where the recipe needs one.
 
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
@@ -115,6 +115,12 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:-1]:
         raise ValueError(f"bias must have shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
+    if x.device != weight.device or (bias is not None and x.device != bias.device):
+        lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")
+        raise ValueError(
+            f"x, weight and bias must be on one device, got {lie}: move x or the module; what is on meta gets memory by "
+            "to_empty(device=..), and values by reset_parameters() or a checkpoint"
+        )
 
 
 def _run(
@@ -127,8 +133,10 @@ def _run(
     counts: Sequence[int] | None,
     parallel: Parallel | None,
 ) -> Tensor:
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    device = x.device.type
+    # torch has none for meta.
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
     x = x.to(dtype)
     stored = None
     if isinstance(weight, QuantizedTensor):
@@ -154,7 +162,7 @@ def _run(
     if not autocast:
         return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     # Products choose their dtypes themselves.
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
 
 

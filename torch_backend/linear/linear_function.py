@@ -108,7 +108,7 @@ class LinearFunction(torch.autograd.Function):
         d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
         d_inputs = []
         for index, group in groups_of(gradient, ctx.counts):
-            key = None if keys is None else keys[index or 0]
+            key, overflow = None if keys is None else keys[index or 0], overflow_of(group)
             row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
             if needs_weight:
                 across = column if columnwise.format is not None else [group.mT]
@@ -116,7 +116,7 @@ class LinearFunction(torch.autograd.Function):
                 size = (ctx.shape[-1], group.shape[0])
                 each = _product("wgrad", operands, size, recipe, ctx.dtype)
                 del operands, across
-                each = passing_overflow(each, group)
+                each = passing_overflow(each, overflow)
                 if d_weight is None:
                     d_weight = each
                 else:
@@ -124,7 +124,7 @@ class LinearFunction(torch.autograd.Function):
                 del each
             del column
             if needs_x:
-                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), group))
+                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), overflow))
             del row
         d_x = None
         if needs_x:
@@ -244,14 +244,17 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     return keys[own]
 
 
-def passing_overflow(product: Tensor, gradient: Tensor) -> Tensor:
-    """The product of a float16 gradient, NaN where that holds an Inf.
+def overflow_of(gradient: Tensor) -> Tensor | None:
+    """Whether a float16 gradient holds an Inf, bool (); None for other dtypes, which need no loss scale."""
+    return gradient.isinf().any() if gradient.dtype is torch.float16 else None
+
+
+def passing_overflow(product: Tensor, overflow: Tensor | None) -> Tensor:
+    """The product of a gradient, NaN where that holds an Inf.
 
     FP8 saturates Inf at its largest finite value, behind which a GradScaler would not see that the loss scale was too large.
     """
-    if gradient.dtype is not torch.float16 or gradient.numel() == 0:
-        return product
-    return torch.where(gradient.isinf().any(), torch.full_like(product, torch.nan), product)
+    return product if overflow is None else torch.where(overflow, torch.full_like(product, torch.nan), product)
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
 from ..custom_ops import ops
+from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.products import product
 from . import outputs
 from .linear_function import (
@@ -32,6 +33,7 @@ from .linear_function import (
     bias_gradient,
     groups_of,
     keys_of_gradient,
+    overflow_of,
     passing_overflow,
 )
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
@@ -116,7 +118,9 @@ class ParallelFunction(torch.autograd.Function):
         d_inputs: list[Tensor] = []
         d_weights: list[Tensor] = []
         summing = None
-        for index, group in groups_of(gradient, ctx.counts) if needs_x or needs_weight else []:
+        groups = groups_of(gradient, ctx.counts) if needs_x or needs_weight else []
+        overflows = _overflows([group for _, group in groups], parallel)
+        for (index, group), overflow in zip(groups, overflows, strict=True):
             key = None if keys is None else keys[index or 0]
             if parallel.gathers_gradient:
                 place = parallel.scattered(ctx.x_shape[0])
@@ -126,7 +130,7 @@ class ParallelFunction(torch.autograd.Function):
                 row, column = quantized(group, "gradient", *casts, scaling, parallel.cut_gradient, key)
             if needs_x:
                 each = _dgrad(row, w, ctx, recipe, group.dtype, index)
-                d_inputs.append(passing_overflow(each, group))
+                d_inputs.append(passing_overflow(each, overflow))
                 del each
             del row
             if needs_x and parallel.style == "column" and ctx.counts is None:
@@ -136,7 +140,7 @@ class ParallelFunction(torch.autograd.Function):
                 b = inputs.pop(0) if coming is None else coming.finish(scaling)
                 tokens = ctx.x_shape[0] if parallel.gathers_gradient else group.shape[0]
                 each = _times("wgrad", column, b, (ctx.shape[-1], tokens), recipe, ctx.dtype)
-                d_weights.append(passing_overflow(each, group))
+                d_weights.append(passing_overflow(each, overflow))
                 del b, each
             del column
         d_x = None
@@ -254,6 +258,15 @@ def _inputs(kept: list[Tensor], recipe: Recipe, ctx: Any) -> list[Matrix]:
         return [Matrix([group.mT], None) for group in kept]
     each = len(kept) // groups
     return [Matrix(kept[first : first + each], format, ctx.x_origin) for first in range(0, len(kept), each)] if kept else []
+
+
+def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
+    """`overflow_of` each group's whole gradient, of which this rank may hold a part."""
+    own = [overflow_of(group) for group in groups]
+    found = [overflow.int() for overflow in own if overflow is not None]
+    if not found or not (parallel.gathers_gradient or parallel.cut_gradient):
+        return own
+    return [overflow > 0 for overflow in max_reduce_together(found, (parallel.group,))]
 
 
 def _bias_gradient(gradient: Tensor, ctx: Any, parallel: Parallel) -> Tensor:
