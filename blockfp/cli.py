@@ -357,6 +357,7 @@ def export_command(
         open_checkpoint = _find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
     except ImportError as error:
         raise _refused(f"a checkpoint of PyTorch can't be read: {error}") from error
+    of_codes: list[str] = []
     with _progress() as progress:
         try:
             model = export.contents(open_checkpoint(source, step), prefix)
@@ -367,16 +368,19 @@ def export_command(
                 progress.advance(task)
 
             if folder:
-                target.mkdir(parents=True, exist_ok=True)
                 compressed_tensors.export(model, target, file_bytes, done)
             elif to == "quantized":
                 export.export_quantized(model, target, file_bytes, done)
             else:
-                export.export_values(model, target, dtype, file_bytes, done)
+                of_codes = export.export_values(model, target, dtype, file_bytes, done)
         except BadFile as error:
             raise _refused(error) from error
-    without = [name for name, weight in model.weights.items() if weight.master is None]
-    if to == "high-precision" and without:
-        some = ", ".join(without[:4]) + (" .." if len(without) > 4 else "")
-        say(f"values of codes, since the checkpoint has no fp32 weight: {len(without)} weights ({some})")
+    if of_codes:
+        say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
+    if model.left_out:
+        say(f"left out, since only training needs it: {_some(model.left_out, 'tensors')}")
     say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")
+
+
+def _some(names: list[str], what: str) -> str:
+    return f"{len(names)} {what} ({', '.join(names[:4])}{' ..' if len(names) > 4 else ''})"

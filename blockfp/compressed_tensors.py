@@ -84,12 +84,13 @@ def export(model: Contents, folder: Path, file_bytes: int | None, done: Progress
 
     Raises:
         BadFile: compressed-tensors has no layout for a weight, for its format, its shape, its name (which must be "..weight")
-            or its NaN scales; nothing is written then.
+            or scales that the layout can't hold; nothing is written then.
     """
     schemes = {name: _checked(model, weight) for name, weight in model.weights.items()}
     tensors = dict(model.others)
     for name, weight in model.weights.items():
         tensors |= {tensor.name: tensor for tensor in _laid_out(name, weight, schemes[name])}
+    folder.mkdir(parents=True, exist_ok=True)
     write(folder / "model.safetensors", tensors, file_bytes, done, {"format": "pt"})
     with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps({"quantization_config": _config(schemes)}, indent=1) + "\n")
@@ -106,6 +107,9 @@ def _checked(model: Contents, weight: Weight) -> Scheme:
         problem = f"compressed-tensors needs rows of a multiple of {known.group} columns, got {weight.shape[1]}"
     elif weight.format.scale.nan_code is not None and (weight.scales.read() == weight.format.scale.nan_code).any():
         problem = "has NaN scales, which compressed-tensors would read as numbers"
+    elif weight.tensor_scale is not None and not np.isfinite(_inverse(weight.tensor_scale)):
+        scale = weight.tensor_scale.read()
+        problem = f"tensor_scale {scale} has no finite inverse, by which compressed-tensors divides: its values are too small"
     if known is None or problem:
         raise BadFile(model.path, problem, weight.name)
     return known
@@ -135,7 +139,8 @@ def _laid_out(name: str, weight: Weight, known: Scheme) -> list[Tensor]:
 
 
 def _inverse(tensor_scale: Tensor) -> np.ndarray:
-    return (np.float32(1) / tensor_scale.read()).reshape(1)
+    with np.errstate(divide="ignore", over="ignore"):
+        return (np.float32(1) / tensor_scale.read()).reshape(1)
 
 
 def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:

@@ -122,6 +122,43 @@ def test_parameters_of_16_bits_have_masters_too(tmp_path):
     np.testing.assert_array_equal(bits(read(tmp_path / "own.safetensors")["0.bias"]), bits(numpy(model[0].bias)))
 
 
+class Nested(torch.nn.Module):
+    """A layer inside a layer of the same name, tied to another, beside parameters that are called like blockfp's buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = bfp.Linear(64, 64, recipe="fp8_delayed")
+        self.inner = torch.nn.ModuleDict({"proj": bfp.Linear(64, 64, recipe="fp8_delayed")})
+        self.tied = bfp.Linear(64, 64, recipe="fp8_delayed")
+        self.tied.weight = self.inner["proj"].weight
+        self.plain = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+        self.plain_tied = self.plain
+        self.input_scale = torch.nn.Parameter(torch.full((3,), 2.0))
+
+
+def test_names_that_are_those_of_others(tmp_path):
+    """Each weight gets its own master, whatever the prefix; tied ones one; a parameter is not taken for a buffer."""
+    model = Nested()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+    optimizer.step()
+    save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    path = tmp_path / "m.safetensors"
+    result = run("export", tmp_path / "run", path, "--to", "high-precision", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "values of codes" not in result.output
+    assert "left out, since only training needs it: 12 tensors (" in result.output
+    values = read(path)
+    for name, twin in (("proj.weight", "proj.weight"), ("inner.proj.weight",) * 2, ("tied.weight", "inner.proj.weight")):
+        np.testing.assert_array_equal(values[name], optimizer.state[model.get_parameter(twin)]["master"].numpy())
+    np.testing.assert_array_equal(values["plain_tied"], optimizer.state[model.plain]["master"].numpy())
+    np.testing.assert_array_equal(values["input_scale"], model.input_scale.detach().numpy())
+    options = ("--prefix", "model.inner.", "--to", "high-precision", "--force")
+    assert run("export", tmp_path / "run", path, *options).exit_code == 0
+    np.testing.assert_array_equal(read(path)["proj.weight"], values["inner.proj.weight"])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
     model = model_of("nvfp4", SHAPES)
@@ -236,14 +273,19 @@ def test_nvfp4_in_fp32_is_within_2_ulp(format, library, tmp_path):
         assert 0 <= ulps.abs().max() <= 2
 
 
-def test_a_nan_scale_is_refused(tmp_path):
-    model = model_of("mxfp4_e2m1", SHAPES)
+@pytest.mark.parametrize(
+    ("format", "value", "message"),
+    [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")],
+)
+def test_scales_that_compressed_tensors_cannot_hold(format, value, message, tmp_path):
+    model = model_of(format, SHAPES)
     with torch.no_grad():
-        model[0].weight = torch.nn.Parameter(bfp.quantize(torch.full((64, 128), float("nan")), "mxfp4_e2m1"))
+        model[0].weight = torch.nn.Parameter(bfp.quantize(torch.full((64, 128), value), format))
     save_checkpoint(tmp_path / "run", model, step=1)
     result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
     assert result.exit_code == 2
-    assert "has NaN scales" in result.output
+    assert message in result.output.replace("\n", "")
+    assert not (tmp_path / "ct").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
