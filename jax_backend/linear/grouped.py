@@ -162,8 +162,8 @@ def _backward(how: _How, kept, cotangents):
     dw = db = ds = None
     if types.carrier is not None:
         gradient = quantize_tiles(g, tiles, recipe.gradient_columnwise, scaling, COLUMNWISE)
-        dw = by_columns(gradient, column, tiles, fast="wgrad" in recipe.fast_accum)
-        dw = passing_overflow(dw.astype(how.weight_dtype), g)
+        dw = by_columns(gradient, column, tiles, how.weight_dtype, fast="wgrad" in recipe.fast_accum)
+        dw = passing_overflow(dw, g)
         rest = [name for name in placement.data_axes if name not in placement.fsdp]
         dw = replication.sum_like(placement.scatter_weight(dw, recipe.weight.format), types.carrier, rest)
     if bias is not None:

@@ -1,13 +1,13 @@
-"""The products of `grouped_linear`: of spans of tiles, one group's rows each, by what multiplies any two operands.
+"""The products of `grouped_linear`: of spans of a group's rows, by what multiplies any two operands.
 
 How many rows a group has is known only at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with
 every weight. Here a loop goes over spans of so many tiles as the shapes alone say. A group's last span reaches beyond it:
-into rows that the next group's span writes again, or, where rows are summed over, that are made zeros.
+into rows that the next group's first span writes again, or, where rows are summed over, that are made zeros.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,71 +20,68 @@ from .products import Operand, product
 from .tiles import Tiles
 
 
-class _Span(NamedTuple):
-    begin: jax.Array  # its first tile
-    tiles: jax.Array  # how many of its tiles are its group's
-    group: jax.Array
-
-
 def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
-    rows, n = x.shape[1], weight.shape[1]
+    vary = _varying(x, weight, tiles)
 
-    def add(y: jax.Array, span: _Span) -> jax.Array:
-        each = product(_side_by_side(x, span, tiles, axis=0), _matrix(weight, span.group), dtype, fast=fast)
-        return lax.dynamic_update_slice(y, each, (span.begin * rows, jnp.int32(0)))
+    def of_group(group, y: jax.Array) -> jax.Array:
+        matrix = _matrix(weight, group)
 
-    return _over_spans(add, jnp.zeros((tiles.group.shape[0] * rows, n), dtype), tiles, (x, weight))
+        def of_span(i, y: jax.Array) -> jax.Array:
+            span, first = _span(x, tiles, group, i, axis=0)
+            each = product(span, matrix, dtype, fast=fast)
+            return vary(lax.dynamic_update_slice_in_dim(y, each, first * tiles.rows, 0))
 
+        return lax.fori_loop(0, _spans(tiles, group), of_span, y)
 
-def by_columns(a: Operand, b: Operand, tiles: Tiles, *, fast: bool) -> jax.Array:
-    """float32 [groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
-    groups = tiles.sizes.shape[0]
-
-    def add(sums: jax.Array, span: _Span) -> jax.Array:
-        left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
-        return sums.at[span.group].add(product(left, right, jnp.float32, fast=fast))
-
-    return _over_spans(add, jnp.zeros((groups, a.shape[1], b.shape[1]), jnp.float32), tiles, (a, b))
+    y = jnp.zeros((x.shape[0] * tiles.rows, weight.shape[1]), dtype)
+    return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
 
 
-def _over_spans(add, start: jax.Array, tiles: Tiles, operands: tuple[Operand, ...]) -> jax.Array:
-    spans = _spans(tiles)
-    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves((operands, spans))))
-    step = lambda i, carry: replication.vary(add(carry, jax.tree.map(lambda each: each[i], spans)), over)  # noqa: E731
-    return lax.fori_loop(0, spans.begin.shape[0], step, replication.vary(start, over))
+def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+    """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
+    vary = _varying(a, b, tiles)
+
+    def of_group(_, group):
+        def of_span(i, total: jax.Array) -> jax.Array:
+            (left, _), (right, _) = (_span(each, tiles, group, i, axis=1) for each in (a, b))
+            return vary(total + product(left, right, jnp.float32, fast=fast))
+
+        total = vary(jnp.zeros((a.shape[1], b.shape[1]), jnp.float32))
+        return None, lax.fori_loop(0, _spans(tiles, group), of_span, total).astype(dtype)
+
+    return lax.scan(of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
 
 
-def _spans(tiles: Tiles) -> _Span:
-    """Spans of all groups in their order, and behind them empty ones, which begin where nothing is kept."""
-    groups = tiles.sizes.shape[0]
-    most = tiles.group.shape[0] - tiles.spare
-    of_group = tiles.filled // tiles.rows
-    spans = -(-of_group // tiles.spare)
-    ends, tile_starts = jnp.cumsum(spans), jnp.cumsum(of_group) - of_group
-    place = jnp.arange(-(-most // tiles.spare) + groups, dtype=jnp.int32)
-    group = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
-    inside = jnp.minimum(group, groups - 1)
-    before = (place - (ends - spans)[inside]) * tiles.spare
-    left = jnp.where(group < groups, jnp.minimum(of_group[inside] - before, tiles.spare), 0)
-    return _Span(jnp.where(group < groups, tile_starts[inside] + before, most), left, inside)
+def _varying(*operands: Any):
+    """What makes of an array one that varies over the mesh axes that any of these does."""
+    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
+    return lambda x: replication.vary(x, over)
 
 
-def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """The tiles of a span as one matrix, one beside the other along an axis; those of other groups zeros."""
-    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < span.tiles
+def _spans(tiles: Tiles, group: jax.Array) -> jax.Array:
+    return -(-tiles.filled[group] // (tiles.rows * tiles.spare))
+
+
+def _span(x: Operand, tiles: Tiles, group: jax.Array, number: jax.Array, axis: int) -> tuple[Any, jax.Array]:
+    """(the tiles of a span as one matrix, side by side along an axis; the first of them).
+
+    Those of other groups are zeros where their rows would be summed over.
+    """
+    of_group, before = tiles.filled[group] // tiles.rows, number * tiles.spare
+    first = jnp.cumsum(tiles.filled)[group] // tiles.rows - of_group + before
+    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < of_group - before
 
     def taken(part: jax.Array) -> jax.Array:
-        some = lax.dynamic_slice_in_dim(part, span.begin, tiles.spare)
-        return jnp.where(kept, some, jnp.zeros((), part.dtype))
+        some = lax.dynamic_slice_in_dim(part, first, tiles.spare)
+        return jnp.where(kept, some, jnp.zeros((), part.dtype)) if axis else some
 
     def joined(part: jax.Array) -> jax.Array:
         some = taken(part)
-        some = some if axis == 0 else some.swapaxes(0, 1)
-        return some.reshape(-1, some.shape[-1]) if axis == 0 else some.reshape(some.shape[0], -1)
+        return some.swapaxes(0, 1).reshape(some.shape[1], -1) if axis else some.reshape(-1, some.shape[-1])
 
     if not isinstance(x, QuantizedArray):
-        return joined(x)
+        return joined(x), first
     scales, tensor_scale = x.scales, x.tensor_scale
     if not x.format.per_tensor:
         scales = joined(scales)
@@ -93,8 +90,8 @@ def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
         scales = scales[0] if scales.shape[0] == 1 else taken(scales)[0]
     if tensor_scale is not None:
         tensor_scale = taken(tensor_scale[:, None, None])[0, 0, 0]
-    columns = x.columns * (1 if axis == 0 else tiles.spare)
-    return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
+    columns = x.columns * (tiles.spare if axis else 1)
+    return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns), first
 
 
 def _matrix(weight: Operand, group: jax.Array) -> Operand:
