@@ -43,12 +43,13 @@ def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> ja
     vary = _varying(a, b, tiles)
 
     def of_group(_, group):
-        def of_span(i, total: jax.Array) -> jax.Array:
+        def of_span(i) -> jax.Array:
             (left, _), (right, _) = (_span(each, tiles, group, i, axis=1) for each in (a, b))
-            return vary(total + product(left, right, jnp.float32, fast=fast))
+            return vary(product(left, right, jnp.float32, fast=fast))
 
-        total = vary(jnp.zeros((a.shape[1], b.shape[1]), jnp.float32))
-        return None, lax.fori_loop(0, _spans(tiles, group), of_span, total).astype(dtype)
+        # The first, zeros if the group is empty, spares an addition to zeros.
+        total = lax.fori_loop(1, _spans(tiles, group), lambda i, total: total + of_span(i), of_span(0))
+        return None, total.astype(dtype)
 
     return lax.scan(of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
 

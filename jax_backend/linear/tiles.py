@@ -39,7 +39,7 @@ def tile_rows(recipe: Recipe) -> int:
     return int(np.lcm.reduce(units))
 
 
-_FEWEST = 256
+_FEWEST = 512
 """Rows that a product takes at once, or more."""
 
 
@@ -60,7 +60,7 @@ class Tiles:
         sizes: int32 [groups], rows of each group.
         filled: int32 [groups], rows of each group's tiles.
         rows: of a tile.
-        spare: how many tiles behind the groups' own are nobody's, which is how many a product takes at once.
+        spare: how many tiles behind the groups' own are nobody's, so that a product may begin with any and take as many.
     """
 
     source: jax.Array
@@ -77,8 +77,8 @@ class Tiles:
         """The tiles, of `rows` rows each, of groups of these sizes among so many tokens."""
         groups = sizes.shape[0]
         own = -(-tokens // rows) + groups
-        # Of groups alike a quarter, so that little is multiplied in vain, and enough rows for a matrix product at full speed.
-        spare = min(own, max(-(-own // (4 * groups)), -(-_FEWEST // rows)))
+        # Half of one of groups alike, so that little is multiplied in vain; enough rows for a product at full speed.
+        spare = min(own, max(-(-own // (2 * groups)), -(-_FEWEST // rows)))
         count = own + spare
         filled = -(-sizes // rows) * rows
         ends, tile_ends = jnp.cumsum(sizes), jnp.cumsum(filled)
@@ -148,17 +148,22 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         scaling: keys and scales.
         direction: `rounding.ROWWISE`, or `rounding.COLUMNWISE`: each tile is transposed first.
     """
-    columnwise = direction == COLUMNWISE
+    columnwise, format = direction == COLUMNWISE, cast.format
     x = tiles.split(x)
     rows = x.shape[1]
+    if columnwise and not (cast.rotate or cast.stochastic or format is None or has_tensor_scale(format)):
+        # Kernels read the tiles as they are.
+        eps = eps_for(format, scaling.eps)
+        choice = implementations.choose(None, "columnwise", format, eps=eps)
+        return of_parts(ops.quantize_columnwise(x, None, format=format, choice=choice, rotate=False, eps=eps), format, x.mT)
     x = x.mT if columnwise else x
     if cast.rotate:
         # A group's last columns, if fewer than 16, stay as they are.
         end = (tiles.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
         x = jnp.where(end <= tiles.sizes[tiles.group][:, None, None], rotate(x), x)
-    format, multiplier = cast.format, scaling.multiplier
     if format is None:
         return x
+    multiplier = scaling.multiplier
     eps = eps_for(format, scaling.eps)
     key = scaling.key if cast.stochastic else None
     choice = implementations.choose(None, "quantize", format, eps=eps)

@@ -114,7 +114,7 @@ def test_groups_of_several_spans(arrays):
     values = lambda a, cast: blockfp.quantize(a, cast.format).dequantize().astype(np.float64)  # noqa: E731
     layer = jax.jit(lambda sizes, *a: run(partial(bfp.grouped_linear, group_sizes=sizes), recipe, a))
     for sizes in ((700, 3, 0, 580), (0, 0, 0, 1290)):
-        assert tiles.Tiles.of(jnp.asarray(sizes), 1300, 32).spare * 32 < 580
+        assert tiles.Tiles.of(jnp.asarray(sizes), 1300, 32).spare * 32 < 700
         y, dx, dw, *_ = layer(jnp.asarray(sizes), x, jnp.asarray(w), arrays[3][:, :32], g)
         for i, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True)):
             rows = slice(end - size, end)
