@@ -16,6 +16,7 @@ are counted from the parameter's first column and rows share none, so sharding r
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 from array_api_compat import array_namespace, is_torch_array
@@ -93,15 +94,12 @@ def _bias(step: Any, beta: float) -> Any:
 
 
 def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, moments: str) -> None:
-    """Raises ValueError unless these settings mean something; a learning rate that is an array is not looked at."""
-    if not hasattr(lr, "dtype") and not lr >= 0:
-        raise ValueError(f"lr must be 0 or more, got {lr}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    """Raises ValueError unless these settings mean something; numbers that are arrays are not looked at."""
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not (value >= 0 if isinstance(value, Real) else hasattr(value, "dtype")):
+            raise ValueError(f"{name} must be 0 or more, got {value!r}")
+    if len(betas) != 2 or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers, each at least 0 and below 1, got {betas}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be 0 or more, got {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
     if moments not in Moments.__args__:
         raise ValueError(f"moments must be one of {', '.join(map(repr, Moments.__args__))}, got {moments!r}")
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,10 @@ def temporary_of(checkpoint: Path) -> Path:
 
 def steps(run: Path) -> list[int]:
     """The steps of which there are whole checkpoints in a run's folder, ascending."""
-    found = (_WHOLE.fullmatch(path.name) for path in run.iterdir()) if run.is_dir() else ()
-    return sorted(int(match[1]) for match in found if match)
+    there = run.iterdir() if run.is_dir() else ()
+    found = {int(match[1]) for path in there if (match := _WHOLE.fullmatch(path.name))}
+    # What is a file, or has more zeros in its name than a checkpoint gets, is somebody else's.
+    return sorted(step for step in found if folder_of(run, step).is_dir())
 
 
 def find(folder: Path, step: int | None = None) -> Path:
@@ -122,29 +125,49 @@ def begin(checkpoint: Path) -> None:
     """Makes an empty folder to write a checkpoint to, `temporary_of(checkpoint)`, and removes what runs that died left.
 
     Raises:
-        FileExistsError: there is a checkpoint of this name.
+        FileExistsError: there is a checkpoint of this name, or the run's folder is a checkpoint itself.
+        OSError: the run's folder is a file, or can't be written to.
     """
+    run = checkpoint.parent
     if checkpoint.exists():
         raise FileExistsError(f"{checkpoint} exists: a checkpoint is never overwritten; save another step, or remove it first")
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    for path in checkpoint.parent.iterdir():
-        if _LEFT_BEHIND.fullmatch(path.name):
+    if (run / MANIFEST).is_file():
+        raise FileExistsError(f"{run} is a checkpoint itself: save to the folder of the run, {run.parent}")
+    if run.is_file():
+        raise NotADirectoryError(f"{run} is a file, and checkpoints need a folder")
+    run.mkdir(parents=True, exist_ok=True)
+    for path in run.iterdir():
+        if _LEFT_BEHIND.fullmatch(path.name) and path.is_dir():
             shutil.rmtree(path)
     temporary_of(checkpoint).mkdir()
 
 
+def give_up(checkpoint: Path) -> None:
+    """Removes what was written for a checkpoint that didn't become one."""
+    shutil.rmtree(temporary_of(checkpoint), ignore_errors=True)
+
+
 def publish(checkpoint: Path, files: Mapping[str, FileSum], keep: int | None) -> None:
-    """Gives a checkpoint that is on the disk its name, in one step; then removes all but the last `keep` of its folder."""
+    """Gives a checkpoint that is on the disk its name, in one step; then removes others until `keep` are left.
+
+    Those of the lowest steps go first; this one stays, also where the run went back and there are later steps. What can't be
+    removed is a warning: the checkpoint is there.
+    """
     write_manifest(temporary_of(checkpoint), files)
     os.rename(temporary_of(checkpoint), checkpoint)
     to_disk(checkpoint.parent)
-    _remove(checkpoint.parent, () if keep is None else steps(checkpoint.parent)[:-keep])
+    if keep is not None:
+        there = [folder_of(checkpoint.parent, step) for step in steps(checkpoint.parent)]
+        others = [path for path in there if path != checkpoint and (path / MANIFEST).is_file()]
+        _remove(others[: max(0, len(others) + 1 - keep)])
 
 
-def _remove(run: Path, surplus: Iterable[int]) -> None:
-    for step in surplus:
-        old = folder_of(run, step)
+def _remove(surplus: Iterable[Path]) -> None:
+    for old in surplus:
         # Renamed first: nobody then finds half of it.
-        hidden = run / f".{old.name}.old"
-        os.rename(old, hidden)
-        shutil.rmtree(hidden)
+        hidden = old.parent / f".{old.name}.old"
+        try:
+            os.rename(old, hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            warnings.warn(f"{old} is surplus and can't be removed: {error}", stacklevel=2)

@@ -164,11 +164,8 @@ def test_without_a_master_a_bfloat16_parameter_rounds_stochastically(route):
     for _ in range(20):
         optimizer.step()
     assert p.detach().float().mean().item() == pytest.approx(1 + 20e-4, rel=2e-4)
-    half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
-    half.grad = torch.ones_like(half)
-    optimizer = bfp.AdamW([half], master=None)
     with pytest.raises(ValueError, match="float16 ones need a master"):
-        optimizer.step()
+        bfp.AdamW([nn.Parameter(torch.ones(2, 2, dtype=torch.float16))], master=None)
 
 
 def test_stochastic_weights_use_the_key_of_the_step():
@@ -243,6 +240,7 @@ def test_closures_schedulers_and_groups():
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr must be"),
+        ({"lr": "x"}, "lr must be 0 or more, got 'x'"),
         ({"betas": (0.9, 1.0)}, "betas must be"),
         ({"master": "bfloat16"}, "master must be 'float32' or None"),
         ({"moments": "fp4"}, "moments must be one of"),
@@ -253,6 +251,19 @@ def test_closures_schedulers_and_groups():
 def test_settings_that_mean_nothing(options, message):
     with pytest.raises(ValueError, match=message):
         bfp.AdamW([nn.Parameter(torch.ones(2))], **options)
+    if "key" not in options:
+        with pytest.raises(ValueError, match=message):
+            bfp.AdamW([{"params": [nn.Parameter(torch.ones(2))], **options}])
+
+
+def test_a_dtype_that_is_not_updated():
+    half, double = nn.Parameter(torch.ones(2, dtype=torch.float16)), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"parameter 1 of this group, of shape \(3,\), is torch\.float64: .* torch\.bfloat16"):
+        bfp.AdamW([half, double])
+    optimizer = bfp.AdamW([("half", half)])
+    with pytest.raises(TypeError, match="parameter double of this group"):
+        optimizer.add_param_group({"params": [("double", double)]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_it_trains():

@@ -44,16 +44,34 @@ def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
     plain.grad = normal((40, 64), 1)
     reference.step()
     for moments in ("float32", "fp8"):
-        optimizer = bfp.AdamW([p], lr=1e-2, moments=moments)
-        state = reference.state_dict()
-        state["param_groups"][0] |= {"moments": moments, "master": "float32", "capturable": False}
-        optimizer.load_state_dict(state)
+        optimizer = bfp.AdamW([p], lr=1e-3, moments=moments)
+        optimizer.load_state_dict(reference.state_dict())
         assert optimizer.state[p]["step"].item() == 1
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["moments"]) == (1e-2, moments)
         shown = optimizer.state_dict()["state"][0]
         torch.testing.assert_close(shown["exp_avg"], reference.state[plain]["exp_avg"], rtol=0.07, atol=1e-3)
         give_gradients([p], 2)
         optimizer.step()
         assert_quantizes(p, optimizer.state[p]["master"])
+
+
+def test_what_is_loaded_is_kept_as_the_optimizer_says():
+    p = weight((40, 64), "mxfp8_e4m3_32x32")
+    saved = bfp.AdamW([p], lr=1e-2, moments="fp8", key=5)
+    give_gradients([p], 0)
+    saved.step()
+    other = bfp.AdamW([p], moments="bfloat16", master=None)
+    other.load_state_dict(saved.state_dict())
+    assert {name: value.dtype for name, value in other.state[p].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+    group = other.param_groups[0]
+    assert (group["lr"], group["key"], group["moments"], group["master"]) == (1e-2, (0, 5), "bfloat16", None)
+    amsgrad = torch.optim.AdamW([nn.Parameter(torch.ones(2))], amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad=True, which AdamW doesn't have"):
+        other.load_state_dict(amsgrad.state_dict())
 
 
 def test_original_values_become_the_master():
@@ -80,8 +98,12 @@ def test_a_state_that_does_not_fit():
     optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["exp_avg"] = torch.zeros(31, 32)
+    before = dict(optimizer.state[p])
     with pytest.raises(ValueError, match=r"exp_avg must be of the parameter's shape \(32, 32\)"):
         optimizer.load_state_dict(saved)
+    # Nothing was changed, and it can go on.
+    assert {name: id(value) for name, value in optimizer.state[p].items()} == {k: id(v) for k, v in before.items()}
+    optimizer.step()
     del saved["state"][0]["exp_avg"]
     with pytest.raises(ValueError, match="lacks exp_avg"):
         bfp.AdamW([p]).load_state_dict(saved)

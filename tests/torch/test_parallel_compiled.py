@@ -34,3 +34,13 @@ def test_the_input_is_gathered_again_in_the_backward(tokens):
 
     threaded.run(1, run)
     assert gathers == [1, 1]
+
+
+def test_a_grouped_layer_with_a_bias():
+    def run(rank):
+        layer = bfp.parallelize(bfp.GroupedLinear(2, 32, 32, recipe="mxfp8"), init_device_mesh("cpu", (1,)), "row")
+        compiled = torch.compile(layer, fullgraph=True, backend="eager")
+        x = torch.randn(5, 32)
+        assert torch.equal(compiled(x, [2, 3]), layer(x, [2, 3]))
+
+    threaded.run(1, run)

@@ -24,6 +24,7 @@ from parallel_operands import (
     trained,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -86,3 +87,19 @@ def test_overflow_on_one_rank_reaches_the_gradients_of_all(style, sequence):
 
     whole = bfp.Linear(64, 64, bias=False, recipe="fp8_block", dtype=torch.float16)
     assert all(threaded.run(2, on_rank))
+
+
+def test_keeping_products_leaves_no_collective_unwaited():
+    """The backward gathers again what the forward did, and gets what was summed from the forward."""
+    unwaited = torch._C._distributed_c10d._get_work_registry_size
+
+    def on_rank(rank):
+        mlp = bfp.parallelize(copy.deepcopy(whole), init_device_mesh("cpu", (2,)), sequence_parallel=True)
+        x, before = torch.randn(2, 64, 64, requires_grad=True), unwaited()
+        checkpoint(mlp, x, use_reentrant=False, context_fn=bfp.keep_products).sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad(mlp(x).sum(), x)[0])
+        dist.barrier()
+        return unwaited() - before
+
+    whole = bfp.LayerNormMLP(64, 96, recipe="mxfp8")
+    assert threaded.run(2, on_rank) == [0, 0]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from blockfp.torch_backend.quantized_tensor.geometry import Base
+from blockfp.torch_backend.weights.cast_weight import CastWeight
 
 import blockfp.torch as bfp
 from blockfp import numerics
@@ -253,6 +254,32 @@ def test_nothing_dequantizes_by_itself(operation, name):
     q = bfp.quantize(values(), "mxfp8_e4m3")
     with pytest.raises((NotImplementedError, ValueError), match=rf"{name}|1x32"):
         operation(q)
+
+
+def test_inference_mode_changes_nothing():
+    """Operations that are made of others come as they are there; and views of a tensor that is no inference tensor are none."""
+    q = bfp.quantize(values((64, 96)), "mxfp8_e4m3_32x32")
+    shard, weight = q.split(32)[1], CastWeight.from_values(values(), "mxfp8_e4m3")
+    with torch.inference_mode():
+        for got, expected in ((q.view_as(q), q), (q.chunk(2)[1], shard), (q.narrow(0, 32, 32), shard), (q.to("cpu"), q)):
+            assert_equal(got, expected)
+        # FSDP2 keeps the first and the last at a first forward.
+        assert not any(view.is_inference() for view in (shard.view(-1), q.detach(), q[:32], weight.view(-1)))
+        assert q.clone().detach().is_inference()
+        with pytest.raises(NotImplementedError, match=r"aten\.mm"):
+            torch.nn.functional.linear(values((4, 96)), q)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_memory_can_be_shared(weights):
+    layer = bfp.Linear(64, 32, recipe="nvfp4", weights=weights)
+    before = layer.weight.dequantize() if weights == "quantized" else layer.weight.values.clone()
+    assert not layer.weight.is_shared()
+    layer.share_memory()
+    assert layer.weight.is_shared()
+    parts = (layer.weight.codes, layer.weight.scales, layer.weight.tensor_scale) if weights == "quantized" else ()
+    assert all(part.is_shared() for part in parts)
+    assert torch.equal(layer.weight.dequantize() if weights == "quantized" else layer.weight.values, before)
 
 
 def test_parts_are_checked():

@@ -85,7 +85,7 @@ class ParallelFunction(torch.autograd.Function):
                 # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
                 y = y.clone()
             if bias is not None:
-                y = y + (bias if counts is None else bias.repeat_interleave(torch.tensor(counts, device=bias.device), 0))
+                y = y + (bias if counts is None else torch.cat([b.expand(n, -1) for b, n in zip(bias, counts, strict=True)]))
         ctx.save_for_backward(*kept, *(w.parts if call.needs[0] else ()))
         ctx.kept, ctx.call, ctx.counts, ctx.format, ctx.origin = len(kept), call, counts, w.format, w.origin
         ctx.x_shape, ctx.shape = (x.shape[0], x.shape[1]), weight.shape

@@ -18,16 +18,20 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    # What finishes sums. Waiting for it again costs nothing.
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 
 def keep_products() -> tuple[Any, Any]:
     """For `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
 
-    Of the block's forward the backward then keeps its input and what products, attention and collectives gave. Norms,
+    Of the block's forward the backward then keeps its input and what products, attention and sums over ranks gave. Norms,
     activation functions and the codes of every layer's input are made again when they are wanted: in less memory than where
-    codes are kept from the forward on, a byte an element of each layer's input, and for as many more casts. No bit changes.
+    codes are kept from the forward on, a byte an element of each layer's input, and for as many more casts. Sequence
+    parallelism's gathers run again too: what they give is of all tokens. No bit changes.
     """
     return create_selective_checkpoint_contexts(_policy)
 

@@ -23,8 +23,8 @@ from blockfp.adamw import Coefficients
 from blockfp.rounding import Key, key_words
 
 from ..quantized_tensor import sharding
-from ..quantized_tensor.tensor import QuantizedTensor
-from .optimizer_state import needs_master, new_master, new_moments, part_of, portable, restore
+from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, restore
 from .optimizer_step import Todo, carry_out
 
 _NOT_YET = Coefficients(1.0, *([0.0] * 7))
@@ -38,18 +38,39 @@ class _Adam(Optimizer):
     _decoupled: bool
 
     def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable):
-        if master not in ("float32", None):
-            raise ValueError(f"master must be 'float32' or None, got {master!r}")
-        adamw.check_settings(lr, betas, eps, weight_decay, moments)
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
         first, second = key_words(0 if key is None else key)
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
         super().__init__(params, settings | {"capturable": capturable, "key": words})
         self.register_state_dict_post_hook(_show, prepend=True)
-        self.register_load_state_dict_pre_hook(_wrap)
-        self.register_load_state_dict_post_hook(_restore, prepend=True)
+        self.register_load_state_dict_pre_hook(_make)
+        self.register_load_state_dict_post_hook(_take, prepend=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters; see `torch.optim.Optimizer`.
+
+        Raises:
+            ValueError: a setting that means nothing.
+            TypeError: a parameter of a dtype that is not updated here.
+        """
+        params = param_group["params"]
+        param_group = {**param_group, "params": [params] if isinstance(params, Tensor) else list(params)}
+        settings = self.defaults | param_group
+        _check_settings(settings)
+        for i, param in enumerate(param_group["params"]):
+            name, param = param if isinstance(param, tuple) else (i, param)
+            # What is no tensor is torch's to refuse.
+            if isinstance(param, Tensor):
+                _check_dtype(name, param, settings["master"])
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def make_state(self) -> None:
+        """Gives every parameter that is trained and has no state yet the one that its first step would begin with."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.requires_grad:
+                    self._state_of(part_of(param), group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,16 +107,18 @@ class _Adam(Optimizer):
         return loss
 
     def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
-        part, state = part_of(param), self.state[param]
+        part = part_of(param)
+        return Todo(part, self._state_of(part, group), _local_gradient(param), number, _NOT_YET, 0)
+
+    def _state_of(self, part: Part, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = self.state[part.param]
         if not state:
             on = part.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(part, group["moments"])
         if "master" not in state and needs_master(part, group["master"]):
             state["master"] = new_master(part)
-        if "master" not in state and part.local.dtype == torch.float16 and not isinstance(part.local, QuantizedTensor):
-            raise ValueError("master=None is for quantized, bfloat16 and float32 parameters: float16 ones need a master")
-        return Todo(part, state, _local_gradient(param), number, _NOT_YET, 0)
+        return state
 
     def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
         """Counts the step and works out its constants; False where the host knows that there is none to take."""
@@ -133,10 +156,12 @@ class AdamW(_Adam):
         key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default.
         capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
 
-    `state_dict` holds fp32 masters and moments, placed as their parameters; loading keeps them in fp32.
+    `state_dict` holds fp32 masters and moments, placed as their parameters. What `load_state_dict` loads, also of torch's own
+    AdamW, is kept as `moments`, `master` and `capturable` of this optimizer say; where it doesn't fit, nothing is changed.
 
     Raises:
         ValueError: a setting that means nothing.
+        TypeError: a parameter is neither quantized nor float32, bfloat16 or float16.
 
     Example:
         >>> q = torch.nn.Parameter(quantize(torch.ones(32, 64), "mxfp8_e4m3_32x32"))
@@ -221,11 +246,37 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
             todo[i].coefficients, todo[i].step = row, steps[i]
 
 
-@dataclass
-class _Shown:
-    """A tensor on its way through torch's `load_state_dict`, which would cast it to the parameter's dtype."""
+def _check_settings(settings: dict[str, Any]) -> None:
+    lr, master = settings["lr"], settings["master"]
+    if master not in ("float32", None):
+        raise ValueError(f"master must be 'float32' or None, got {master!r}")
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
+    adamw.check_settings(*(settings[name] for name in ("lr", "betas", "eps", "weight_decay", "moments")))
 
-    value: Any
+
+def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
+    if param.dtype not in DTYPES:
+        raise TypeError(
+            f"parameter {name} of this group, of shape {tuple(param.shape)}, is {param.dtype}: it must be quantized, or one of "
+            f"{', '.join(map(str, DTYPES))}"
+        )
+    plain = not isinstance(sharding.local_of(param), QuantizedTensor)
+    if master is None and param.dtype == torch.float16 and plain:
+        raise ValueError("master=None is for quantized, bfloat16 and float32 parameters: float16 ones need a master")
+
+
+# ---- state dicts
+
+_OWN = ("moments", "master", "capturable")
+"""How this optimizer keeps its state, which nothing that is loaded changes."""
+
+
+@dataclass
+class _Made:
+    """A tensor of a state on its way through torch's `load_state_dict`, which would cast it to the parameter's dtype."""
+
+    value: Tensor
 
 
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -236,15 +287,28 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     state_dict["state"] = shown
 
 
-def _wrap(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    wrapped = {i: {name: _Shown(value) for name, value in state.items()} for i, state in state_dict["state"].items()}
-    return {**state_dict, "state": wrapped}
+def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as torch is to load it: the states made, the settings complete; nothing is changed before all of it fits."""
+    ours, theirs = optimizer.param_groups, state_dict["param_groups"]
+    if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+        return state_dict  # torch says what is wrong.
+    groups, states = [], {}
+    for own, group in zip(ours, theirs, strict=True):
+        unknown = [name for name in ("amsgrad", "maximize") if group.get(name)]
+        if unknown:
+            raise ValueError(f"what is loaded has {unknown[0]}=True, which {type(optimizer).__name__} doesn't have")
+        kept = {name: own[name] for name in _OWN}
+        groups.append({**optimizer.defaults, **group, **kept})
+        for param, i in zip(own["params"], group["params"], strict=True):
+            if state_dict["state"].get(i):
+                made = restore(param, state_dict["state"][i], **kept)
+                states[i] = {name: _Made(value) for name, value in made.items()}
+    return {**state_dict, "state": states, "param_groups": groups}
 
 
-def _restore(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        options = {name: group[name] for name in ("moments", "master", "capturable")}
-        for param in group["params"]:
-            if optimizer.state.get(param):
-                values = {name: shown.value for name, shown in optimizer.state[param].items()}
-                optimizer.state[param] = restore(param, values, **options)
+def _take(optimizer: Optimizer) -> None:
+    for param, state in optimizer.state.items():
+        optimizer.state[param] = {name: made.value for name, made in state.items()}
+        local = sharding.local_of(param)
+        if "master" in state and isinstance(local, QuantizedTensor):
+            local.initial = None

@@ -197,7 +197,7 @@ def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool) -> dict[str, Tensor]:
-    """The state of a parameter from what a state dict shows: of any mesh, any kind of moments, or of torch's own AdamW.
+    """A new state for a parameter of what a state dict shows: of any mesh, any kind of moments, or of torch's own AdamW.
 
     Raises:
         ValueError: something is missing, or is not of the parameter's shape.
@@ -213,8 +213,6 @@ def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str |
     # A checkpoint of torch's AdamW has no master: the next step makes it from the parameter.
     if needs_master(part, master) and "master" in shown:
         state["master"] = _local_values(part, "master", shown["master"]).clone()
-        if isinstance(part.local, QuantizedTensor):
-            part.local.initial = None
     return state
 
 

@@ -10,6 +10,7 @@ new_empty where ranks outnumber rows; empty_like when a meta tensor is materiali
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,20 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """
     handler = _TABLE.get(func)
     if handler is None:
+        # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
+        if func._can_decompose():
+            return func.decompose(*args, **kwargs)
         raise _refusal(func, "it needs values", "call dequantize() on the quantized tensor first")
-    result = handler(*args, **kwargs)
-    return return_and_correct_aliasing(func, args, kwargs, result) if func in _VIEWS else result
+    if func not in _VIEWS:
+        return handler(*args, **kwargs)
+    with viewing(args[0]):
+        return return_and_correct_aliasing(func, args, kwargs, handler(*args, **kwargs))
+
+
+def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Where views of a tensor are made: both are inference tensors, or none is, as autograd counts their versions together."""
+    normal = torch.is_inference_mode_enabled() and not tensor.is_inference()
+    return torch.inference_mode(False) if normal else nullcontext()
 
 
 def _refusal(func: Any, reason: str, remedy: str) -> NotImplementedError:

@@ -165,6 +165,16 @@ class QuantizedTensor(Tensor):
             return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return ops.dequantize_tensor(self, dtype)
 
+    def share_memory_(self) -> QuantizedTensor:
+        """Moves codes and scales to memory that other processes can map, as `Tensor.share_memory_` does."""
+        for part in (self.codes, self.scales, self.tensor_scale):
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.codes.is_shared()
+
     def __repr__(self, *, tensor_contents=None) -> str:
         where = f", device='{self.device}'" if self.device.type != "cpu" else ""
         origin = f", origin={self.origin}" if self.origin != (0, 0) else ""

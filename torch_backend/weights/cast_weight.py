@@ -23,6 +23,7 @@ from blockfp.steps import Quantize
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.geometry import Base, Geometry
+from ..quantized_tensor.optable import viewing
 from ..quantized_tensor.tensor import QuantizedTensor
 from .requantize import Work, reduced_amaxes
 
@@ -163,7 +164,16 @@ class CastWeight(Tensor):
         def keep(values: Tensor) -> Tensor:
             return CastWeight(values, weight.format, whole, weight.cut) if values.dtype == weight.dtype else values
 
-        return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+        with viewing(weight):
+            return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+
+    def share_memory_(self) -> CastWeight:
+        """Moves the values to memory that other processes can map, as `Tensor.share_memory_` does."""
+        self.values.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.values.is_shared()
 
     def __tensor_flatten__(self):
         return ["values"], (self.format, self.whole, self.cut)
