@@ -13,6 +13,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from blockfp import recipes
 from blockfp.recipes import Recipe
@@ -54,7 +55,7 @@ def grouped_linear(
         x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..
         weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), or with scales that all groups share (as
             `quantize` of all of it gives, and PyTorch's `GroupedLinear` has); or in high precision.
-        group_sizes: int32 [groups], rows of each; their sum is at most tokens. Rows beyond give zeros.
+        group_sizes: int32 [groups], rows of each; their sum is at most tokens (checked unless traced). Rows beyond give zeros.
         bias: [groups, out], or None.
         recipe: a `Recipe` or its name.
         key: as for `linear`.
@@ -83,6 +84,8 @@ def grouped_linear(
         )
     if group_sizes.shape != (groups,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes must be {groups} integers, got {group_sizes.dtype} {group_sizes.shape}")
+    if not isinstance(group_sizes, Tracer) and (np.min(group_sizes, initial=0) < 0 or np.sum(group_sizes) > x.shape[0]):
+        raise ValueError(f"group_sizes must be 0 or more, and in sum at most the {x.shape[0]} rows of x, got {group_sizes}")
     if bias is not None and bias.shape != (groups, out):
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)

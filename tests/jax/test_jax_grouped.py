@@ -212,6 +212,8 @@ def test_experts_divided_over_one_axis_and_cut_over_another(recipe, check_vma, a
         ("must share in", {"x": jnp.zeros((4, 81))}),
         (r"weight must be \[groups, out, in\]", {"weight": jnp.zeros((48, 80))}),
         ("group_sizes must be 4 integers", {"group_sizes": jnp.zeros(4)}),
+        ("group_sizes must be 0 or more", {"group_sizes": np.array([-1, 5, 0, 0])}),
+        ("in sum at most the 112 rows of x", {"group_sizes": jnp.asarray([100, 10, 0, 3])}),
         (r"bias must have shape \(4, 48\)", {"bias": jnp.zeros((4, 47))}),
         ("recipe fp8_delayed scales by history: pass state", {"recipe": "fp8_delayed"}),
         ("has no state", {"state": SCALED}),
