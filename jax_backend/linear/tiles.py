@@ -127,6 +127,8 @@ class Scaling(NamedTuple):
 
 def move(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of x by index, zeros for -1."""
+    if x.shape[0] == 0:
+        return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
     return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
 
 

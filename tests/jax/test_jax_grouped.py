@@ -129,6 +129,14 @@ def test_groups_of_several_spans(arrays):
         assert not jnp.any(y[sum(sizes) :])
 
 
+def test_no_tokens(arrays):
+    q = bfp.quantize_params(arrays[1], "mxfp8")
+    loss = lambda x, q: bfp.grouped_linear(x, q, jnp.zeros(4, jnp.int32), recipe="mxfp8").sum()  # noqa: E731
+    dx, dw = jax.jit(bfp.grad(loss, (0, 1)))(jnp.zeros((0, IN)), q)
+    assert dx.shape == (0, IN)
+    assert not jnp.any(dw)
+
+
 def test_weights_that_share_a_scale(arrays):
     """As PyTorch's GroupedLinear has them."""
     x, w = arrays[:2]
