@@ -92,3 +92,8 @@ def tied():
 def test_what_cannot_be_converted(model, recipe, error, message):
     with pytest.raises(error, match=message):
         bfp.convert(model, recipe)
+
+
+def test_a_filter_is_a_function():
+    with pytest.raises(TypeError, match="filter must be a function of a layer's path and of the layer, got 'head'"):
+        bfp.convert(Model(), "mxfp8", filter="head")

@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -120,7 +121,10 @@ def test_grouped_layers_compile():
         assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("counts", "message"), [([1, 2], "each of 3"), ([1, 2, 3], "add up")])
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [([1, 2], "each of 3"), ([1, 2, 3], "add up"), ([-1, 8, 0], "0 or more"), (torch.tensor([3.0, 4.0, 0.0]), "whole numbers")],
+)
 def test_counts_that_do_not_fit(counts, message):
     with pytest.raises(ValueError, match=message):
         bfp.GroupedLinear(3, 8, 4, recipe="mxfp8")(torch.ones(7, 8), counts)
@@ -269,6 +273,8 @@ def test_loss_scaling_leaves_an_overflowing_step_out():
         (lambda: bfp.Linear(8, 4, recipe="mxfp9"), "mxfp9"),
         (lambda: bfp.Linear(8, 4, recipe="mxfp8", weights="bf16"), "weights must be"),
         (lambda: bfp.Linear(8, 4, recipe="mxfp8", compute="bf16"), "compute must be"),
+        (lambda: bfp.Linear(-1, 4, recipe="mxfp8"), "in_features must be 0 or more, got -1"),
+        (lambda: bfp.GroupedLinear(2, 8, -4, recipe="mxfp8"), "out_features must be 0 or more, got -4"),
         (lambda: bfp.GroupedLinear(0, 8, 4, recipe="mxfp8"), "experts must be"),
         (lambda: bfp.LayerNormLinear(8, 4, recipe="mxfp8", norm="batch_norm"), "norm must be"),
         (lambda: bfp.LayerNormMLP(8, 4, recipe="mxfp8", activation="relu"), "activation must be"),
@@ -279,3 +285,18 @@ def test_loss_scaling_leaves_an_overflowing_step_out():
 def test_bad_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda layer: layer(np.ones((4, 8), np.float32)), "x must be a torch.Tensor, got ndarray"),
+        (lambda layer: layer(None), "x must be a torch.Tensor, got NoneType"),
+        (lambda layer: bfp.parallelize(layer, None, "column"), "tp_mesh must be a DeviceMesh, got NoneType"),
+        (lambda layer: bfp.parallelize("layer", None), "module must be a torch.nn.Module, got str"),
+        (lambda layer: bfp.parallelize(layer, None, 3), "style must be one, .* got int"),
+    ],
+)
+def test_what_is_of_no_use_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(bfp.Linear(8, 4, recipe="mxfp8"))

@@ -9,7 +9,7 @@ from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import mesh_of, part, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import blockfp.torch as bfp
@@ -109,6 +109,35 @@ def test_dtensors_go_in_and_come_out(tokens):
     for out, dx in threaded.run(4, run):
         assert (out - y).norm() <= 1e-5 * y.norm()
         assert (dx - whole.grad).norm() <= 1e-5 * whole.grad.norm()
+
+
+LAYOUTS = {"replicated": Replicate(), "tokens": Shard(1), "features": Shard(2), "sum": None}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "tp+sequence"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_a_norm_are_whole_however_its_input_lies(layout, sequence):
+    """A DTensor says itself whether each rank has its own tokens, whatever plain tensors would hold."""
+    torch.manual_seed(0)
+    layer = bfp.LayerNormLinear(64, 64, recipe="mxfp8")
+    whole = copy.deepcopy(layer)
+    y = whole(values(2, 64, 64))
+    y.square().sum().backward()
+
+    def run(rank):
+        mesh = mesh_of("tp")
+        mine = bfp.parallelize(copy.deepcopy(layer), mesh, sequence_parallel=sequence)
+        if layout == "sum":
+            x = DTensor.from_local(values(2, 64, 64) / 2, mesh, [Partial()], run_check=False)
+        else:
+            x = distribute_tensor(values(2, 64, 64), mesh, [LAYOUTS[layout]], src_data_rank=None)
+        out = mine(x)
+        out.square().sum().backward()
+        return out.full_tensor().detach(), mine.norm.weight.grad.full_tensor(), mine.norm.bias.grad.full_tensor()
+
+    for got in threaded.run(2, run):
+        for mine, want in zip(got, (y, whole.norm.weight.grad, whole.norm.bias.grad), strict=True):
+            assert (mine - want).norm() <= 1e-5 * want.norm()
 
 
 def test_tokens_may_lie_on_the_first_axis():
@@ -228,12 +257,12 @@ def test_terms_of_a_reduce_scatter_may_travel_quantized(format):
         assert 1e-4 < error < 5e-2
 
 
-def untouched(model, mesh, styles):
+def untouched(model, mesh, styles, **options):
     """A model that parallelize refuses is as it was."""
     before = {name: type(module) for name, module in model.named_modules()}
     params = dict(model.named_parameters())
     try:
-        bfp.parallelize(model, mesh, styles)
+        bfp.parallelize(model, mesh, styles, **options)
     finally:
         assert {name: type(module) for name, module in model.named_modules()} == before
         assert all(param is params[name] for name, param in model.named_parameters())
@@ -263,6 +292,33 @@ def refused(rank, case):
         untouched(nn.Sequential(linear, bfp.TransformerLayer(64, 64, 2, recipe="mxfp8")), tp, {"0": "column", "5": "row"})
     elif case == "heads":
         untouched(nn.Sequential(linear, bfp.TransformerLayer(63, 64, 3, recipe="mxfp8")), tp, {"0": "column"})
+    elif case == "tied":
+        model = Tied("mxfp8")
+        try:
+            bfp.parallelize(model, tp, {"head": "column"})
+        finally:
+            assert model.head.weight is model.embedding.weight
+    elif case == "a norm of one's own":
+        norm = type("OwnNorm", (nn.LayerNorm,), {})(64)
+        untouched(nn.Sequential(norm, linear), tp, {"1": "column"}, sequence_parallel=True)
+    elif case == "no known norm":
+        layer = bfp.LayerNormLinear(64, 64, recipe="mxfp8")
+        layer.norm = nn.Identity()
+        untouched(layer, tp, None)
+    elif case == "sequence of experts":
+        bfp.parallelize(bfp.GroupedLinear(2, 64, 64, recipe="mxfp8"), tp, "row", sequence_parallel=True)
+    elif case == "sequence_dim":
+        untouched(nn.Sequential(nn.RMSNorm(64), linear), tp, {"1": "column"}, sequence_parallel=True, sequence_dim=1)
+    elif case in ("another mesh", "both axes"):
+        layer = bfp.LayerNormLinear(64, 64, recipe="mxfp8") if case == "both axes" else linear
+        bfp.parallelize(layer, tp, None if case == "both axes" else "column")
+        axes, placements = (mesh["shard"], [Shard(0)]) if case == "another mesh" else (mesh, [Shard(0), Shard(1)])
+        layer(distribute_tensor(values(4, 4, 64), axes, placements, src_data_rank=None))
+    elif case == "experts as DTensors":
+        layer = bfp.parallelize(bfp.GroupedLinear(2, 64, 64, recipe="mxfp8"), tp, "experts")
+        layer(distribute_tensor(values(4, 64), tp, [Shard(0)], src_data_rank=None), [2])
+    elif case == "not cut":
+        linear(distribute_tensor(values(4, 64), tp, [Shard(0)], src_data_rank=None))
     elif case == "tokens first":
         bfp.parallelize(bfp.MultiheadAttention(64, 4, recipe="mxfp8"), tp, sequence_parallel=True, sequence_dim=0)
     elif case == "reduce":
@@ -280,6 +336,15 @@ MESSAGES = {
     "shared weight": "is that of a layer of another style too, which would cut it along axis 0: give both the same",
     "pattern": "no layer is named '5'",
     "heads": "2 ranks can't share 3 heads of keys and values evenly",
+    "tied": "embedding.weight is a parameter of a layer that is cut, too, and cutting one alone would untie them",
+    "a norm of one's own": "0, a OwnNorm, isn't known, and its gradients would be those of each rank's own tokens",
+    "no known norm": "a norm must be one of ['LayerNorm', 'RMSNorm'] to be shared, got a Identity",
+    "sequence of experts": "sequence_parallel=True: the tokens of a GroupedLinear are sent to it",
+    "sequence_dim": "sequence_dim must be -2, of [batch, tokens, features], or 0, of [tokens, batch, features], got 1",
+    "another mesh": ", and the layer is cut over DeviceMesh(",
+    "both axes": ", and the layer is cut over DeviceMesh(",
+    "experts as DTensors": "experts take the rows that were sent to this rank, got a DTensor",
+    "not cut": "x is a DTensor, and the layer isn't cut",
     "tokens first": "attention takes [batch, tokens, features]",
     "reduce": "sequence_parallel=True",
     "no mesh": "need a tp_mesh",

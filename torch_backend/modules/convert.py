@@ -37,7 +37,7 @@ def convert(
         The model; a new layer if the model itself is a linear layer.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, or filter no function.
         ValueError: there is nothing to convert, a layer's weight is shared with a module that is not converted, or the model is
             sharded already.
 
@@ -46,6 +46,8 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a layer's path and of the layer, got {filter!r}")
     chosen: dict[nn.Linear, Recipe] = {}
     for path, module in model.named_modules():
         # Subclasses have a forward of their own.

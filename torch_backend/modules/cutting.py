@@ -37,7 +37,8 @@ class Cutter:
     """Cuts over one mesh, in one way; the arguments are those of `parallelize`.
 
     Raises:
-        ValueError: a mesh of more axes, or a reduce_format that is none, or that nothing would use.
+        TypeError: no mesh.
+        ValueError: a mesh of more axes, another sequence_dim, or a reduce_format that is none, or that nothing would use.
     """
 
     def __init__(
@@ -48,8 +49,16 @@ class Cutter:
         sequence_dim: int = -2,
         reduce_format: Format | str | None = None,
     ):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"tp_mesh must be a DeviceMesh, got {type(mesh).__name__}: init_device_mesh makes one")
         if mesh.ndim != 1:
             raise ValueError(f"tp_mesh must have one axis, got {mesh}: take one by its name, such as mesh['tp']")
+        if sequence_dim not in (-2, 0):
+            raise ValueError(
+                f"sequence_dim must be -2, of [batch, tokens, features], or 0, of [tokens, batch, features], got {sequence_dim}"
+            )
         self.reduce_format = outputs.check_reduce_format(reduce_format)
         if self.reduce_format is not None and not sequence:
             raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
@@ -77,11 +86,17 @@ class Cutter:
         shared = {parameter: self._shared(parameter, dim) for parameter, dim in dims.items()}
         for module, style in styles.items():
             if style is None:
-                _share_norm(module, self.group if self.sequence else None)
+                self._share(module)
             elif isinstance(module, QuantizedLayer):
                 module.parallel = self._parallel(module, style)
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
+
+    def _share(self, norm: nn.Module) -> None:
+        # The parameters are DTensors now, and so its forward is another.
+        shared: Any = norm
+        shared.__class__ = SHARED_NORMS[type(norm)]
+        shared.group, shared.sequence = self.group, self.sequence
 
     def _parallel(self, layer: QuantizedLayer, style: Style) -> Parallel:
         weight = layer.weight
@@ -162,13 +177,6 @@ def _placement(dim: int | None) -> Any:
     from torch.distributed import tensor as dtensor
 
     return dtensor.Replicate() if dim is None else dtensor.Shard(dim)
-
-
-def _share_norm(norm: nn.Module, summed_over: str | None) -> None:
-    # The parameters are DTensors now, and so its forward is another.
-    shared: Any = norm
-    shared.__class__ = SHARED_NORMS[type(norm)]
-    shared.summed_over = summed_over
 
 
 def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:

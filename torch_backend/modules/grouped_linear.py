@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blockfp.recipes import Compute, Recipe
 
-from ..quantized_tensor.sharding import local_of
+from ..quantized_tensor.sharding import local_of, mesh_of
 from .quantized_layer import QuantizedLayer, Weights
 
 
@@ -59,9 +60,15 @@ class GroupedLinear(QuantizedLayer):
                 device. Where the experts are cut over a tensor-parallel group, only this rank's count.
 
         Raises:
-            ValueError: counts don't add up to the rows of x, or there are not as many as experts.
+            ValueError: counts that are negative or no whole numbers, don't add up to the rows of x, or are not as many as
+                experts; a DTensor for experts that are cut over a group.
         """
         counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+        if not all(isinstance(count, (int, np.integer)) and count >= 0 for count in counts):
+            raise ValueError(f"counts must be whole numbers, 0 or more, got {counts}")
+        if self.parallel is not None and self.parallel.style == "experts" and mesh_of(x) is not None:
+            # Each rank gets as many as it gets, of which no DTensor can be made.
+            raise ValueError("x: experts take the rows that were sent to this rank, got a DTensor: pass x.to_local()")
         experts = local_of(self.weight).shape[0]
         if len(counts) != experts:
             raise ValueError(f"counts must say how many rows each of {experts} experts has, got {len(counts)} numbers")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fnmatch import translate
+from types import NoneType
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from blockfp.formats import Format
 
 from ..linear.parallel import Style
+from ..quantized_tensor.sharding import mesh_of
 from .cutting import Cutter
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
@@ -69,19 +71,27 @@ def parallelize(
         The module.
 
     Raises:
+        TypeError: module is no module, tp_mesh no mesh, or style no style.
         ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, a module with nothing to cut,
-            heads that the ranks don't divide, attention with its tokens on axis 0, a weight that is cut already, or that layers
-            of two styles share. The module is as it was then.
+            heads that the ranks don't divide, another sequence_dim, attention with its tokens on axis 0, a weight that is cut
+            already, that layers of two styles share, or that a module has too which stays as it is; with sequence parallelism
+            a class derived from torch's norms, or experts alone, whose tokens are sent to them. The module is as it was then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
         >>> parallelize(layer, mesh["tp"], sequence_parallel=True)
         >>> fully_shard(layer, mesh=mesh["dp"])
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(style, (str, Mapping, NoneType)):
+        raise TypeError(f"style must be one, such as 'column', or a mapping from paths to styles, got {type(style).__name__}")
     cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format)
     if isinstance(module, QuantizedLayer):
         if isinstance(style, Mapping):
             raise ValueError(f"style of a {type(module).__name__} must be one, such as 'column' or 'row', got {style}")
+        if sequence_parallel and module.weight.ndim > 2:
+            raise ValueError(f"sequence_parallel=True: the tokens of a {type(module).__name__} are sent to it; leave it out")
         cutter.cut({module: style})
         return module
     if isinstance(style, str):
@@ -91,6 +101,7 @@ def parallelize(
         styles = _styles_inside(module, style or {}, cutter)
     elif style:
         raise ValueError(f"a {type(module).__name__} has styles of its own, got {style}")
+    _check_what_stays(module, styles, cutter)
     cutter.cut(styles)
     return module
 
@@ -147,3 +158,24 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
             f"module: nothing to cut in a {type(module).__name__}; name its layers in style, such as {{'*.up': 'column'}}"
         )
     return found
+
+
+def _check_what_stays(model: nn.Module, styles: Styles, cutter: Cutter) -> None:
+    """Whether the modules that aren't cut go on working beside those that are."""
+    cut = {parameter for module in styles for parameter in module.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        if module in styles:
+            continue
+        # torch may have cut it: then those that are cut take its DTensors.
+        whole = {name: param for name, param in module.named_parameters(recurse=False) if mesh_of(param) is None}
+        for name, parameter in whole.items():
+            if parameter in cut:
+                raise ValueError(
+                    f"{path}.{name} is a parameter of a layer that is cut, too, and cutting one alone would untie them: cut "
+                    f"the {type(module).__name__} first, with torch's parallelize_module on the same mesh, and tie them again"
+                )
+        if cutter.sequence and isinstance(module, tuple(SHARED_NORMS)) and any(p.requires_grad for p in whole.values()):
+            raise ValueError(
+                f"sequence_parallel=True: {path}, a {type(module).__name__}, isn't known, and its gradients would be those of "
+                "each rank's own tokens: cut it first, with torch's parallelize_module and SequenceParallel()"
+            )

@@ -63,7 +63,14 @@ class QuantizedLayer(nn.Module):
     def make_parameters(
         self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Makes weight, bias and buffers, and fills them: weight of `shape` [.., out, in], bias [.., out]."""
+        """Makes weight, bias and buffers, and fills them: weight of `shape` [.., out, in], bias [.., out].
+
+        Raises:
+            ValueError: a negative length.
+        """
+        for name, length in zip(("in_features", "out_features"), reversed(shape), strict=False):
+            if length < 0:
+                raise ValueError(f"{name} must be 0 or more, got {length}")
         values = torch.empty(shape, dtype=dtype, device="meta")
         self.set_weight(values)
         device = torch.empty(0, device=device).device
@@ -129,9 +136,18 @@ class QuantizedLayer(nn.Module):
         )
 
     def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """`linear` of x and of this layer's parameters, as they lie."""
+        """`linear` of x and of this layer's parameters, as they lie.
+
+        Raises:
+            TypeError: x is no tensor.
+            ValueError: a DTensor for a layer that isn't cut, or cut over another mesh.
+        """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if self.parallel is not None:
             return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
+        if sharding.mesh_of(x) is not None:
+            raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
         return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..linear import outputs
 from ..quantized_tensor.sharding import mesh_of
-from .dtensors import from_local, to_local
+from .dtensors import check_mesh, from_local, to_local
 
 
 class _SummedGradient(torch.autograd.Function):
@@ -27,38 +27,57 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _SharedNorm(nn.Module):
-    """What `parallelize` makes a norm: its parameters are DTensors, replicated; x holds this rank's tokens, or all.
+    """What `parallelize` makes a norm: its parameters are DTensors, replicated, and each rank norms the tokens that it has.
 
     Attributes:
-        summed_over: name of the group over which the parameters' gradients are summed; None where each rank has all tokens.
+        group: name of the group. Gradients of the parameters are summed over it where each rank has its own tokens.
+        sequence: whether each rank has its own tokens of a plain x; a DTensor says it itself.
     """
 
-    summed_over: str | None
+    group: str
+    sequence: bool
+    normalized_shape: tuple[int, ...]
 
-    def parameter(self, name: str) -> Tensor | None:
-        """A parameter as this rank uses it."""
+    def forward(self, x: Tensor) -> Tensor:
+        x, own_tokens = self._laid_out(x)
+        y = self.normalized(to_local(x), self.group if own_tokens else None)
+        return from_local(y, mesh_of(x), getattr(x, "placements", ()), x.shape)
+
+    def _laid_out(self, x: Tensor) -> tuple[Tensor, bool]:
+        """x with whole features on every rank, and whether each has its own tokens."""
+        if mesh_of(x) is None:
+            return x, self.sequence
+        from torch.distributed.tensor import Replicate, Shard
+
+        for parameter in self.parameters(recurse=False):
+            check_mesh(x, parameter)
+        (placement,) = x.placements  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(placement, Shard) and placement.dim < x.ndim - len(self.normalized_shape):
+            return x, True
+        # The terms of a sum, or parts of the features, can't be normed one by one.
+        return x.redistribute(placements=[Replicate()]), False  # pyright: ignore[reportAttributeAccessIssue]
+
+    def parameter(self, name: str, summed_over: str | None) -> Tensor | None:
+        """A parameter as this rank uses it, its gradient summed over a group or not."""
         parameter = getattr(self, name)
         if parameter is None:
             return None
         local = to_local(parameter)
-        return local if self.summed_over is None else _SummedGradient.apply(local, self.summed_over)  # pyright: ignore[reportReturnType]
+        return local if summed_over is None else _SummedGradient.apply(local, summed_over)  # pyright: ignore[reportReturnType]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.normalized(to_local(x))
-        return from_local(y, mesh_of(x), getattr(x, "placements", ()), x.shape)
-
-    def normalized(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
         raise NotImplementedError
 
 
 class SharedLayerNorm(_SharedNorm, nn.LayerNorm):
-    def normalized(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.parameter("weight"), self.parameter("bias"), self.eps)
+    def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
+        weight, bias = self.parameter("weight", summed_over), self.parameter("bias", summed_over)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class SharedRMSNorm(_SharedNorm, nn.RMSNorm):
-    def normalized(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.parameter("weight"), self.eps)
+    def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.parameter("weight", summed_over), self.eps)
 
 
 SHARED_NORMS: dict[type[nn.Module], type[_SharedNorm]] = {nn.LayerNorm: SharedLayerNorm, nn.RMSNorm: SharedRMSNorm}

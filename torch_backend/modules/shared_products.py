@@ -13,7 +13,7 @@ from blockfp.recipes import Recipe
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
 from ..quantized_tensor.sharding import mesh_of
-from .dtensors import from_local, to_local
+from .dtensors import check_mesh, from_local, to_local
 
 
 def multiply_shared(
@@ -36,7 +36,11 @@ def multiply_shared(
         parallel: how its group shares the layer.
         state: the layer's buffers.
         counts: rows of each group, for grouped layers.
+
+    Raises:
+        ValueError: a DTensor on another mesh.
     """
+    check_mesh(x, weight)
     mesh, features = mesh_of(x), weight.shape[-2]
     weight, bias = to_local(weight), None if bias is None else to_local(bias)
     if mesh is None:
@@ -55,6 +59,4 @@ def _placements(parallel: Parallel, ndim: int) -> tuple[Any, Any]:
 
     features = Shard(ndim - 1)
     tokens = Shard(parallel.sequence_dim % ndim) if parallel.sequence else Replicate()
-    if parallel.style == "experts":
-        return Shard(0), Shard(0)
     return (tokens, features) if parallel.style == "column" else (features, tokens)
