@@ -31,6 +31,9 @@ DTYPES |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split(
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 """safetensors' name for a NumPy dtype."""
 
+METADATA = "__metadata__"
+"""What a header calls the file's strings, and no tensor can be called."""
+
 _BAD_DATA = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, NotImplementedError)
 
 
@@ -39,7 +42,8 @@ class BadFile(ValueError):
 
     def __init__(self, path: Path, problem: object, tensor: str | None = None):
         where = f"{path}, tensor {tensor!r}" if tensor is not None else f"{path}"
-        super().__init__(f"{where}: {problem}")
+        # Some exceptions of others have no text.
+        super().__init__(f"{where}: {str(problem) or repr(problem)}")
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,10 @@ def _open_safetensors(path: Path) -> Model:
             raise BadFile(path, f"not a safetensors file, or cut short: its header should have {length} bytes")
         try:
             header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
+            metadata = header.pop(METADATA, None) or {}
             entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
             tensors = tuple(_safetensors_entry(path, 8 + length, size, name, **entry) for name, entry in entries)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise BadFile(path, f"the header is not JSON: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
             raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
@@ -199,7 +203,8 @@ def _npy(path: Path, name: str, opened: Callable[[], IO[bytes]], size: int) -> T
                 file.read(1)  # the end of a zip member, where its checksum is looked at
         except _BAD_DATA as error:
             raise BadFile(path, error, name) from error
-        return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype)
+        # NumPy makes a scalar that it lays out anew one of shape (1,).
+        return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype).reshape(shape)
 
     return Tensor(name, dtype, shape, read)
 
@@ -221,7 +226,7 @@ def write_safetensors(
     Raises:
         ValueError: two entries have one name, or an array isn't what its entry says.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     where: dict[str, tuple[Entry, int]] = {}
     offset = 0
     # Readers view tensors in place: larger types first keeps every one aligned.

@@ -2,10 +2,11 @@
 
 One file, or several with an index, as the Hugging Face libraries write and read them:
 
-    model.safetensors                       everything
-    model-00001-of-00003.safetensors, ..    parts of it, each a file of its own
-    model.safetensors.index.json            which tensor is in which part
+    model.safetensors                                everything
+    model-1f0c9a2b-00001-of-00003.safetensors, ..    parts of it, each a file of its own, with a new token at each save
+    model.safetensors.index.json                     which tensor is in which part
 
+The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go.
 `blockfp.store` says what a quantized tensor looks like in a file. Its codes and scales are always in the same one.
 """
 
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,16 +41,17 @@ def save(
 ) -> None:
     """Writes named arrays to a .safetensors file, or to several.
 
-    Whatever is at `path` stays until the new file is whole.
+    Whatever is at `path`, one file or several, stays until the new one is whole, and goes then.
 
     Args:
         path: name of the file, ending in .safetensors.
         tensors: NumPy arrays and quantized ones, by name.
         file_bytes: begin another file where one would get larger, and write an index; None writes one file.
-        metadata: further strings for the file's header.
+        metadata: further strings for the file's header, by strings.
 
     Raises:
-        ValueError: a name that is needed for another tensor's scales, or a dtype that can't be stored.
+        TypeError, ValueError: an argument that isn't what it should be. `blockfp.modelfile.BadFile` (a ValueError) names the
+            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's scales.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -84,10 +89,14 @@ def write(
 
     if path.suffix != ".safetensors":
         raise BadFile(path, "the name must end in .safetensors")
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping from names to arrays, got {type(tensors).__name__}")
+    if not isinstance(metadata, Mapping) or not all(isinstance(text, str) for item in metadata.items() for text in item):
+        raise TypeError(f"metadata must be strings by strings, got {metadata!r}")
     if store.KEY in metadata:
         raise ValueError(f"metadata: {store.KEY!r} is blockfp's own")
-    if file_bytes is not None and file_bytes < 1:
-        raise ValueError(f"file_bytes must be 1 or more, got {file_bytes}")
+    if file_bytes is not None and (not isinstance(file_bytes, int) or file_bytes < 1):
+        raise ValueError(f"file_bytes must be an integer of 1 or more, got {file_bytes!r}")
     entries: dict[str, list[Entry]] = {}
     for name, tensor in tensors.items():
         entries[name] = _entries(path, name, tensor)
@@ -108,19 +117,46 @@ def write(
 
     index = path.with_name(path.name + INDEX)
     if file_bytes is None:
-        write_one(path, list(entries))
-        index.unlink(missing_ok=True)
+        with _old_parts_removed(path, index, set()):
+            write_one(path, list(entries))
+            index.unlink(missing_ok=True)
         return
     files = _divided(entries, file_bytes)
-    where: dict[str, str] = {}
-    for i, names in enumerate(files, 1):
-        target = path.with_name(f"{path.stem}-{i:05d}-of-{len(files):05d}.safetensors")
-        write_one(target, names)
-        where |= {entry.name: target.name for name in names for entry in entries[name]}
+    token = secrets.token_hex(4)
+    targets = [path.with_name(f"{path.stem}-{token}-{i:05d}-of-{len(files):05d}.safetensors") for i in range(1, len(files) + 1)]
+    where = {e.name: target.name for names, target in zip(files, targets, strict=True) for name in names for e in entries[name]}
     total = sum(_size(parts) for parts in entries.values())
-    with replacing(index) as temporary:
-        temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-    path.unlink(missing_ok=True)
+    with _old_parts_removed(path, index, {target.name for target in targets}):
+        for names, target in zip(files, targets, strict=True):
+            write_one(target, names)
+        with replacing(index) as temporary:
+            temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
+    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then."""
+    before = _parts_named(path, index)
+    try:
+        yield
+    finally:
+        standing = _parts_named(path, index)
+        if standing is not None:
+            for name in (new | (before or set())) - standing:
+                path.with_name(name).unlink(missing_ok=True)
+
+
+def _parts_named(path: Path, index: Path) -> set[str] | None:
+    """The parts of the model at `path` that its index names, as they are called here and elsewhere; None if it isn't readable."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    called = (str(name) for name in names)
+    return {name for name in called if re.fullmatch(rf"{re.escape(path.stem)}-[^/]*\.safetensors", name)}
 
 
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
@@ -137,10 +173,10 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     try:
         where = json.loads(index.read_text())["weight_map"]
         files = sorted(set(where.values()))
-        if any(Path(name).name != name for name in files):
+        if any(not name or Path(name).name != name for name in files):
             raise ValueError("it names files outside its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadFile(index, f"is not an index of .safetensors files: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
     found: set[str] = set()
     for name in files:
         model = open_model(index.with_name(name))
@@ -172,7 +208,10 @@ def _entries(path: Path, name: str, tensor: Any) -> list:
     if not hasattr(tensor, "dtype"):
         raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
     known = dtype_name(tensor)
-    dtype = np.dtype(getattr(ml_dtypes, known, known))
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, known, known))
+    except TypeError:
+        dtype = None
     if dtype not in TAGS:
         raise BadFile(path, f"dtype {known} can't be stored in a .safetensors file", name)
     return [Entry(name, dtype, tuple(tensor.shape))]

@@ -23,7 +23,7 @@ from . import layout
 from .array import DTYPES, QuantizedArray, quantize
 from .atomic import replacing
 from .formats import Format
-from .modelfile import TAGS, BadFile, Entry, Model, Tensor, write_safetensors
+from .modelfile import METADATA, TAGS, BadFile, Entry, Model, Tensor, write_safetensors
 
 KEY = "blockfp"
 VERSION = 1
@@ -113,7 +113,6 @@ def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored
 
 def quantized_entries(name: str, shape: tuple[int, ...], format: Format) -> list[Entry]:
     """What a quantized tensor consists of in a file."""
-    """What a file has of a quantized tensor."""
     entries = [
         Entry(name, np.dtype(np.uint8), layout.codes_shape(shape, format)),
         Entry(f"{name}_scale", np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
@@ -133,9 +132,11 @@ def _check_storable(model: Model, tensor: Tensor) -> None:
 
 
 def check_names(path: Path, entries: list[Entry]) -> None:
-    """Raises BadFile where two tensors would have one name."""
+    """Raises BadFile where two tensors would have one name, or one a name that a file can't hold."""
     names: set[str] = set()
     for entry in entries:
+        if not isinstance(entry.name, str) or entry.name == METADATA:
+            raise BadFile(path, f"a name must be a string other than {METADATA!r}", entry.name)
         if entry.name in names:
             raise BadFile(path, "its name is needed for the scales of another tensor", entry.name)
         names.add(entry.name)
@@ -147,7 +148,7 @@ def _description(model: Model) -> dict[str, dict]:
     try:
         description = json.loads(model.metadata[KEY])
         version, tensors = description["version"], dict(description["tensors"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadFile(model.path, f"its metadata 'blockfp' is not what blockfp writes: {error!r}") from error
     if version != VERSION:
         raise BadFile(model.path, f"is of version {version}; this blockfp reads version {VERSION}")

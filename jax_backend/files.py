@@ -64,11 +64,16 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
         The arrays, on the default device: as a tree like `like`, or by name.
 
     Raises:
-        blockfp.modelfile.BadFile: see `blockfp.load`.
+        blockfp.modelfile.BadFile: see `blockfp.load`; or a tensor of 64 bits whose values change in the 32 that JAX has without
+            jax_enable_x64.
         ValueError: a leaf of `like` that isn't in the file, or is there with another shape, dtype or format; the message names
             its path.
     """
-    found = {name: _to_jax(array) for name, array in saving.read(Path(path))}
+    found, narrowed = {}, {}
+    for name, array in saving.read(Path(path)):
+        found[name] = _to_jax(Path(path), name, array)
+        if found[name].dtype != array.dtype:
+            narrowed[name] = f" (it is {array.dtype} in the file, which JAX keeps with jax_enable_x64)"
     if like is None:
         return found
 
@@ -81,7 +86,7 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
             raise ValueError(f"{path} has no tensor {name!r}")
         got, wanted = (describe(x) for x in (found[name], leaf))
         if got != wanted:
-            raise ValueError(f"{path} has {name!r} as {got}, expected {wanted}")
+            raise ValueError(f"{path} has {name!r} as {got}, expected {wanted}{narrowed.get(name, '')}")
         return found[name]
 
     return map_with_path(pick, like)
@@ -101,9 +106,19 @@ def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
         yield ".".join((name, *map(str, place))), jax.tree.map(lambda part, place=place: part[place], leaf)
 
 
-def _to_jax(array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:
+def _to_jax(path: Path, name: str, array: np.ndarray | NumpyArray) -> jax.Array | QuantizedArray:
     if not isinstance(array, NumpyArray):
-        return jnp.asarray(array)
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if dtype == array.dtype:
+            return jnp.asarray(array)
+        with np.errstate(over="ignore", under="ignore"):
+            narrow = array.astype(dtype)
+        if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
+            from blockfp.modelfile import BadFile
+
+            problem = f"its values need {array.dtype}, and JAX without jax_enable_x64 has {dtype}"
+            raise BadFile(path, f"{problem}: jax.config.update('jax_enable_x64', True) keeps them", name)
+        return jnp.asarray(narrow)
     tensor_scale = None if array.tensor_scale is None else jnp.asarray(array.tensor_scale)
     codes, scales = jnp.asarray(array.codes), jnp.asarray(array.scales)
     return QuantizedArray(codes, scales, tensor_scale, array.format, array.columns, array.dtype)

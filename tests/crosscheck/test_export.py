@@ -1,6 +1,8 @@
 """`blockfp export`: a checkpoint's model as a file, in blockfp's layout, high precision, or that of compressed-tensors."""
 
+import copy
 import json
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -297,3 +299,23 @@ def test_a_part_that_is_missing_is_named(tmp_path):
     dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(BadFile, match=r"tensor '1\.weight_tensor_scale': is missing, nvfp4 of shape \(37, 128\) needs float32"):
         contents(open_checkpoint(tmp_path / "dcp"), "model.")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_index_is_named(tmp_path):
+    from blockfp.torch_backend.checkpoint.checkpoint_files import read_index
+
+    dcp.save({"model": model_of("nvfp4", SHAPES).state_dict()}, checkpoint_id=tmp_path / "dcp")
+    whole = read_index(tmp_path / "dcp")
+    for damage, message in (
+        (lambda index: index.storage_data.clear(), "KeyError"),
+        (lambda index: vars(index.state_dict_metadata["model.0.bias"]).pop("size"), "has no attribute 'size'"),
+        (lambda index: vars(index).pop("state_dict_metadata"), "holds a Metadata without tensors"),
+    ):
+        index = copy.deepcopy(whole)
+        damage(index)
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(index))
+        result = run("export", tmp_path / "dcp", tmp_path / "m.safetensors")
+        assert result.exit_code == 2
+        assert message in result.output.replace("\n", "")
+        assert not (tmp_path / "m.safetensors").exists()

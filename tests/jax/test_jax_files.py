@@ -120,6 +120,8 @@ def test_bad_files_and_leaves(tree, placed, tmp_path):
         blockfp.save(tmp_path / "model.npz", {})
     with pytest.raises(BadFile, match="'a': it must be an array, got list"):
         blockfp.save(path, {"a": [1]})
+    with pytest.raises(BadFile, match="'k': dtype key<fry> can't be stored"):
+        bfp.save(path, {"k": jax.random.key(0)})
     stack = bfp.quantize_params(jnp.ones((3, 8, 32)), "fp8_current")
     with pytest.raises(ValueError, match=r"two leaves have the same path, 'a\.2'"):
         bfp.save(path, {"a": stack, "a.2": jnp.ones(3)})
@@ -136,6 +138,26 @@ def test_bad_files_and_leaves(tree, placed, tmp_path):
         blockfp.load(index)
     # What could not be written left what was there.
     assert set(blockfp.load(path)) == {"layers.0.up", "layers.0.bias", "head", "step", "small"}
+
+
+def test_64_bits_come_without_a_change_or_not_at_all(tmp_path):
+    path = tmp_path / "model.safetensors"
+    small = {"step": np.array(7), "half": np.array([0.5, np.nan, -np.inf])}
+    blockfp.save(path, small)
+    loaded = bfp.load(path)
+    for name, x in small.items():
+        np.testing.assert_array_equal(loaded[name], x)
+        assert loaded[name].dtype.itemsize == 4
+    with pytest.raises(
+        ValueError, match=r"expected float64 \(3,\) \(it is float64 in the file, which JAX keeps with jax_enable"
+    ):
+        bfp.load(path, small)
+    for x in (np.array(2**31), np.array([1 / 3]), np.array([1e300]), np.array([2**32], np.uint64)):
+        blockfp.save(path, {"x": x})
+        with pytest.raises(BadFile, match=f"tensor 'x': its values need {x.dtype}, .* jax_enable_x64"):
+            bfp.load(path)
+        with jax.enable_x64(True):
+            np.testing.assert_array_equal(bfp.load(path)["x"], x)
 
 
 def test_orbax_onto_another_mesh(tree, placed, tmp_path):

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from blockfp import saving
 from blockfp.array import QuantizedArray
 
 from ..check import to_numpy, to_torch
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
 
 
 def save(
@@ -29,11 +31,15 @@ def save(
     Args:
         path: name of the file, ending in .safetensors.
         tensors: whole tensors by name, such as `dict(model.named_parameters())`; of a sharded model use `save_checkpoint`.
+            Weights of layers with weights="high_precision" are saved in high precision.
         file_bytes, metadata: as for `blockfp.save`.
 
     Raises:
-        blockfp.modelfile.BadFile: a tensor is a shard, or of a dtype that can't be stored.
+        TypeError, ValueError: as `blockfp.save`; BadFile names a tensor that is a shard, sparse or on the meta device, or of a
+            dtype that can't be stored.
     """
+    if isinstance(tensors, Mapping):
+        tensors = {name: _whole(Path(path), name, tensor) for name, tensor in tensors.items()}
     saving.write(Path(path), tensors, _to_numpy, file_bytes, metadata or {})
 
 
@@ -51,6 +57,19 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
         blockfp.modelfile.BadFile: see `blockfp.load`.
     """
     return {name: _to_torch(array).to(device) for name, array in saving.read(Path(path))}
+
+
+def _whole(path: Path, name: str, tensor: Any) -> Any:
+    """What is saved of a tensor; raises BadFile where it isn't whole, or its values can't be read."""
+    from blockfp.modelfile import BadFile
+
+    if isinstance(tensor, DTensor) or (isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)):
+        raise BadFile(path, "it is a shard, not a whole tensor: save_checkpoint saves sharded models", name)
+    if isinstance(tensor, Tensor) and tensor.is_meta:
+        raise BadFile(path, "it is on the meta device, where it has no values", name)
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise BadFile(path, f"it must be dense, got layout {tensor.layout}: pass .to_dense()", name)
+    return tensor.values if isinstance(tensor, CastWeight) else tensor
 
 
 def _to_numpy(part: Tensor):
