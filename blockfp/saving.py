@@ -148,7 +148,7 @@ def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]
 
 
 def _parts_named(path: Path, index: Path) -> set[str] | None:
-    """The parts of the model at `path` that its index names, as they are called here and elsewhere; None if it isn't readable."""
+    """The parts of the model at `path` that its index names, called as parts are; None if it is not readable."""
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except FileNotFoundError:
