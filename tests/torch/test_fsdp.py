@@ -3,8 +3,7 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.quantized_tensor.fsdp import data_rank
-from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
+from blockfp.torch_backend.quantized_tensor.sharding import data_rank, local_of, region_of
 from blockfp.torch_backend.weights.requantize import amaxes, requantize_
 from small_model import (
     Side,

@@ -9,7 +9,6 @@ import threaded
 import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.modules import quantized_layer
-from blockfp.torch_backend.quantized_tensor.keys import data_rank
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import blockfp.torch as bfp
 from blockfp import recipes
+from blockfp.recipes import Cast
 
 NAMES = tuple(recipes.RECIPES)
 
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_unsharded_model(name, weights, monkeypatch):
         total = None
         for rank in range(4):
             model = model_of(name, weights=weights)
-            monkeypatch.setattr(quantized_layer, "data_rank", lambda weight, rank=rank: rank)
+            monkeypatch.setattr(quantized_layer, "data_rank", lambda sharded, rank=rank: rank)
             y = model(inputs(rank))
             y.sum().backward()
             assert torch.equal(results[rank][0], y)
@@ -105,16 +105,25 @@ def test_training_is_that_of_the_unsharded_model(name):
             assert torch.equal(codes, want[slices[0]])
 
 
-def ranks_of(rank):
+def ranks_of(rank, recipe, axes):
     seen = []
-    model = shard(model_of("nvfp4"), mesh_of((2, 2)))
-    model[0].register_forward_pre_hook(lambda module, _: seen.append(data_rank(module.weight)))
+    model, mesh = model_of(recipe), init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    if "tp" in axes:
+        bfp.parallelize(model, mesh["tp"], {"0": "column", "2": "row"})
+    shard(model, mesh["dp"] if "tp" in axes else mesh)
+    model[0].register_forward_pre_hook(lambda module, _: seen.append((type(module.weight), module.state().rank)))
     model(inputs(rank)).sum().backward()
     return seen[0]
 
 
-def test_each_data_parallel_rank_has_random_bits_of_its_own():
-    assert threaded.run(4, ranks_of) == [0, 1, 2, 3]
+@pytest.mark.parametrize(("axes", "ranks"), [(("replicas", "shards"), [0, 1, 2, 3]), (("dp", "tp"), [0, 0, 1, 1])])
+@pytest.mark.parametrize("plain", [False, True], ids=["quantized", "plain weight"])
+def test_each_data_parallel_rank_has_random_bits_of_its_own(plain, axes, ranks):
+    """Also where what FSDP2 gathers is a plain tensor, which knows nothing of a mesh."""
+    recipe = recipes.nvfp4().replace(weight=Cast(None)) if plain else recipes.nvfp4()
+    seen = threaded.run(4, ranks_of, recipe, axes)
+    assert [rank for _, rank in seen] == ranks
+    assert (seen[0][0] is nn.Parameter) == (plain and "tp" not in axes)
 
 
 def from_meta(rank):

@@ -88,7 +88,8 @@ class Cutter:
             if style is None:
                 self._share(module)
             elif isinstance(module, QuantizedLayer):
-                module.parallel = self._parallel(module, style)
+                # A parameter that torch has cut lies on this mesh's axis, which divides no batch.
+                module.parallel, module.data_rank = self._parallel(module, style), 0
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
 

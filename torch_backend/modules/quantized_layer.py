@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class QuantizedLayer(nn.Module):
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        data_rank: this rank's coordinate on the axes over which FSDP2 shards the layer; 0 where it doesn't.
     """
 
     weight: nn.Parameter
@@ -57,8 +58,19 @@ class QuantizedLayer(nn.Module):
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
         self.observed: Tensor | None = None
         self.parallel: Parallel | None = None
+        self.data_rank = 0
         save_in_parts(self)
         accept_high_precision(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh.
+        mesh = sharding.mesh_of(value) if name == "weight" else None
+        if mesh is not None:
+            # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
+            innermost = mesh.ndim - 1 - (self.parallel is not None)
+            if innermost >= 0:
+                self.data_rank = sharding.data_rank(mesh, innermost)
+        super().__setattr__(name, value)
 
     def make_parameters(
         self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
@@ -131,7 +143,7 @@ class QuantizedLayer(nn.Module):
             self.gradient_scale,
             self.rng_key,
             self.step,
-            0 if self.rng_key is None else data_rank(self.weight),
+            0 if self.rng_key is None else data_rank(self.data_rank),
             self.observed,
         )
 

@@ -71,12 +71,10 @@ class Sent(NamedTuple):
 
     Attributes:
         share: this rank's.
-        mesh: the one-dimensional mesh over which FSDP shards.
         scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
     """
 
     share: Share
-    mesh: DeviceMesh
     scales: Tensor
     tensor_scale: Tensor | None
 
@@ -87,20 +85,17 @@ def keeping_signature(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def send(
-    share: Share, mesh: DeviceMesh, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
-) -> tuple[tuple[Tensor, ...], Sent]:
+def send(share: Share, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> tuple[tuple[Tensor, ...], Sent]:
     """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
 
     Args:
         share: this rank's.
-        mesh: the one-dimensional mesh over which FSDP shards.
         codes, scales, tensor_scale: of this rank's rows.
     """
     parts = (_lengthened(codes, share.codes_chunk), _lengthened(scales, share.scales_chunk))
     if tensor_scale is not None:
         parts = (*parts, tensor_scale.view(1))
-    return parts, Sent(share, mesh, scales, tensor_scale)
+    return parts, Sent(share, scales, tensor_scale)
 
 
 def receive(
@@ -136,7 +131,7 @@ def receive(
         scales = gathered[1][: share.scales_size]
     if tensor_scale is None and len(gathered) > 2:
         tensor_scale = gathered[2][share.first]
-    geometry = Geometry(share.base.origin, gathered=True, data_rank=data_rank(sent.mesh))
+    geometry = Geometry(share.base.origin, gathered=True)
     return QuantizedTensor(codes, scales, tensor_scale, share.gather.format, share.base.shape[-1], dtype, geometry), derived
 
 
@@ -179,31 +174,6 @@ def share(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMes
             f"{shape[0]} rows at {geometry.start}: shards must be those of fully_shard, on dim 0"
         )
     return found
-
-
-def data_rank(mesh: DeviceMesh) -> int:
-    """This rank's coordinate on the axes that divide the batch: the shard mesh's own, and those outside of it.
-
-    HSDP's axis of replicas lies outside, tensor parallelism's inside. What pipelines divide lies outside too, and is the same
-    for all ranks of a layer.
-    """
-    root = mesh._get_root_mesh()
-    coordinate = root.get_coordinate()
-    if root.ndim == 1 or coordinate is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
-        return mesh.get_local_rank()
-    name = mesh.mesh_dim_names[-1]
-    innermost = root.mesh_dim_names.index(name) if name in root.mesh_dim_names else _innermost_axis(root, mesh)
-    rank = 0
-    for axis in range(innermost + 1):
-        rank = rank * root.size(axis) + coordinate[axis]
-    return rank
-
-
-def _innermost_axis(root: DeviceMesh, mesh: DeviceMesh) -> int:
-    """The last axis of the root mesh that a mesh flattened from several of its axes runs along."""
-    ranks = mesh.mesh.flatten()
-    first, last = ((root.mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
-    return max((axis for axis in range(root.ndim) if first[axis] != last[axis]), default=0)
 
 
 @lru_cache(maxsize=4096)

@@ -50,14 +50,12 @@ class Geometry:
         base: what it is a part of, if something divided it along the first axis.
         initial: the original values of its rows, a plain CPU tensor, if they are kept. Never written to.
         gathered: whether it is FSDP's gathered copy of a sharded weight, which the next reshard throws away.
-        data_rank: of a gathered copy, this rank's coordinate on the axes that divide the batch.
     """
 
     origin: Origin | None = (0, 0)
     base: Base | None = None
     initial: Tensor | None = None
     gathered: bool = False
-    data_rank: int = 0
 
     @property
     def start(self) -> Origin:

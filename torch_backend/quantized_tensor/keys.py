@@ -15,9 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from blockfp import cuda
 from blockfp.rounding import COLUMNWISE, ROWWISE, Key, fold_in, gradient_key, key_words
 
-from .sharding import local_of
-from .tensor import QuantizedTensor
-
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
     "gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
@@ -31,7 +28,8 @@ def key_tensor(key: Key, device: torch.device) -> Tensor:
 
     Raises:
         TypeError: the key is a `torch.Generator`.
-        ValueError: it is not a seed or two words, or is a tensor on another device.
+        ValueError: it is not a seed or two words, or is a tensor on another device. The words of an int64 tensor are looked at
+            on the CPU only, and not where they are traced.
     """
     if isinstance(key, torch.Generator):
         raise TypeError("key must be a seed or two uint32 words, got a torch.Generator: pass random_key(generator)")
@@ -40,6 +38,8 @@ def key_tensor(key: Key, device: torch.device) -> Tensor:
         return torch.tensor([_signed(int(word)) for word in words], dtype=torch.int32, device=device)
     if key.device != device:
         raise ValueError(f"key is on {key.device} and x on {device}: pass key.to(x.device)")
+    if key.dtype is torch.int64 and type(key) is Tensor and key.device.type == "cpu" and not torch.compiler.is_compiling():
+        key_words(key.numpy(force=True))
     return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
 
 
@@ -99,12 +99,12 @@ def _gradient_keys_fake(key: Tensor, step: Tensor | None, folds: list[int], grou
     return key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
 
 
-def data_rank(weight: Tensor) -> int:
+def data_rank(sharded: int) -> int:
     """This rank's coordinate on the axes that divide the batch, as far as the point of use knows them.
 
-    FSDP2's is what the gathered weight was gathered over, DDP's that in the process group of the model whose forward this is.
+    Args:
+        sharded: that on the axes over which FSDP2 shards (`sharding.data_rank`). DDP's is the rank in the process group of the
+            model whose forward this is.
     """
-    weight = local_of(weight)
-    rank = weight.geometry.data_rank if isinstance(weight, QuantizedTensor) else 0
     model = DistributedDataParallel._get_active_ddp_module()
-    return rank if model is None or model.process_group is None else model.process_group.rank()
+    return sharded if model is None or model.process_group is None else model.process_group.rank()

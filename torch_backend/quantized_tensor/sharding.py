@@ -122,3 +122,32 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     if mesh is None:
         raise ValueError("a plain tensor lies on one rank and has no process group")
     return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
+
+
+def data_rank(mesh: DeviceMesh, axis: int = -1) -> int:
+    """This rank's coordinate on the axes that divide the batch: one of a mesh, such as FSDP2's, and those outside of it.
+
+    HSDP's axis of replicas lies outside, tensor parallelism's inside. What pipelines divide lies outside too, and is the same
+    for all ranks of a layer.
+
+    Args:
+        mesh: a mesh with that axis, which may be flattened from several of a larger mesh.
+        axis: which of its axes.
+    """
+    root = mesh._get_root_mesh()
+    coordinate = root.get_coordinate()
+    if root.ndim == 1 or coordinate is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
+        return mesh.get_local_rank(axis % mesh.ndim)
+    name = mesh.mesh_dim_names[axis]
+    innermost = root.mesh_dim_names.index(name) if name in root.mesh_dim_names else _innermost_axis(root, mesh, axis)
+    rank = 0
+    for outer in range(innermost + 1):
+        rank = rank * root.size(outer) + coordinate[outer]
+    return rank
+
+
+def _innermost_axis(root: DeviceMesh, mesh: DeviceMesh, axis: int) -> int:
+    """The last axis of the root mesh that an axis flattened from several of its axes runs along."""
+    ranks = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis % mesh.ndim))[0]
+    first, last = ((root.mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
+    return max((outer for outer in range(root.ndim) if first[outer] != last[outer]), default=0)

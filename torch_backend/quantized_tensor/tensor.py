@@ -199,7 +199,7 @@ class QuantizedTensor(Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
-        return fsdp.send(share, mesh, self.codes, self.scales, self.tensor_scale)
+        return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None

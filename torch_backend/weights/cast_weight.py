@@ -137,7 +137,7 @@ class CastWeight(Tensor):
         parts = kernels_for(self.values).quantize(
             self.values, self.format, nominal=name_of(self.dtype), origin=region.origin, amax=amax
         )
-        return fsdp.send(share, mesh, *parts)
+        return fsdp.send(share, *parts)
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
