@@ -191,6 +191,11 @@ def test_one_warning_names_the_plans_reason():
 
     activations._answer.cache_clear()
     activations._told.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            # Who makes it an error gets one at each call.
+            assert all(isinstance(error, UserWarning) for error in threaded.errors(2, on_rank))
     with pytest.warns(UserWarning, match=r"gradient.*high precision.*axis 0 of \[40, 64\] is cut at 20, inside a block of 32"):
         assert threaded.run(2, on_rank) == [False, False]
     with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
+from blockfp.torch_backend.linear import activations
 from blockfp.torch_backend.linear.parallel import Parallel
 from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import (
@@ -23,6 +24,7 @@ from parallel_operands import (
     tensors,
     trained,
 )
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -103,3 +105,94 @@ def test_keeping_products_leaves_no_collective_unwaited():
 
     whole = bfp.LayerNormMLP(64, 96, recipe="mxfp8")
     assert threaded.run(2, on_rank) == [0, 0]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_nothing_is_shared_too(style, recipe):
+    """No sequences, or none that has a token."""
+
+    def on_rank(rank):
+        for shape in ((0, 32), (2, 0), (0,)):
+            for reduce_format in (None, "mxfp8_e5m2"):
+                layer = bfp.parallelize(
+                    copy.deepcopy(whole), init_device_mesh("cpu", (2,)), style, sequence_parallel=True,
+                    reduce_format=reduce_format,
+                )  # fmt: skip
+                x = torch.empty(*shape, 64 if style == "column" else 32, requires_grad=True)
+                y = layer(x)
+                y.sum().backward()
+                tokens = shape[-1] * 2 if style == "column" else shape[-1] // 2
+                assert y.shape == (*shape[:-1], tokens, 32 if style == "column" else 64)
+                assert x.grad.shape == x.shape
+                assert not layer.weight.grad.to_local().any()
+
+    whole = bfp.Linear(64, 64, recipe=recipe)
+    threaded.run(2, on_rank)
+
+
+def test_a_rank_may_have_no_expert_or_no_feature():
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (4,))
+        grouped, row = (copy.deepcopy(layer) for layer in (experts, wide))
+        bfp.parallelize(grouped, mesh, "experts")
+        own = counts[2 * rank : 2 * rank + 2]
+        first = sum(counts[: 2 * rank])
+        x = rows[first : first + sum(own)].clone().requires_grad_()
+        y = grouped(x, own)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+        assert grouped.weight.grad.to_local().shape == (len(own), 64, 32)
+        assert torch.equal(y, experts(rows, counts)[first : first + sum(own)])
+        bfp.parallelize(row, mesh, "row", sequence_parallel=True)
+        x = rows[:8, 3 * rank : min(3 * rank + 3, 9)].clone().requires_grad_()
+        y = row(x)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+        torch.testing.assert_close(y, wide(rows[:8, :9])[2 * rank : 2 * rank + 2])
+
+    counts, rows = [3, 1, 0, 4, 2], torch.randn(10, 32)
+    experts, wide = bfp.GroupedLinear(5, 32, 64, recipe="mxfp8"), bfp.Linear(9, 64, recipe="mxfp8")
+    threaded.run(4, on_rank)
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_tokens_before_batches(style):
+    """[tokens, batch, features] as DTensors: a token is several rows."""
+    x, whole = torch.randn(32, 3, 64), bfp.Linear(64, 64, recipe="fp8_current")
+
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        layer = bfp.parallelize(copy.deepcopy(whole), mesh, style, sequence_parallel=True, sequence_dim=0)
+        y = layer(dtensor.distribute_tensor(x, mesh, [dtensor.Shard(0 if style == "column" else 2)], src_data_rank=None))
+        torch.testing.assert_close(y.full_tensor(), whole(x))
+        with pytest.raises(ValueError, match=r"5 tokens on axis 0, which 2 ranks don't divide: pad them$"):
+            layer(dtensor.distribute_tensor(x[:5], mesh, [dtensor.Replicate()], src_data_rank=None))
+
+    threaded.run(2, on_rank)
+
+
+def test_plain_rows_give_all_ranks_as_many_tokens():
+    """The next column could not gather them."""
+
+    def on_rank(rank):
+        layer = bfp.Linear(64, 64, recipe="mxfp8")
+        bfp.parallelize(layer, init_device_mesh("cpu", (2,)), "row", sequence_parallel=True)
+        layer(torch.ones(1, 5, 32))
+
+    for error in threaded.errors(2, on_rank):
+        assert "5 tokens on axis 1, which 2 ranks don't divide: pad them, or pass a DTensor" in str(error)
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_rank_has_all_sequences_whole():
+    """No cut, none inside a block."""
+
+    def on_rank(rank):
+        layer = bfp.Linear(64, 64, recipe="mxfp8")
+        bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
+        assert layer(torch.ones(3, 20, 64, requires_grad=True)).shape == (3, 20, 64)
+
+    activations._answer.cache_clear()
+    activations._told.clear()
+    threaded.run(1, on_rank)

@@ -157,9 +157,9 @@ def _answer(
     else:
         plan = plans.quantize_shards(format, lies, **options)
     if plan.reason is not None and (format, columnwise, operand) not in _told:
-        # The next length of a sequence is no news.
-        _told.add((format, columnwise, operand))
         warnings.warn(f"{plan.use}: it is gathered in high precision, because {plan.reason}", stacklevel=2)
+        # The next length of a sequence is no news. After the warning, which may be an error.
+        _told.add((format, columnwise, operand))
     (quantize,) = (step for step in plan.steps if isinstance(step, Quantize))
     gather = next((step for step in plan.steps if isinstance(step, Gather)), None)
     axes = quantize.amax_axes
@@ -347,7 +347,9 @@ def gather(way: Way, place: Place, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _joined(part: Part, ranks: int, tensor: Tensor) -> Tensor:
     axis, total = part.axis, ranks * part.runs * part.chunk
-    tensor = tensor.view(torch.float32) if part.floats else tensor
+    if part.floats:
+        # Bytes of nothing have strides that floats don't.
+        tensor = tensor.view(torch.float32) if tensor.numel() else tensor[:, ::4].float()
     if tensor.ndim == 1:
         ((source, _, _),) = part.take
         return tensor[source]

@@ -92,14 +92,14 @@ def apply(
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
     """
-    parallel = None if parallel is None else parallel.of(x.shape)
+    shared = None if parallel is None else parallel.of(x.shape)
     _check_tensors(x, weight, bias, grouped=counts is not None)
-    y = _run(x.reshape(-1, x.shape[-1]), weight, bias, recipe, state or LinearState(), key, counts, parallel)
+    # Of nothing, torch can't infer a length.
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared)
     leading = list(x.shape[:-1])
-    if parallel is not None and parallel.sequence:
-        # It has more tokens than x, or fewer.
-        leading[parallel.sequence_dim] = 1
-        leading[parallel.sequence_dim] = y.shape[0] // max(torch.Size(leading).numel(), 1)
+    if parallel is not None and shared is not None and shared.sequence:
+        leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
 

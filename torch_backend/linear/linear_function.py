@@ -260,4 +260,6 @@ def passing_overflow(product: Tensor, overflow: Tensor | None) -> Tensor:
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
     if counts is None:
         return gradient.sum(0).to(dtype)
+    if not counts:
+        return gradient.new_empty((0, gradient.shape[1]), dtype=dtype)
     return torch.stack([group.sum(0) for _, group in groups_of(gradient, counts)]).to(dtype)

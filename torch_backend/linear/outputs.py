@@ -71,10 +71,9 @@ def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
         to: where the rows of the result lie, cut along rows; or the name of the group every rank of which gets all.
         format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
     """
-    rows, columns = operator.index(y.shape[0]), operator.index(y.shape[1])
     if isinstance(to, str):
-        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), rows, rows)
-    place = to
+        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
+    place, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
     length = rows // place.runs
     chunk = -(-length // place.ranks)
     own = max(0, min(chunk, length - place.rank * chunk))
@@ -82,8 +81,10 @@ def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
     if chunk * place.ranks != length:
         terms = F.pad(terms, (0, 0, 0, chunk * place.ranks - length))
     # Rows in the order of the ranks that they go to.
-    terms = terms.view(place.runs, place.ranks, chunk, columns).transpose(0, 1).reshape(-1, columns)
-    if format is None:
+    terms = (
+        terms.view(place.runs, place.ranks, chunk, columns).transpose(0, 1).reshape(place.ranks * place.runs * chunk, columns)
+    )
+    if format is None or not rows:
         sums = _c10d.reduce_scatter_tensor(terms, "sum", place.ranks, place.group)
         return Pending(sums, place.runs * own, chunk)
     if terms.dtype is torch.float16:
@@ -102,7 +103,7 @@ def finish(pending: Pending, to: Place | str, columns: int, dtype: torch.dtype, 
         return received.to(dtype)
     place = to
     rows = place.runs * pending.chunk
-    if format is not None:
+    if format is not None and rows:
         codes_size = rows * layout.packed_columns(columns, format.element.bits)
         codes = received[:, :codes_size].reshape(place.ranks * rows, -1)
         scale_dtype = getattr(torch, format.scale.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ class Parallel:
         sequence: whether tokens are cut where they would be whole otherwise: a column's input, a row's output.
         sequence_dim: which axis of x and of the output is cut then: -2, behind axes of sequences, or 0.
         runs: sequences that x is of, where tokens are cut.
-        length: tokens of one sequence on all ranks together; None where all have the same number.
+        length: tokens of one sequence on all ranks together, of x as a DTensor; None for plain tensors, of which all ranks have
+            the same number. `of` makes rows of tokens.
         reduce_format: in which the terms of a reduce-scatter travel; None for the output's own dtype.
 
     Raises:
@@ -52,21 +54,43 @@ class Parallel:
             raise ValueError("experts get the tokens that are sent to them: sequence must be False")
 
     def of(self, shape: Sequence[int]) -> Parallel:
-        """The same for x of a shape [.., in]: how many sequences its rows are of.
+        """The same for x of a shape [.., in]: how many sequences its rows are of, and of how many rows each is.
 
         Raises:
-            ValueError: x doesn't have the axis that is cut.
+            ValueError: x doesn't have the axis that is cut, or tokens that the ranks would have to divide, and don't.
         """
         if not self.sequence:
             return self
-        dim = self.sequence_dim % len(shape)
-        if len(shape) < 2 or dim > len(shape) - 2:
+        # `index` makes compiled code take lengths as constants, which a plan needs.
+        sizes = [operator.index(size) for size in shape]
+        dim = self.sequence_dim % len(sizes)
+        if len(sizes) < 2 or dim > len(sizes) - 2:
             raise ValueError(f"x must have its tokens on axis {self.sequence_dim}, before the last, got shape {tuple(shape)}")
-        runs = 1
-        for size in shape[:dim]:
-            # `index` makes compiled code take a length as a constant, which a plan needs.
-            runs *= operator.index(size)
-        return replace(self, sequence_dim=dim, runs=runs)
+        runs, rows_of_token, tokens = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 : -1]), self._whole(sizes[dim])
+        if tokens % self.ranks and (self.length is None or rows_of_token > 1):
+            raise ValueError(
+                f"x {tuple(shape)} is {tokens} tokens on axis {dim}, which {self.ranks} ranks don't divide: pad them"
+                + (", or pass a DTensor, whose parts may be uneven" if rows_of_token == 1 else "")
+            )
+        if self.ranks == 1 or not tokens * runs * rows_of_token:
+            # Nothing is cut.
+            return replace(self, sequence_dim=dim, runs=1, length=None)
+        length = None if self.length is None else tokens * rows_of_token
+        return replace(self, sequence_dim=dim, runs=runs, length=length)
+
+    def _whole(self, tokens: int) -> int:
+        """Tokens of one sequence on all ranks, of those in this rank's x."""
+        if self.length is not None:
+            return self.length
+        return tokens * self.ranks if self.gathers_input else tokens
+
+    def output_tokens(self, tokens: int) -> int:
+        """Tokens of one sequence in this rank's output, of those in its x, before `of`."""
+        whole = self._whole(tokens)
+        if not self.gathers_gradient:
+            return whole
+        chunk = -(-whole // self.ranks)
+        return max(0, min(chunk, whole - self.rank * chunk))
 
     @property
     def gathers_input(self) -> bool:

@@ -25,6 +25,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
 from ..custom_ops import ops
 from ..custom_ops.collectives import max_reduce_together
+from ..custom_ops.operand_ops import part_count
 from ..custom_ops.products import product
 from . import outputs
 from .linear_function import (
@@ -77,7 +78,8 @@ class ParallelFunction(torch.autograd.Function):
             added = added if added is None or index is None else added[index]
             terms.append(_times("forward", row, w, weight.shape[-2:], recipe, x.dtype, bias=added, index=index))
             del row, columns
-        y = _joined(terms)
+        # A rank may have no expert.
+        y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
         del terms
         if parallel.style == "row":
             y = _summed(y, parallel)
@@ -116,7 +118,7 @@ class ParallelFunction(torch.autograd.Function):
         scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
         d_bias = _bias_gradient(gradient, ctx, parallel) if needs_bias else None
         d_inputs: list[Tensor] = []
-        d_weights: list[Tensor] = []
+        d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
         summing = None
         groups = groups_of(gradient, ctx.counts) if needs_x or needs_weight else []
         overflows = _overflows([group for _, group in groups], parallel)
@@ -140,18 +142,19 @@ class ParallelFunction(torch.autograd.Function):
                 b = inputs.pop(0) if coming is None else coming.finish(scaling)
                 tokens = ctx.x_shape[0] if parallel.gathers_gradient else group.shape[0]
                 each = _times("wgrad", column, b, (ctx.shape[-1], tokens), recipe, ctx.dtype)
-                d_weights.append(passing_overflow(each, overflow))
+                each = passing_overflow(each, overflow)
+                if d_weight is None:
+                    d_weight = each
+                else:
+                    d_weight[index].copy_(each)
                 del b, each
             del column
         d_x = None
         if summing is not None:
             d_x = outputs.finish(summing, _summed_by(parallel), ctx.shape[-1], gradient.dtype, parallel.reduce_format)
         elif needs_x:
-            d_x = _joined(d_inputs)
+            d_x = _joined(d_inputs) if d_inputs else gradient.new_empty(ctx.x_shape)
             d_x = _summed(d_x, parallel) if parallel.style == "column" else d_x
-        d_weight = None
-        if needs_weight:
-            d_weight = d_weights[0] if ctx.counts is None else torch.stack(d_weights)
         return d_x, d_weight, d_bias, *([None] * 9)
 
 
@@ -253,11 +256,11 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
 
 def _inputs(kept: list[Tensor], recipe: Recipe, ctx: Any) -> list[Matrix]:
     """x columnwise of each group, from what the forward kept."""
-    format, groups = recipe.input_columnwise.format, 1 if ctx.counts is None else len(ctx.counts)
+    format = recipe.input_columnwise.format
     if format is None:
         return [Matrix([group.mT], None) for group in kept]
-    each = len(kept) // groups
-    return [Matrix(kept[first : first + each], format, ctx.x_origin) for first in range(0, len(kept), each)] if kept else []
+    each = part_count(format)
+    return [Matrix(kept[first : first + each], format, ctx.x_origin) for first in range(0, len(kept), each)]
 
 
 def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
