@@ -11,7 +11,7 @@ from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_ch
 from blockfp.torch_backend.optimizer.adamw import AdamW
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from blockfp.torch_backend.weights.state_dict import offloaded, placed, stored
-from resumed import MESHES, assert_is_part_of, model_of, shard, train
+from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
@@ -109,18 +109,29 @@ def test_without_sharding_no_process_group_is_needed(tmp_path):
     load_and_go_on(0, "one", tmp_path, "mxfp8_e4m3", SHAPES, {}, references)
 
 
-def test_before_the_first_step(tmp_path):
-    """An optimizer without a state, with gradients, is saved and loaded; the gradients stay, and so do codes and scales."""
-    model, other = model_of("nvfp4_16x16", SHAPES), model_of("nvfp4_16x16", SHAPES, seed=50)
-    optimizer, other_optimizer = optimizer_of(model), optimizer_of(other)
-    reference = model_of("nvfp4_16x16", SHAPES)
-    for param in (*model.parameters(), *other.parameters()):
-        param.grad = torch.ones(param.shape)
-    save_checkpoint(tmp_path, model, optimizer, step=0)
-    load_checkpoint(tmp_path, other, other_optimizer)
-    assert_is_part_of(model, None, reference, None)
-    assert_is_part_of(other, other_optimizer, model, optimizer)
-    assert all(torch.equal(param.grad, torch.ones(param.shape)) for param in (*model.parameters(), *other.parameters()))
+@pytest.mark.parametrize("kind", ["AdamW", "torch's AdamW"])
+def test_before_the_first_step(kind, tmp_path):
+    """Saving leaves weights, gradients and originals as they are; it changes no later step, of this run or of a resumed one."""
+    format = "nvfp4_16x16" if kind == "AdamW" else None
+    models = [model_of(format, SHAPES, seed) for seed in (0, 0, 50)]
+    make = optimizer_of if kind == "AdamW" else lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizers = [make(model) for model in models]
+    for model in models:
+        model[0].weight.initial = torch.ones(model[0].weight.shape) if format else None
+        for param in model.parameters():
+            param.grad = torch.ones(param.shape)
+    save_checkpoint(tmp_path, models[1], optimizers[1], step=0)
+    load_checkpoint(tmp_path, models[2], optimizers[2])
+    assert not optimizers[1].state
+    assert all(torch.equal(param.grad, torch.ones(param.shape)) for model in models for param in model.parameters())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 0, 3)
+    for i in (1, 2):
+        for param, reference in zip(models[i].parameters(), models[0].parameters(), strict=True):
+            entries = optimizers[0].state[reference]
+            assert entries["step"] == 3
+            assert all(torch.equal(optimizers[i].state[param][name], value) for name, value in entries.items())
+        assert_is_part_of(models[i], None, models[0], None)
 
 
 def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
@@ -214,12 +225,17 @@ def test_another_format_is_refused_before_anything_is_changed(tmp_path):
         model_of("mxfp8_e4m3_32x32", SHAPES).load_state_dict(state)
 
 
-def _requantize(rank, mesh, folder, ours, with_optimizer, expected):
+def _requantize(rank, mesh, folder, ours, with_optimizer, expected, values):
     model = shard(model_of(ours, SHAPES, seed=50), mesh)
     optimizer = optimizer_of(model) if with_optimizer else None
     load_checkpoint(folder, model, optimizer, requantize=True)
     assert_is_part_of(model, None, expected, None)
-    if ours is not None and not with_optimizer:
+    if optimizer is not None:
+        for layer, value in zip(model, values, strict=True):
+            # A weight in fp32 is its own master.
+            master = optimizer.state[layer.weight].get("master")
+            assert master is None if ours is None else torch.equal(master, own(layer.weight, value))
+    elif ours is not None:
         return local_of(model[0].weight).initial is not None
 
 
@@ -230,6 +246,8 @@ def _requantize(rank, mesh, folder, ours, with_optimizer, expected):
         ("fp8_e4m3_128x128", "fp8_e5m2", False),
         (None, "mxfp4_e2m1", False),
         ("nvfp4", None, False),
+        (None, "mxfp8_e4m3_32x32", True),
+        ("nvfp4", None, True),
     ],
 )
 def test_requantizing(theirs, ours, with_optimizer, tmp_path):
@@ -238,11 +256,13 @@ def test_requantizing(theirs, ours, with_optimizer, tmp_path):
     saved, optimizer = unsharded(theirs, 3, tuple(SHAPES))
     expected = model_of(ours, SHAPES)
     expected.load_state_dict({name: value for name, value in saved.state_dict().items() if "weight" not in name}, strict=False)
+    masters = []
     for layer, there in zip(expected, saved, strict=True):
-        values = optimizer.state[there.weight]["master"] if with_optimizer else there.weight.detach()
+        values = optimizer.state[there.weight].get("master", there.weight.detach()) if with_optimizer else there.weight.detach()
         values = values.dequantize(torch.float32) if isinstance(values, bfp.QuantizedTensor) else values
         layer.weight = torch.nn.Parameter(values.clone() if ours is None else bfp.quantize(values, ours))
-    kept = threaded.run(4, _requantize, "fsdp4", tmp_path, ours, with_optimizer, expected)
+        masters.append(values)
+    kept = threaded.run(4, _requantize, "fsdp4", tmp_path, ours, with_optimizer, expected, masters)
     if not with_optimizer and ours is not None:
         assert set(kept) == {theirs is None}
 

@@ -1,25 +1,38 @@
 """Checkpoints that are cut short, altered, half written or still being written; real processes with gloo, killed or not."""
 
+import enum
 import json
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import gloo
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from blockfp.torch_backend.checkpoint import plain_values
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.checkpoint.checkpoint_files import read_index
 from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 
+import blockfp.torch as bfp
 from blockfp import manifest
 from blockfp.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"
+
+
+class Step(enum.IntEnum):
+    """A number that is more than one."""
+
+    FIRST = 1
 
 
 @pytest.fixture
@@ -72,6 +85,9 @@ def test_a_manifest_that_is_none(saved):
     refused(saved, r"manifest\.json is no manifest: KeyError")
     path.write_text(json.dumps(content | {"version": 2}))
     refused(saved, r"manifest\.json is of version 2; this blockfp reads version 1")
+    # What isn't listed would not be looked at.
+    path.write_text(json.dumps(content | {"files": {".metadata": content["files"][".metadata"]}}))
+    refused(saved, r"manifest\.json doesn't list __0_0\.distcp")
     path.unlink()
     refused(saved, r"manifest\.json: No such file")
 
@@ -85,10 +101,63 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
         save_checkpoint(saved, model, step=2)
     with pytest.raises(TypeError, match=r"extra\['cursor'\] must be a tensor, or numbers and strings, got dict"):
         save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
-    with pytest.raises(ValueError, match="keep 1 or more"):
-        save_checkpoint(saved, model, step=3, keep=0)
-    with pytest.raises(ValueError, match="step must be 0 or more"):
-        save_checkpoint(saved, model, step=-1)
+    with pytest.raises(FileExistsError, match=r"step-00000002 is a checkpoint itself: save to the folder of the run, .*run$"):
+        save_checkpoint(saved / "step-00000002", model, step=3)
+    with pytest.raises(NotADirectoryError, match=r"manifest\.json is a file"):
+        save_checkpoint(saved / "step-00000002" / "manifest.json", model, step=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"keep": 0}, ValueError, "keep must be 1 or more, got 0"),
+        ({"keep": 1.5}, TypeError, "keep must be a whole number, got 1.5"),
+        ({"step": -1}, ValueError, "step must be 0 or more, got -1"),
+        ({"step": 5.0}, TypeError, "step must be a whole number, got 5.0"),
+        ({"step": None}, TypeError, "step must be a whole number, got None"),
+        ({"extra": 3}, TypeError, "extra must be a dictionary, got int"),
+        ({"extra": {3: 1}}, TypeError, "extra must have strings for names, got 3"),
+        ({"extra": {"s": Step.FIRST}}, TypeError, r"extra\['s'\] must be a tensor, or numbers and strings, got Step"),
+        (
+            {"extra": {"q": bfp.quantize(torch.ones(2, 32), FORMAT)}},
+            TypeError,
+            r"extra\['q'\] must be a dense tensor, got Quant",
+        ),
+        ({"model": {}}, TypeError, "model must be a torch.nn.Module, got dict"),
+    ],
+    ids=str,
+)
+def test_arguments_that_could_not_be_loaded_again(change, error, match, tmp_path):
+    with pytest.raises(error, match=match):
+        save_checkpoint(tmp_path, **({"model": torch.nn.Linear(2, 2), "step": 1} | change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy(tmp_path):
+    """Schedulers and metrics make them; they are saved as Python's."""
+    model = model_of(FORMAT, SHAPES)
+    optimizer = AdamW(model.parameters(), lr=0.5)
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    extra = {"loss": np.mean([1.0, 2.0]), "both": (np.int64(3), np.bool_(True))}
+    save_checkpoint(tmp_path, model, optimizer, step=np.int64(7), extra=extra)
+    loaded = load_checkpoint(tmp_path, model, optimizer, step=np.int64(7))
+    assert (loaded.step, loaded.extra) == (7, {"loss": 1.5, "both": (3, True)})
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    with pytest.raises(ValueError, match=r"optimizer's parameter 0, of shape \(64, 128\), is none of the model's"):
+        save_checkpoint(tmp_path, model_of(FORMAT, SHAPES), optimizer, step=8)
+    optimizer.param_groups[0]["eps"] = Step.FIRST
+    with pytest.raises(
+        TypeError, match=r"optimizer\.param_groups\[0\]\.eps must be a tensor, or numbers and strings, got Step"
+    ):
+        save_checkpoint(tmp_path, model, optimizer, step=8)
+
+
+def test_a_value_that_only_a_foreign_program_wrote_is_refused(saved, monkeypatch):
+    """Before anything is read into the model."""
+    monkeypatch.setattr(plain_values, "plain", lambda name, value: value)
+    monkeypatch.setattr(plain_values, "plain_extra", lambda extra: extra)
+    save_checkpoint(saved, model_of(FORMAT, SHAPES), step=3, extra={"s": Harmful()})
+    refused(saved, r"extra\.own\.s can't be read")
 
 
 def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
@@ -101,12 +170,41 @@ def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
     assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000002", "step-00000003"]
 
 
+def test_what_is_just_written_stays_also_after_going_back(saved):
+    model = model_of(FORMAT, SHAPES)
+    save_checkpoint(saved, model, step=300)
+    load_checkpoint(saved, model, step=2)
+    (saved / "step-00000007").write_text("a file")
+    (saved / "step-00000008").mkdir()
+    (saved / "step-000000009").mkdir()
+    assert save_checkpoint(saved, model, step=150, keep=2).wait().is_dir()
+    others = ["step-00000007", "step-00000008", "step-000000009"]
+    assert sorted(path.name for path in saved.iterdir()) == sorted([*others, "step-00000150", "step-00000300"])
+    assert load_checkpoint(saved, model).step == 300
+
+
 def test_a_save_that_fails_leaves_what_was_there(saved, monkeypatch):
     model = model_of(FORMAT, SHAPES)
-    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(BaseException, match="no space left"):
+    monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("no way")))
+    with pytest.raises(OSError, match=r"step-00000003 was not saved: rank 0: OSError: no way"):
         save_checkpoint(saved, model, step=3)
-    assert manifest.steps(saved) == [1, 2]
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_that_is_full(saved, wait):
+    """It is named, nothing stays behind, and the next save is the next save."""
+    model, before = model_of(FORMAT, [(64, 512)]), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
+    try:
+        with pytest.raises(OSError, match=r"step-00000003 was not saved: rank 0: OSError: \[Errno 27\] File too large"):
+            save_checkpoint(saved, model, step=3, wait=wait).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]
+    assert save_checkpoint(saved, model, step=4, wait=wait).wait().is_dir()
 
 
 class Harmful:

@@ -51,7 +51,11 @@ class WholeOrNothing(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file and sums it up."""
-        written = super().write_data(plan, planner).wait()
+        try:
+            written = super().write_data(plan, planner).wait()
+        except Exception as error:
+            # torch hides a disk that is full behind an error of its own.
+            raise _of_the_disk(error) from error
         names = {result.storage_data.relative_path for result in written}
         sums = {name: manifest.file_sum(Path(self.path) / name) for name in names}
         summed: Future[list[WriteResult]] = Future()
@@ -71,6 +75,14 @@ class WholeOrNothing(FileSystemWriter):
 def _with_sum(result: WriteResult, sums: dict[str, FileSum]) -> WriteResult:
     name = result.storage_data.relative_path
     return dataclasses.replace(result, storage_data=_Summed(result.storage_data, name, sums[name]))
+
+
+def _of_the_disk(error: BaseException) -> BaseException:
+    """The OSError that an error came from; itself where it came from none."""
+    origin: BaseException | None = error
+    while origin is not None and not isinstance(origin, OSError):
+        origin = origin.__cause__ or origin.__context__
+    return origin or error
 
 
 def problems(checkpoint: Path, rank: int = 0, world: int = 1) -> list[str]:
@@ -95,6 +107,19 @@ class PlainReader(FileSystemReader):
         return index
 
 
+def read_listed_index(checkpoint: Path) -> Metadata:
+    """DCP's index of a checkpoint whose manifest, and so `problems`, has every file that it names.
+
+    Raises:
+        BadCheckpoint: it is no index, or the manifest lacks a file.
+    """
+    index, listed = read_index(checkpoint), manifest.read_manifest(checkpoint)
+    used = {INDEX, *(where.relative_path for where in (index.storage_data or {}).values())}
+    if used - listed.keys():
+        raise BadCheckpoint(f"{checkpoint / manifest.MANIFEST} doesn't list {', '.join(sorted(used - listed.keys()))}")
+    return index
+
+
 def read_index(checkpoint: Path) -> Metadata:
     """DCP's index of a checkpoint.
 
@@ -109,9 +134,9 @@ def read_index(checkpoint: Path) -> Metadata:
     except OSError as error:
         raise BadCheckpoint(f"{checkpoint} is no checkpoint of torch's DCP: {path}: {error.strerror}") from error
     except Exception as error:
-        raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error}") from error
-    if not isinstance(index, Metadata):
-        raise BadCheckpoint(f"{path} is not an index of torch's DCP: it holds a {type(index).__name__}")
+        raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error!r}") from error
+    if not isinstance(index, Metadata) or not isinstance(getattr(index, "state_dict_metadata", None), dict):
+        raise BadCheckpoint(f"{path} is not an index of torch's DCP: it holds a {type(index).__name__} without tensors")
     if getattr(index, "storage_meta", None) is None:
         index.storage_meta = StorageMeta()
     return index

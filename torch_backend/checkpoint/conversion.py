@@ -1,4 +1,8 @@
-"""Weights that a checkpoint holds in another format than the model: found, read as they are there, and converted."""
+"""Weights that a checkpoint holds in another format than the model: found, read as they are there, and converted.
+
+With an optimizer the master goes with them: one that the checkpoint has is what the weight is made from, also where the model
+has none, because it is fp32 itself; where the checkpoint has none, its values become the master.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
 from ..weights.state_dict import cut, format_of, placed, replicated
+from . import model_names
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Conversion:
         param: the model's.
         theirs: the format in the checkpoint; None for high precision.
         dtype: the dtype there, nominal where there is a format.
+        nominal: whether nothing but the nominal dtype differs: the codes are loaded as they are.
         keep_init: whether the model keeps originals of this parameter.
         read: by name, what is read from the checkpoint in the place of the parameter's own entries.
     """
@@ -37,6 +43,7 @@ class Conversion:
     param: Tensor
     theirs: Format | None
     dtype: torch.dtype
+    nominal: bool
     keep_init: bool
     read: dict[str, Tensor]
 
@@ -55,19 +62,22 @@ def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) ->
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     found, different = [], []
-    for name, param in model.named_parameters(remove_duplicate=False):
+    holders = model_names.modules(model)
+    for name, param in model_names.parameters(model).items():
         what = there.get(name)
         if not isinstance(what, TensorStorageMetadata):
             continue
         local, theirs = sharding.local_of(param), format_of(name, there)
         ours = local.format if isinstance(local, QuantizedTensor) else None
         dtype = what.properties.dtype if theirs is None else there[f"{name}{FORMAT}{theirs}"].properties.dtype
-        if ours is theirs and (ours is not None or dtype == param.dtype):
+        if ours is theirs and dtype == param.dtype:
             continue
-        different.append(f"{name} is {ours or param.dtype} in the model and {theirs or dtype} in the checkpoint")
-        holder = model.get_submodule(name.rpartition(".")[0])
-        keep = getattr(holder, "keep_init", True)
-        found.append(Conversion(name, param, theirs, dtype, keep, _to_read(name, param, theirs, dtype)))
+        nominal = ours is theirs and ours is not None
+        kinds = (f"{ours} of {param.dtype}", f"{theirs} of {dtype}") if nominal else (ours or param.dtype, theirs or dtype)
+        different.append(f"{name} is {kinds[0]} in the model and {kinds[1]} in the checkpoint")
+        keep = getattr(holders.get(name.rpartition(".")[0]), "keep_init", True)
+        read = _format_entry(name, param, theirs, dtype) if nominal else _to_read(name, param, theirs, dtype)
+        found.append(Conversion(name, param, theirs, dtype, nominal, keep, read))
     if different and not requantize:
         more = f"; and {len(different) - 4} more" if len(different) > 4 else ""
         raise BadCheckpoint(f"{'; '.join(different[:4])}{more}: load_checkpoint(.., requantize=True) converts")
@@ -78,11 +88,42 @@ def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
     """Puts what is to be read in the place of the parameters' own entries in a state dict."""
     for one in converted:
         local = sharding.local_of(one.param)
-        del state[one.name]
-        if isinstance(local, QuantizedTensor):
+        if isinstance(local, QuantizedTensor) and not one.nominal:
             for suffix in (*SUFFIXES.values(), f"{FORMAT}{local.format}"):
                 state.pop(one.name + suffix, None)
         state.update(one.read)
+
+
+def replace_masters(converted: Sequence[Conversion], states: dict[str, Any], there: Mapping[str, Any]) -> list[Conversion]:
+    """Puts masters into an optimizer's state dict where the checkpoint has one, and takes them out where it has none.
+
+    Args:
+        converted: the parameters.
+        states: the entries of the optimizer's state dict by name of the parameter.
+        there: what the checkpoint's index says of each of the optimizer's names.
+
+    Returns:
+        Of which parameters they were taken out: the optimizer wants one.
+    """
+    wanted = []
+    for one in converted:
+        entries, has = states.get(one.name), f"state.{one.name}.master" in there
+        if entries is None or has == ("master" in entries):
+            continue
+        if has:
+            local = sharding.local_of(one.param)
+            entries["master"] = placed(one.param, torch.empty(local.shape, dtype=torch.float32, device=local.device))
+        else:
+            del entries["master"]
+            wanted.append(one)
+    return wanted
+
+
+def masters_of(converted: Sequence[Conversion], states: Mapping[str, Any]) -> list[Tensor | None]:
+    """The masters that have been read, this rank's part of each; the same for each name of a parameter."""
+    by_name = {one.name: states.get(one.name, {}).get("master") for one in converted}
+    found = {id(one.param): by_name[one.name] for one in converted if by_name[one.name] is not None}
+    return [sharding.local_of(found[id(one.param)]) if id(one.param) in found else None for one in converted]
 
 
 @torch.no_grad()
@@ -93,19 +134,24 @@ def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -
         converted: the parameters.
         masters: the optimizer's fp32 weights where they have been loaded: they are what the codes are made from then.
     """
+    pairs = [(one, master) for one, master in zip(converted, masters, strict=True) if not one.nominal]
     quantized: list[tuple[Tensor, Tensor]] = []
-    for one, master in zip(converted, masters, strict=True):
+    for one, master in pairs:
         local = sharding.local_of(one.param)
-        values = _values(one) if master is None else master
+        values = values_of(one) if master is None else master
         if not isinstance(local, QuantizedTensor):
             local.copy_(values)
             continue
         quantized.append((one.param, values))
     requantize_([param for param, _ in quantized], [values for _, values in quantized])
-    for one, master in zip(converted, masters, strict=True):
+    for one, master in pairs:
         local = sharding.local_of(one.param)
         if isinstance(local, QuantizedTensor) and one.theirs is None and master is None and one.keep_init:
             local.initial = sharding.local_of(one.read[one.name]).to("cpu", copy=True)
+
+
+def _format_entry(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {f"{name}{FORMAT}{theirs}": torch.empty((0, *param.shape), dtype=dtype)}
 
 
 def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -125,12 +171,11 @@ def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype
         else:
             value = replicated(param, whole)
         read[name + SUFFIXES[part.name]] = value
-    read[f"{name}{FORMAT}{theirs}"] = torch.empty((0, *param.shape), dtype=dtype)
-    return read
+    return read | _format_entry(name, param, theirs, dtype)
 
 
-def _values(one: Conversion) -> Tensor:
-    """What this rank's part of the parameter is in the checkpoint."""
+def values_of(one: Conversion) -> Tensor:
+    """What this rank's part of the parameter is in the checkpoint, in high precision."""
     if one.theirs is None:
         return sharding.local_of(one.read[one.name])
     lies = sharding.sharding_of(one.param)

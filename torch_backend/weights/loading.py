@@ -102,6 +102,8 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
         if not ours or not isinstance(value, Tensor) or value.shape != param.shape:
             continue
         if not isinstance(sharding.local_of(value), QuantizedTensor):
+            if value.dtype not in DTYPES:
+                raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
             taken[name] = (key, state_dict.pop(key))
     module.__dict__[_TAKEN] = taken
 

@@ -186,10 +186,15 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metada
     taken: dict[str, dict[str, Tensor]] = {}
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         key = prefix + name
-        if isinstance(sharding.local_of(param), QuantizedTensor) and isinstance(state_dict.get(key), Tensor):
-            check_format(param, key, state_dict)
-            if format_of(key, state_dict) is not None:
-                taken[name] = {suffix: state_dict.pop(key + suffix) for suffix in _suffixes(param, key, state_dict)}
+        if isinstance(sharding.local_of(param), QuantizedTensor):
+            if isinstance(state_dict.get(key), Tensor):
+                check_format(param, key, state_dict)
+                if format_of(key, state_dict) is not None:
+                    taken[name] = {suffix: state_dict.pop(key + suffix) for suffix in _suffixes(param, key, state_dict)}
+            else:
+                # Without the codes, which torch leaves out where frozen parameters are ignored, the rest is of no use.
+                for suffix in [*filter(None, SUFFIXES.values()), f"{FORMAT}{format_of(key, state_dict)}"]:
+                    state_dict.pop(key + suffix, None)
         elif format_of(key, state_dict) is not None:
             raise ValueError(
                 f"{key} is {param.dtype} in the model and {format_of(key, state_dict)} in what is loaded: {_REMEDY}"

@@ -1,0 +1,144 @@
+"""Whether what a checkpoint holds is what a model and an optimizer need: found out before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count, takewhile, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from blockfp.manifest import BadCheckpoint
+
+from . import model_names
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+
+_LAYER_STATE = {"input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale", "rng_key", "step"}
+"""Buffers that some recipes need and others don't."""
+
+
+def names_of(index: Metadata, part: str) -> dict[str, Any]:
+    """What a checkpoint has under "model", "optimizer" or "extra", by name."""
+    prefix = f"{part}."
+    return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
+
+
+def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:
+    """Checks that a checkpoint has exactly what a model's state dict names, as it is there.
+
+    Args:
+        checkpoint: the folder, for errors.
+        there: what its index says of each name.
+        state: the model's. With `requantize` what only the model's recipe keeps is taken out, and stays as it is.
+        model: the model.
+        requantize: whether the recipes may differ.
+
+    Raises:
+        BadCheckpoint: something is missing, surplus, or of another shape or dtype.
+    """
+    surplus = there.keys() - dict(_flat(state)).keys()
+    if requantize:
+        modules = model_names.modules(model)
+
+        def of_recipe(name: str) -> bool:
+            prefix, _, last = name.rpartition(".")
+            return last in _LAYER_STATE and hasattr(modules.get(prefix), "weight")
+
+        surplus = {name for name in surplus if not of_recipe(name)}
+        for name in [name for name in state if name not in there and of_recipe(name)]:
+            del state[name]
+    _check(checkpoint, MODEL, there, dict(_flat(state)), surplus)
+
+
+def fit_optimizer(
+    checkpoint: Path, there: Mapping[str, Any], plain: Mapping[str, Any], state: dict[str, Any], model: nn.Module
+) -> None:
+    """Checks that a checkpoint has what an optimizer's state dict names.
+
+    Args:
+        checkpoint: the folder, for errors.
+        there: what its index says of each name.
+        plain: what it holds that is no tensor, by DCP's names.
+        state: the optimizer's. Parameters of which the checkpoint has no state at all, since they had no gradient yet, are
+            taken out; those that are frozen here need none.
+        model: whose parameters they are.
+
+    Raises:
+        BadCheckpoint: something is missing, surplus, or of another shape or dtype; or parameters are in other groups.
+    """
+    ours = [group["params"] for group in state["param_groups"]]
+    keys = (f"{OPTIMIZER}.param_groups.{i}.params" for i in count())
+    theirs = [plain[key] for key in takewhile(plain.__contains__, keys)]
+    for i, (own, other) in enumerate(zip_longest(ours, theirs, fillvalue=())):
+        if there and set(own) != set(other):
+            raise BadCheckpoint(
+                f"{checkpoint} has the optimizer's parameters in other groups: group {i} has there, but not here, "
+                f"{_some(sorted(set(other) - set(own)))}; here, but not there, {_some(sorted(set(own) - set(other)))}"
+            )
+    params, of = model_names.parameters(model), {}
+    for name in there:
+        if name.startswith("state."):
+            of[name] = _parameter_of(name, params)
+    states, known = state["state"], set(of.values())
+    for name in [name for name in states if known and name not in known]:
+        del states[name]
+    surplus = there.keys() - dict(_flat(state)).keys()
+    surplus = {n for n in surplus if (param := params.get(of.get(n, ""))) is None or param.requires_grad}
+    _check(checkpoint, OPTIMIZER, there, dict(_flat(state)), surplus)
+
+
+def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:
+    """The parameter whose state an entry "state.PARAMETER.ENTRY" is; "" where it is of none."""
+    key = name.removeprefix("state.")
+    while key and key not in params:
+        key = key.rpartition(".")[0]
+    return key
+
+
+def _check(checkpoint: Path, part: str, there: Mapping[str, Any], wanted: dict[str, Any], surplus: set[str]) -> None:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not there and wanted:
+        raise BadCheckpoint(f"{checkpoint} holds no {part}")
+    missing = wanted.keys() - there.keys()
+    if missing or surplus:
+        lacks, has = _some(sorted(missing)), _some(sorted(surplus))
+        raise BadCheckpoint(f"{checkpoint} doesn't fit the {part}: it lacks {lacks}, and has beyond it {has}")
+    for name, value in wanted.items():
+        saved, full_name = there[name], f"{part}.{name}"
+        if isinstance(value, Tensor) != isinstance(saved, TensorStorageMetadata):
+            kinds = ("no tensor", "a tensor") if isinstance(value, Tensor) else ("a tensor", "none")
+            raise BadCheckpoint(f"{full_name} is {kinds[0]} in the checkpoint, and {kinds[1]} here")
+        if isinstance(value, Tensor):
+            _check_tensor(full_name, value, saved)
+
+
+def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> None:
+    if value.is_meta:
+        raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
+    kinds = (("shape", tuple(saved.size), tuple(value.shape)), ("dtype", saved.properties.dtype, value.dtype))
+    for what, there, here in kinds:
+        if there != here:
+            raise BadCheckpoint(f"{name} has {what} {there} in the checkpoint and {here} here")
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dictionaries and lists under the names that DCP gives them."""
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list) and any(isinstance(inner, dict | list | Tensor) for inner in value):
+        entries = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, inner in entries:
+        yield from _flat(inner, f"{path}.{key}" if path else str(key))
+
+
+def _some(names: list[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

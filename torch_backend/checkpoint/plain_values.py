@@ -1,0 +1,87 @@
+"""What a checkpoint holds beside tensors: settings, counters, names. Plain values only, so that `weights_only` reads them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from blockfp.manifest import BadCheckpoint
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+
+
+def plain(name: str, value: Any) -> Any:
+    """A value as it is saved: NumPy's numbers as Python's, in dictionaries, lists and tuples too; tensors as they are.
+
+    Args:
+        name: of the value, for errors.
+
+    Raises:
+        TypeError: it holds what couldn't be loaded again.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in (bool, int, float, str, bytes, type(None)):
+        return value
+    if isinstance(value, Tensor):
+        if isinstance(sharding.local_of(value), QuantizedTensor) or value.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got {type(value).__name__} of {value.layout}: dequantize it first")
+        return value
+    if isinstance(value, dict):
+        return {key: plain(f"{name}.{key}", inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(f"{name}[{i}]", inner) for i, inner in enumerate(value))
+    raise TypeError(f"{name} must be a tensor, or numbers and strings, got {type(value).__name__}")
+
+
+def plain_extra(extra: Any) -> dict[str, Any]:
+    """What `save_checkpoint` is given as `extra`, as it is saved.
+
+    Raises:
+        TypeError: it is no dictionary by name, or holds something that is neither a tensor, nor numbers, strings, None and
+            tuples of them.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dictionary, got {type(extra).__name__}")
+    found = {}
+    for name, value in (extra or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"extra must have strings for names, got {name!r}")
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, dict | list | tuple) or (isinstance(part, Tensor) and part is not value):
+                raise TypeError(f"extra[{name!r}] must be a tensor, or numbers and strings, got {type(part).__name__}")
+        found[name] = plain(f"extra[{name!r}]", value)
+    return found
+
+
+def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
+    """All values of a checkpoint that are no tensors, by DCP's names.
+
+    Args:
+        checkpoint: the folder.
+        index: its index.
+        parts: what names must begin with.
+
+    Raises:
+        BadCheckpoint: one can't be read, or is none of the plain values that `weights_only` allows.
+    """
+    found = {}
+    for name, what in index.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata) or not name.startswith(parts):
+            continue
+        try:
+            where = index.storage_data[MetadataIndex(name)]
+            with (checkpoint / where.relative_path).open("rb") as file:
+                file.seek(where.offset)
+                found[name] = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise BadCheckpoint(f"{checkpoint}: {name} can't be read: {error}") from error
+    return found

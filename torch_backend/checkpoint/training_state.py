@@ -1,0 +1,98 @@
+"""What a model and its optimizer hold as torch's state dicts show it, and how an optimizer is put back afterwards."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..optimizer.adamw import Adam, AdamW
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+
+
+def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """What puts an optimizer back: it takes away state that was made since, and gives parameters the `initial` of now.
+
+    A master that stayed would be of the weights as they are now: the next step would undo a later load.
+    """
+    state = optimizer.state
+    had = {param: set(entries) for param, entries in state.items()}
+    locals = [sharding.local_of(param) for param in _params(optimizer)]
+    initial = [(local, local.initial) for local in locals if isinstance(local, QuantizedTensor)]
+
+    def put_back() -> None:
+        optimizer.state = state
+        for param in list(state):
+            for entry in set(state[param]) - had.get(param, set()):
+                del state[param][entry]
+            if param not in had:
+                del state[param]
+        for local, values in initial:
+            local.initial = values
+
+    return put_back
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+    """The state dict of an optimizer, by names of parameters; what has no state yet gets the one that it would begin with.
+
+    Take what puts it back (`as_it_is`) first. The gradients stay as they are.
+
+    Args:
+        model: whose parameters it has.
+        optimizer: any; of torch's only one that has taken no step gets a state.
+        whole: of torch's too every parameter gets a state, though what they have is lost.
+
+    Raises:
+        ValueError: the optimizer has a parameter that the model doesn't.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    known = {id(param) for param in model.parameters()}
+    for i, param in enumerate(_params(optimizer)):
+        if id(param) not in known:
+            raise ValueError(
+                f"optimizer's parameter {i}, of shape {tuple(param.shape)}, is none of the model's: make the optimizer of "
+                "model.parameters() after the model has been converted and sharded"
+            )
+    if isinstance(optimizer, AdamW | Adam):
+        optimizer.make_state()
+    elif whole and any(param.requires_grad and not optimizer.state.get(param) for param in _params(optimizer)):
+        optimizer.state = defaultdict(dict)
+    new = not optimizer.state
+    with _gradients_aside(optimizer):
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # pyright: ignore[reportAssignmentType]
+    for entries in state["state"].values():
+        if new and "step" in entries:
+            # torch makes a state by a step with gradients of zero, and counts it.
+            entries["step"] = entries["step"] * 0
+    return state
+
+
+@contextmanager
+def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch makes the state of an optimizer that hasn't taken a step yet, but only where there are no gradients."""
+    params = list(_params(optimizer))
+    gradients = [param.grad for param in params]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if not optimizer.state:
+        for param in params:
+            param.grad = None
+    try:
+        yield
+    finally:
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
