@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 from . import bits, layout
 from .bits import Array
 from .formats import Format
+
+_LARGEST = 2.0**128 - 2.0**104  # float32's
 
 
 def check_input(x: Array) -> None:
@@ -19,9 +22,11 @@ def check_input(x: Array) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Raises ValueError where eps is not finite or is negative."""
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    """Raises TypeError where eps is no number, ValueError where it is negative or no finite one of float32."""
+    if not isinstance(eps, Real):
+        raise TypeError(f"eps must be a number, got {type(eps).__name__}: {eps!r}")
+    if not 0 <= eps <= _LARGEST:
+        raise ValueError(f"eps must be finite in float32 and not negative, got {eps}")
 
 
 def check_limits(format: Format, eps: float, nominal: str) -> None:

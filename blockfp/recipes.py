@@ -13,7 +13,7 @@ arguments and results of functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -24,6 +24,10 @@ Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
 Compute = Literal["quantized", "high_precision"]
+
+_OPERANDS: tuple[Operand, ...] = get_args(Operand)
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+_PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,9 @@ class Delayed:
     algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self):
+        for name, value in (("history", self.history), ("margin", self.margin)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}")
         if self.history < 1:
             raise ValueError(f"history must be 1 or more steps, got {self.history}")
         if not -100 <= self.margin <= 100:
@@ -105,16 +112,18 @@ class Recipe:
     fast_accum: frozenset[Product] = frozenset({"forward"})
 
     def __post_init__(self):
-        for operand in get_args(Operand):
-            for direction in get_args(Direction):
-                cast = self.cast(operand, direction)
-                if not isinstance(cast, Cast):
-                    raise TypeError(f"{operand} {direction} must be a Cast, got {cast!r}")
+        for operand in _OPERANDS:
+            for direction in _DIRECTIONS:
+                _check_cast(f"{operand} {direction}", self.cast(operand, direction))
+        if not isinstance(self.delayed, Delayed | None):
+            raise TypeError(f"delayed must be recipes.Delayed(..) or None, got {self.delayed!r}")
         check_eps(self.eps)
+        if isinstance(self.fast_accum, str) or not isinstance(self.fast_accum, Iterable):
+            raise TypeError(f"fast_accum must be a set of products among {_PRODUCTS}, got {self.fast_accum!r}")
         object.__setattr__(self, "fast_accum", frozenset(self.fast_accum))
-        unknown = self.fast_accum - set(get_args(Product))
+        unknown = self.fast_accum - set(_PRODUCTS)
         if unknown:
-            raise ValueError(f"fast_accum names products among {get_args(Product)}, got {sorted(unknown)}")
+            raise ValueError(f"fast_accum names products among {_PRODUCTS}, got {sorted(unknown)}")
         self._check_weight()
         self._check_rotations()
 
@@ -139,19 +148,29 @@ class Recipe:
 
     def cast(self, operand: Operand, direction: Direction = "rowwise") -> Cast:
         """The cast of one operand in one direction."""
+        if operand not in _OPERANDS or direction not in _DIRECTIONS:
+            raise ValueError(
+                f"there are {', '.join(_OPERANDS)}, each {' and '.join(_DIRECTIONS)}; got {operand!r}, {direction!r}"
+            )
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 
     def replace(self, **changes) -> Recipe:
         """A copy with some fields changed; a changed rowwise cast is the columnwise one too unless that is given."""
-        for operand in get_args(Operand):
+        for operand in _OPERANDS:
             if operand in changes and f"{operand}_columnwise" not in changes:
                 cast = changes[operand]
+                _check_cast(operand, cast)
                 square = cast.format is None or cast.format.square or operand != "weight"
                 changes[f"{operand}_columnwise"] = cast if square else HIGH_PRECISION
         return replace(self, **changes)
 
     def __str__(self) -> str:
         return self.name
+
+
+def _check_cast(where: str, cast: object) -> None:
+    if not isinstance(cast, Cast):
+        raise TypeError(f"{where} must be a Cast, such as Cast('fp8_e5m2') or Cast(None), got {cast!r}")
 
 
 PRODUCTS: dict[Product, tuple[tuple[Operand, Direction], tuple[Operand, Direction]]] = {
@@ -271,8 +290,8 @@ def by_operand(casts: CastFunction) -> ByPath:
 
     def recipe(path: str) -> Recipe | None:
         found: dict[str, Cast] = {}
-        for operand in get_args(Operand):
-            for direction in get_args(Direction):
+        for operand in _OPERANDS:
+            for direction in _DIRECTIONS:
                 answer = casts(path, operand, direction)
                 try:
                     cast = answer if isinstance(answer, Cast) else Cast(None if answer is None else Format.parse(answer))
@@ -304,7 +323,7 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
     if compute not in get_args(Compute):
         raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
     for operand in ("input", "weight"):
-        for direction in get_args(Direction):
+        for direction in _DIRECTIONS:
             if recipe.cast(operand, direction).stochastic:
                 raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
     for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
@@ -312,7 +331,7 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
             raise ValueError(f"recipe {recipe} rotates {cast}, but only the operands of the weight gradient are rotated")
     if recipe.delayed is not None:
         for operand in ("input", "gradient"):
-            casts = [recipe.cast(operand, direction) for direction in get_args(Direction)]
+            casts = [recipe.cast(operand, direction) for direction in _DIRECTIONS]
             if any(cast.stochastic or cast.rotate for cast in casts):
                 wanted = " and ".join(map(str, casts))
                 raise ValueError(f"recipe {recipe}: delayed scaling rounds the {operand} as it is to nearest, got {wanted}")

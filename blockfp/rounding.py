@@ -47,18 +47,24 @@ def key_words(key: Key) -> tuple[Any, Any]:
     An integer seed s is (s >> 32, s & 0xffffffff).
 
     Raises:
-        ValueError: a seed outside 0..2^64 - 1, or something that isn't two words.
+        ValueError: a seed outside 0..2^64 - 1, or something that isn't two words of 0..2^32 - 1.
     """
-    if isinstance(key, int) and not isinstance(key, bool):
-        if not 0 <= key < 1 << 64:
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        seed = int(key)
+        if not 0 <= seed < 1 << 64:
             raise ValueError(f"key must be a seed in 0..2^64 - 1 or two uint32 words, got {key}")
-        return key >> 32, key & 0xFFFFFFFF
+        return seed >> 32, seed & 0xFFFFFFFF
     words: Any = key
     if hasattr(words, "dtype"):
+        # Of the libraries' arrays only NumPy's are looked into: others may be traced, or on a device that would be waited for.
+        seen = isinstance(words, np.ndarray) and words.dtype == np.int64
         if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64"):
-            return words[0], words[1]
-    elif isinstance(words, Sequence) and len(words) == 2 and all(isinstance(w, int) and 0 <= w < 1 << 32 for w in words):
-        return words[0], words[1]
+            if not seen or all(0 <= word < 1 << 32 for word in words.tolist()):
+                return words[0], words[1]
+    elif isinstance(words, Sequence) and len(words) == 2 and all(isinstance(w, int | np.integer) for w in words):
+        first, second = int(words[0]), int(words[1])
+        if 0 <= first < 1 << 32 and 0 <= second < 1 << 32:
+            return first, second
     raise ValueError(f"key must be an integer seed or two uint32 words, got {key!r}")
 
 

@@ -139,7 +139,7 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
         key: an integer seed, two uint32 words, or a typed key of `jax.random.key`.
 
     Raises:
-        ValueError: none of these, or a typed key of another generator than threefry2x32.
+        ValueError: none of these, or a typed key of another generator than threefry2x32. Traced words are not looked at.
     """
     if key is None:
         return None
@@ -151,6 +151,8 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
                 "use jax.random.key(seed, impl='threefry2x32')"
             )
         key = jax.random.key_data(key)
+    if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, jax.core.Tracer):
+        key = np.asarray(key)
     words = key_words(key)
     if isinstance(key, jax.Array):
         return jnp.asarray(key, jnp.uint32)

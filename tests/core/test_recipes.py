@@ -52,8 +52,12 @@ def test_options():
     for bad in ({"history": 0}, {"margin": 1000}, {"algorithm": "median"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             recipes.fp8_delayed(**bad)
-    with pytest.raises(ValueError, match="eps"):
-        recipes.fp8_block(eps=-1.0)
+    for bad in ({"history": 1.5}, {"history": "a"}, {"margin": 0.5}):
+        with pytest.raises(TypeError, match=f"{next(iter(bad))} must be an integer, got"):
+            recipes.fp8_delayed(**bad)
+    for eps, error in ((-1.0, ValueError), (1e39, ValueError), (float("nan"), ValueError), ("1", TypeError)):
+        with pytest.raises(error, match="eps must be"):
+            recipes.fp8_block(eps=eps)
     with pytest.raises(ValueError, match="products"):
         recipes.mxfp8().replace(fast_accum={"backward"})
 
@@ -80,8 +84,17 @@ def test_what_is_refused():
         recipes.parse("mxfp9")
     with pytest.raises(TypeError, match="Recipe or its name"):
         recipes.parse(3)
-    with pytest.raises(TypeError, match="must be a Cast"):
-        recipes.mxfp8().replace(input_columnwise="mxfp8_e4m3")
+    for name, message in (("input_columnwise", "input columnwise"), ("gradient", "gradient"), ("weight", "weight")):
+        for value in ("mxfp8_e4m3", None):
+            with pytest.raises(TypeError, match=f"{message} must be a Cast"):
+                recipes.mxfp8().replace(**{name: value})
+    with pytest.raises(TypeError, match="delayed must be"):
+        recipes.fp8_current().replace(delayed=3)
+    with pytest.raises(TypeError, match="fast_accum must be a set of products"):
+        recipes.mxfp8().replace(fast_accum="forward")
+    for where in (("input", "column"), ("inputs", "rowwise")):
+        with pytest.raises(ValueError, match="each rowwise and columnwise; got"):
+            recipes.mxfp8().cast(*where)
 
 
 def test_a_recipe_by_path():

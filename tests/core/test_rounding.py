@@ -51,7 +51,10 @@ def test_keys():
     for key in (words, words.view(np.int32), words.astype(np.int64), [0x89ABCDEF, 0x01234567]):
         np.testing.assert_array_equal(numerics.quantize(x, "nvfp4", key=key).codes, expected)
     assert (numerics.quantize(x, "nvfp4", key=seed + 1).codes != expected).any()
-    for key in (-1, 2**64, True, "ab", (1,), (1, 2**32), np.zeros(3, np.uint32), np.zeros(2)):
+    for same in (np.uint64(seed), (np.int64(seed >> 32), np.uint32(seed & 0xFFFFFFFF))):
+        np.testing.assert_array_equal(numerics.quantize(x, "nvfp4", key=same).codes, expected)
+    outside = (-1, 2**64, np.int64(-1), (1, 2**32), (1, np.int64(-1)), np.array([2**32 + 1, 2]), np.array([1, -2]))
+    for key in (*outside, True, "ab", (1,), np.zeros(3, np.uint32), np.zeros(2)):
         with pytest.raises(ValueError, match="key must be"):
             numerics.quantize(x, "nvfp4", key=key)
 

@@ -153,6 +153,7 @@ def test_refused_arguments(x):
         "ab",
         np.zeros(2, np.float32),
         np.zeros((2, 2), np.uint32),
+        np.array([2**32 + 1, 2]),
         pytest.param(lambda: jax.random.split(jax.random.key(0)), id="two keys"),
         pytest.param(lambda: jax.random.key(0, impl="rbg"), id="rbg"),
         pytest.param(lambda: jax.random.PRNGKey(0, impl="rbg"), id="four words"),
@@ -161,6 +162,15 @@ def test_refused_arguments(x):
 def test_refused_keys(key, x):
     with pytest.raises(ValueError, match="key must be"):
         bfp.quantize(x, "mxfp8_e4m3", key=key() if callable(key) else key)
+
+
+def test_words_of_64_bits(x):
+    with jax.enable_x64(True):
+        with pytest.raises(ValueError, match="key must be"):
+            bfp.quantize(x, "mxfp8_e4m3", key=jnp.array([2**32 + 1, 2]))
+        words = jnp.array([2**32 - 1, 2])
+        traced = jax.jit(lambda key: bfp.quantize(x, "mxfp8_e4m3", key=key).codes)(words)
+        np.testing.assert_array_equal(traced, bfp.quantize(x, "mxfp8_e4m3", key=words).codes)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "nvfp4"])

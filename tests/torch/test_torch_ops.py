@@ -100,6 +100,7 @@ def test_formats_are_graphs_of_their_own():
         (torch.zeros(4, 4), {"format": "mxfp9"}, ValueError, "mxfp9"),
         (torch.zeros(4, 4), {"key": torch.Generator()}, TypeError, "random_key"),
         (torch.zeros(4, 4), {"key": -3}, ValueError, "key must be"),
+        (torch.zeros(4, 4), {"key": torch.tensor([2**32 + 1, 2])}, ValueError, "key must be"),
         (torch.zeros(4, 4), {"key": torch.zeros(3, dtype=torch.int32)}, ValueError, "key must be"),
         (torch.zeros(4, 4), {"key": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "meta"),
     ],
