@@ -150,7 +150,7 @@ class Recipe:
         """The cast of one operand in one direction."""
         if operand not in _OPERANDS or direction not in _DIRECTIONS:
             raise ValueError(
-                f"there are {', '.join(_OPERANDS)}, each {' and '.join(_DIRECTIONS)}; got {operand!r}, {direction!r}"
+                f"casts are of {', '.join(_OPERANDS)}, {' and '.join(_DIRECTIONS)}; got {operand!r}, {direction!r}"
             )
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 

@@ -57,10 +57,9 @@ def key_words(key: Key) -> tuple[Any, Any]:
     words: Any = key
     if hasattr(words, "dtype"):
         # Of the libraries' arrays only NumPy's are looked into: others may be traced, or on a device that would be waited for.
-        seen = isinstance(words, np.ndarray) and words.dtype == np.int64
-        if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64"):
-            if not seen or all(0 <= word < 1 << 32 for word in words.tolist()):
-                return words[0], words[1]
+        beyond = isinstance(words, np.ndarray) and words.dtype == np.int64 and (words >> 32).any()
+        if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64") and not beyond:
+            return words[0], words[1]
     elif isinstance(words, Sequence) and len(words) == 2 and all(isinstance(w, int | np.integer) for w in words):
         first, second = int(words[0]), int(words[1])
         if 0 <= first < 1 << 32 and 0 <= second < 1 << 32:
