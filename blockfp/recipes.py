@@ -149,9 +149,8 @@ class Recipe:
     def cast(self, operand: Operand, direction: Direction = "rowwise") -> Cast:
         """The cast of one operand in one direction."""
         if operand not in _OPERANDS or direction not in _DIRECTIONS:
-            raise ValueError(
-                f"casts are of {', '.join(_OPERANDS)}, {' and '.join(_DIRECTIONS)}; got {operand!r}, {direction!r}"
-            )
+            known = f"{', '.join(_OPERANDS)}, each {' and '.join(_DIRECTIONS)}"
+            raise ValueError(f"operand and direction must be of {known}, got {operand!r} and {direction!r}")
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 
     def replace(self, **changes) -> Recipe:
