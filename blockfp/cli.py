@@ -29,15 +29,30 @@ try:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.text import Text
+    from typer import Context
+    from typer.core import TyperGroup
 
     from . import compressed_tensors, export
-    from .modelfile import BadFile, Model, Tensor, open_model
+    from .modelfile import Model, Tensor, open_model
     from .report import Findings, format_table, tensor_table, to_json
     from .store import dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+class _SayingErrors(TyperGroup):
+    """Commands whose input or disk is bad end with a line that says so, and 2."""
+
+    def invoke(self, ctx: Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # of a reader that has seen enough, such as head
+        except (OSError, ValueError) as error:
+            raise _refused(str(error) or repr(error)) from error
+
+
+app = typer.Typer(cls=_SayingErrors, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 out = Console()
 err = Console(stderr=True)
 
@@ -98,7 +113,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
 def _backends(names: list[str] | None) -> list[Backend]:
     """The named backends; by default all that are installed."""
     found = []
-    for name in names or BACKENDS:
+    for name in dict.fromkeys(names or BACKENDS):
         if name not in BACKENDS:
             raise _refused(f"--backend {name}: must be one of {', '.join(BACKENDS)}")
         try:
@@ -114,13 +129,6 @@ def _format(name: str) -> Format:
         return Format.parse(name)
     except ValueError as error:
         raise _refused(f"--format: {error}") from error
-
-
-def _open(path: Path) -> Model:
-    try:
-        return open_model(path)
-    except BadFile as error:
-        raise _refused(error) from error
 
 
 def _refused(why: object) -> typer.Exit:
@@ -140,6 +148,8 @@ def _check_output(path: Path, suffix: str, option: str, *, force: bool = True) -
         raise _refused(f"{option} {path}: the name must end in {suffix}")
     if not path.parent.is_dir():
         raise _refused(f"{option} {path}: {path.parent} is not a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise _refused(f"{option} {path}: {path.parent} can't be written to")
     if path.is_dir():
         raise _refused(f"{option} {path}: is a folder")
     if path.exists() and not force:
@@ -186,13 +196,13 @@ def check_command(
 ) -> None:
     """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
 
-    Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input.
+    Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input, also where no tensor can be quantized.
     """
     formats = list(FORMATS) if "all" in format else list(dict.fromkeys(map(_format, format)))
     for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
         if path:
             _check_output(path, suffix, option)
-    models = {path: _open(path) for path in files}
+    models = {path: open_model(path) for path in files}
     findings = Findings(_backends(backend), formats)
     _run_checks(models, findings)
 
@@ -210,7 +220,7 @@ def check_command(
         with replacing(plot) as temporary:
             draw(findings, temporary)
         say(f"picture: {plot}")
-    raise typer.Exit(0 if findings.identical else 1)
+    raise typer.Exit(2 if findings.empty else 0 if findings.identical else 1)
 
 
 @contextmanager
@@ -235,10 +245,7 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
                 if tensor.skipped:
                     continue
                 progress.update(task, description=escape(tensor.name))
-                try:
-                    x = tensor.read()
-                except BadFile as error:
-                    raise _refused(error) from error
+                x = tensor.read()
                 running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
                 checks = []
                 for future in running:
@@ -266,7 +273,9 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
     tensors = sum(len(tensors) for tensors in findings.files.values())
     names = ", ".join(backend.name for backend in findings.backends)
     what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
-    if differences:
+    if findings.empty:
+        say(f"{what}: nothing to check, which takes float32, float16 or bfloat16 of two or more axes", "red")
+    elif differences:
         say(f"{what}: bits differ", "red")
     elif len(findings.backends) == 1:
         say(f"{what}: only one backend, nothing to compare it with", "yellow")
@@ -289,17 +298,14 @@ def quantize_command(
     """Writes a model's codes and scales; tensors of fewer than two axes or another type are copied."""
     parsed = _format(format)
     _check_output(target, ".safetensors", "OUT", force=force)
-    model = _open(source)
+    model = open_model(source)
     _convert(model, target, lambda done: quantize_model(model, parsed, target, done))
 
 
 def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
     with _progress() as progress:
         task = progress.add_task(escape(target.name), total=len(model.tensors))
-        try:
-            convert(lambda _: progress.advance(task))
-        except BadFile as error:
-            raise _refused(error) from error
+        convert(lambda _: progress.advance(task))
     say(f"wrote {target}")
 
 
@@ -316,7 +322,7 @@ def dequantize_command(
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     _check_output(target, ".safetensors", "OUT", force=force)
-    model = _open(source)
+    model = open_model(source)
     _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
 
 
@@ -348,6 +354,8 @@ def export_command(
         raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     if dtype and to != "high-precision":
         raise _refused(f"--dtype {dtype}: goes with --to high-precision; codes have no dtype to choose")
+    if file_bytes is not None and file_bytes < 1:
+        raise _refused(f"--file-bytes {file_bytes}: must be 1 or more")
     folder = to == "compressed-tensors"
     if folder and target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
         raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites what is called the same in it")
@@ -359,22 +367,19 @@ def export_command(
         raise _refused(f"a checkpoint of PyTorch can't be read: {error}") from error
     of_codes: list[str] = []
     with _progress() as progress:
-        try:
-            model = export.contents(open_checkpoint(source, step), prefix)
-            each = (1 if to == "high-precision" else len(weight.parts) for weight in model.weights.values())
-            task = progress.add_task(escape(target.name), total=len(model.others) + sum(each))
+        model = export.contents(open_checkpoint(source, step), prefix)
+        each = (1 if to == "high-precision" else len(weight.parts) for weight in model.weights.values())
+        task = progress.add_task(escape(target.name), total=len(model.others) + sum(each))
 
-            def done(_: Tensor) -> None:
-                progress.advance(task)
+        def done(_: Tensor) -> None:
+            progress.advance(task)
 
-            if folder:
-                compressed_tensors.export(model, target, file_bytes, done)
-            elif to == "quantized":
-                export.export_quantized(model, target, file_bytes, done)
-            else:
-                of_codes = export.export_values(model, target, dtype, file_bytes, done)
-        except BadFile as error:
-            raise _refused(error) from error
+        if folder:
+            compressed_tensors.export(model, target, file_bytes, done)
+        elif to == "quantized":
+            export.export_quantized(model, target, file_bytes, done)
+        else:
+            of_codes = export.export_values(model, target, dtype, file_bytes, done)
     if of_codes:
         say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:

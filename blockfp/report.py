@@ -30,6 +30,11 @@ class Findings:
     skipped: dict[Path, list[Tensor]] = field(default_factory=dict)
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was checked."""
+        return not any(self.files.values())
+
+    @property
     def identical(self) -> bool:
         return all(check.identical for _, _, check in self.checks())
 

@@ -1,6 +1,7 @@
 """The `blockfp` command end to end: what it prints, writes and exits with."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,9 +124,9 @@ def test_per_tensor_table(model):
 def test_nothing_to_check_is_said(tmp_path):
     np.save(tmp_path / "v.npy", np.ones(4, np.float32))
     result = run("check", tmp_path / "v.npy", "--backend", "numpy", "--plot", tmp_path / "v.png")
-    assert result.exit_code == 0
+    assert result.exit_code == 2
     assert "skipped in v.npy, 1 axis: v" in result.stdout
-    assert "0 tensors in 38 formats" in plain(result.stdout)
+    assert "0 tensors in 38 formats through numpy: nothing to check" in plain(result.stdout)
 
 
 def test_check_names_the_first_difference(model, tmp_path, wrong_kernels):
@@ -158,6 +159,25 @@ def test_check_names_the_first_difference(model, tmp_path, wrong_kernels):
 def test_bad_options(model, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     refused(run("check", model, *arguments), message)
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_what_cannot_be_written(model, tmp_path, monkeypatch):
+    """What a folder is no place for is said in a line, before the work where that can be known, after it else."""
+    named = ("--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "numpy")
+    assert "only one backend" in plain(run("check", model, *named).stdout)
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.os, "access", lambda path, mode: mode != os.W_OK)
+        refused(run("check", model, *named, "--report", tmp_path / "r.json"), "r.json:", "can't be written to")
+
+    def full(*_):
+        raise OSError(28, "No space left on device", "x.tmp")
+
+    monkeypatch.setattr("blockfp.atomic.os.replace", full)
+    refused(run("check", model, *named, "--report", tmp_path / "r.json"), "error: [Errno 28] No space left on device: 'x.tmp'")
+    refused(
+        run("quantize", model, tmp_path / "q.safetensors", *named[:2]), "error: [Errno 28] No space left on device: 'x.tmp'"
+    )
     assert list(tmp_path.iterdir()) == [model]
 
 
@@ -271,6 +291,8 @@ def test_quantize_refuses_what_it_cannot_store(model, tmp_path):
     small = tmp_path / "small.safetensors"
     run("quantize", model, small, "--format", "nvfp4")
     refused(run("quantize", small, out, "--format", "nvfp4"), "small.safetensors: is quantized already")
+    np.savez(tmp_path / "name.npz", w=MATRIX, __metadata__=np.ones(3))
+    refused(run("quantize", tmp_path / "name.npz", out, "--format", "nvfp4"), "a name must be a string other than")
     np.savez(tmp_path / "clash.npz", w=MATRIX, w_scale=np.ones(3))
     refused(run("quantize", tmp_path / "clash.npz", out, "--format", "nvfp4"), "tensor 'w_scale'", "needed for the scales")
     np.savez(tmp_path / "text.npz", w=MATRIX, t=np.array(["text"]))

@@ -173,8 +173,11 @@ def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
     np.testing.assert_array_equal(bits(values["0.weight"]), bits(model[0].weight.detach().dequantize().numpy()))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_bad_use(tmp_path):
     threaded.run(2, save, tmp_path / "run", "mxint8", "fsdp2")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "plain")
+    (tmp_path / "file").write_text("no folder")
     out = tmp_path / "out.safetensors"
     for arguments, message in (
         ((tmp_path / "nowhere", out), "holds no checkpoint"),
@@ -186,6 +189,8 @@ def test_bad_use(tmp_path):
         ((tmp_path / "run", out, "--prefix", "module."), "no name begins with 'module.'"),
         ((tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors"), "has no layout for mxint8"),
         ((tmp_path / "run", tmp_path / "run", "--to", "compressed-tensors"), "must be a new or empty folder"),
+        ((tmp_path / "run", out, "--file-bytes", "0"), "--file-bytes 0: must be 1 or more"),
+        ((tmp_path / "plain", tmp_path / "file" / "ct", "--to", "compressed-tensors", "--prefix", ""), "Not a directory"),
     ):
         result = run("export", *arguments)
         assert result.exit_code == 2, (arguments, result.output)
