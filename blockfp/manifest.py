@@ -133,8 +133,8 @@ def begin(checkpoint: Path) -> None:
         raise FileExistsError(f"{checkpoint} exists: a checkpoint is never overwritten; save another step, or remove it first")
     if (run / MANIFEST).is_file():
         raise FileExistsError(f"{run} is a checkpoint itself: save to the folder of the run, {run.parent}")
-    if run.is_file():
-        raise NotADirectoryError(f"{run} is a file, and checkpoints need a folder")
+    if run.exists() and not run.is_dir():
+        raise NotADirectoryError(f"{run} is no folder, which checkpoints need")
     run.mkdir(parents=True, exist_ok=True)
     for path in run.iterdir():
         if _LEFT_BEHIND.fullmatch(path.name) and path.is_dir():

@@ -103,7 +103,7 @@ def test_what_is_there_and_what_is_not(saved, tmp_path):
         save_checkpoint(saved, model, step=3, extra={"cursor": {"file": 1}})
     with pytest.raises(FileExistsError, match=r"step-00000002 is a checkpoint itself: save to the folder of the run, .*run$"):
         save_checkpoint(saved / "step-00000002", model, step=3)
-    with pytest.raises(NotADirectoryError, match=r"manifest\.json is a file"):
+    with pytest.raises(NotADirectoryError, match=r"manifest\.json is no folder"):
         save_checkpoint(saved / "step-00000002" / "manifest.json", model, step=3)
 
 

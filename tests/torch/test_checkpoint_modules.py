@@ -9,7 +9,8 @@ import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from resumed import MESHES
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -191,6 +192,87 @@ def test_what_compile_puts_around_a_model_stays_out_of_the_names(tmp_path):
     other_optimizer = bfp.AdamW(other.parameters(), lr=0.01)
     bfp.load_checkpoint(tmp_path, other, other_optimizer)
     assert_equal(everything(other, other_optimizer), everything(model, optimizer))
+
+
+def _compiled(layer):
+    return torch.compile(layer, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [_compiled, checkpoint_wrapper, lambda layer: _compiled(checkpoint_wrapper(layer))])
+def test_what_is_put_around_layers_stays_out_of_the_names_too(wrap, tmp_path):
+    model, plain, other, nvfp4 = (model_of(recipe, seed) for seed, recipe in enumerate(["mxfp8"] * 3 + ["nvfp4"]))
+    for wrapped in (model, other, nvfp4):
+        wrapped[0] = wrap(wrapped[0])
+    optimizers = [bfp.AdamW(each.parameters(), lr=0.01) for each in (model, plain, other)]
+    train(model, optimizers[0], 0, 0, 1)
+    bfp.save_checkpoint(tmp_path, model, optimizers[0], step=1)
+    bfp.load_checkpoint(tmp_path, plain, optimizers[1])
+    bfp.load_checkpoint(tmp_path, other, optimizers[2])
+    assert_equal(everything(other, optimizers[2]), everything(model, optimizers[0]))
+    assert_equal(
+        dict(enumerate(everything(plain, optimizers[1]).values())), dict(enumerate(everything(model, optimizers[0]).values()))
+    )
+    with pytest.raises(BadCheckpoint, match=r"^0\.weight is nvfp4_16x16 in the model and mxfp8_e4m3_32x32 in the checkpoint"):
+        bfp.load_checkpoint(tmp_path, nvfp4)
+    bfp.load_checkpoint(tmp_path, nvfp4, requantize=True)
+
+
+RECIPES = [None, "fp8_delayed", "fp8_current", "mxfp8", "nvfp4"]
+
+
+@pytest.mark.parametrize("theirs", RECIPES, ids=str)
+def test_requantizing_between_recipes(theirs, tmp_path):
+    """What only one of two recipes keeps in buffers stays as it is; a weight in fp32 is its own master."""
+
+    def layer_of(recipe):
+        return seeded(0, lambda: nn.Linear(64, 64) if recipe is None else bfp.Linear(64, 64, recipe=recipe))
+
+    layer = layer_of(theirs)
+    optimizer = bfp.AdamW(layer.parameters(), lr=0.1)
+    layer(torch.randn(32, 64)).square().mean().backward()
+    optimizer.step()
+    bfp.save_checkpoint(tmp_path, layer, optimizer, step=1)
+    master = optimizer.state[layer.weight].get("master", layer.weight.detach())
+    for ours in RECIPES:
+        other = layer_of(ours)
+        other_optimizer = bfp.AdamW(other.parameters(), lr=0.1)
+        bfp.load_checkpoint(tmp_path, other, other_optimizer, requantize=True)
+        got = other_optimizer.state[other.weight].get("master", other.weight.detach())
+        assert torch.equal(got, master)
+        if ours is not None:
+            codes = layer.weight.codes if ours == theirs else bfp.quantize(master, other.weight.format).codes
+            assert torch.equal(other.weight.codes, codes)
+        alone = layer_of(ours)
+        bfp.load_checkpoint(tmp_path, alone, requantize=True)
+        assert torch.equal(alone.bias, layer.bias)
+
+
+def test_another_nominal_dtype_is_a_conversion_that_keeps_the_codes(tmp_path):
+    layer, other = (bfp.Linear(64, 64, recipe="mxfp8", dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    layer.bias = other.bias = None
+    bfp.save_checkpoint(tmp_path, layer, step=1)
+    both = (
+        r"weight is mxfp8_e4m3_32x32 of torch\.float32 in the model and mxfp8_e4m3_32x32 of torch\.bfloat16 in the checkpoint"
+    )
+    with pytest.raises(BadCheckpoint, match=both):
+        bfp.load_checkpoint(tmp_path, other)
+    bfp.load_checkpoint(tmp_path, other, requantize=True)
+    assert torch.equal(other.weight.codes, layer.weight.codes)
+    assert other.weight.dtype == torch.float32
+
+
+def test_state_dicts_without_the_codes_of_frozen_weights():
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    model, other, reference = (model_of("mxfp8", seed) for seed in (0, 1, 1))
+    for each in (model, other):
+        each[0].weight.requires_grad_(False)
+    state = get_model_state_dict(model, options=options)
+    assert "0.weight" not in state
+    assert set_model_state_dict(other, dict(state), options=options).missing_keys == ["0.weight"]
+    assert torch.equal(other[0].weight.codes, reference[0].weight.codes)
+    assert torch.equal(other[2].linear.weight.codes, model[2].linear.weight.codes)
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+        other.load_state_dict(state)
 
 
 def test_saving_does_not_recompile():

@@ -144,6 +144,8 @@ def test_without_sharding():
     assert_same(module.weight, bfp.quantize(weight, "nvfp4_16x16"))
     with pytest.raises(RuntimeError, match=r"size mismatch.*\[50, 64\]"):
         module.load_state_dict({"weight": weight[:49], "bias": bias})
+    with pytest.raises(TypeError, match=r"weight must hold values in one of torch.float32, .*, got torch.float64"):
+        module.load_state_dict({"weight": weight.double(), "bias": bias})
     with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
         module.load_state_dict({"bias": bias})
 

@@ -112,8 +112,8 @@ def _check(checkpoint: Path, part: str, there: Mapping[str, Any], wanted: dict[s
     for name, value in wanted.items():
         saved, full_name = there[name], f"{part}.{name}"
         if isinstance(value, Tensor) != isinstance(saved, TensorStorageMetadata):
-            kinds = ("no tensor", "a tensor") if isinstance(value, Tensor) else ("a tensor", "none")
-            raise BadCheckpoint(f"{full_name} is {kinds[0]} in the checkpoint, and {kinds[1]} here")
+            kinds = ("no tensor", "a tensor") if isinstance(value, Tensor) else ("a tensor", "no tensor")
+            raise BadCheckpoint(f"{full_name} is {kinds[0]} in the checkpoint and {kinds[1]} here")
         if isinstance(value, Tensor):
             _check_tensor(full_name, value, saved)
 
