@@ -174,7 +174,7 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", "x.tmp")
 
     monkeypatch.setattr("blockfp.atomic.os.replace", full)
-    refused(run("check", model, *named, "--report", tmp_path / "r.json"), "error: [Errno 28] No space left on device: 'x.tmp'")
+    refused(run("check", model, *named, "--report", tmp_path / "r.json"), "error: [Errno 28] No space left on device")
     refused(
         run("quantize", model, tmp_path / "q.safetensors", *named[:2]), "error: [Errno 28] No space left on device: 'x.tmp'"
     )
