@@ -51,11 +51,13 @@ class _SharedNorm(nn.Module):
 
         for parameter in self.parameters(recurse=False):
             check_mesh(x, parameter)
-        (placement,) = x.placements  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(placement, Shard) and placement.dim < x.ndim - len(self.normalized_shape):
-            return x, True
+        tokens = x.ndim - len(self.normalized_shape)
         # The terms of a sum, or parts of the features, can't be normed one by one.
-        return x.redistribute(placements=[Replicate()]), False  # pyright: ignore[reportAttributeAccessIssue]
+        laid_out = [
+            placement if isinstance(placement, Shard) and placement.dim < tokens else Replicate()
+            for placement in x.placements  # pyright: ignore[reportAttributeAccessIssue]
+        ]
+        return x.redistribute(placements=laid_out), isinstance(laid_out[0], Shard)  # pyright: ignore[reportAttributeAccessIssue]
 
     def parameter(self, name: str, summed_over: str | None) -> Tensor | None:
         """A parameter as this rank uses it, its gradient summed over a group or not."""
