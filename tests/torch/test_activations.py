@@ -67,7 +67,9 @@ def gathered(x, cast, place, columnwise, key, operand="input"):
         assert parts[0].dtype == x.dtype
         parts = whole_quantized(parts[0], cast, way.across, key)
     if way.transposes:
-        codes, scales = numerics.transpose(parts[0], parts[1], cast.format, columns=way.shape[1])
+        codes, scales = numerics.transpose(
+            parts[0], parts[1], cast.format, columns=x.shape[1] if place.axis == ROWS else way.size
+        )
         parts[:2] = codes.contiguous(), scales.contiguous()
     return parts, way
 

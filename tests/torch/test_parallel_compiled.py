@@ -7,6 +7,7 @@ import threaded
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,5 +43,18 @@ def test_a_grouped_layer_with_a_bias():
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         x = torch.randn(5, 32)
         assert torch.equal(compiled(x, [2, 3]), layer(x, [2, 3]))
+
+    threaded.run(1, run)
+
+
+@pytest.mark.parametrize("style", ["column", "row"])
+def test_one_graph_for_all_lengths_where_all_ranks_have_all_tokens(style):
+    def run(rank):
+        layer = bfp.parallelize(bfp.Linear(32, 32, recipe="nvfp4"), init_device_mesh("cpu", (1,)), style)
+        backend = CompileCounter()
+        layer.compile(fullgraph=True, backend=backend, dynamic=True)
+        for tokens in (16, 17, 64):
+            layer(torch.randn(2, tokens, 32, requires_grad=True)).sum().backward()
+        assert backend.frame_count == 1
 
     threaded.run(1, run)

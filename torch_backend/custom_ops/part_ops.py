@@ -27,7 +27,7 @@ _library.define(
 )
 _library.define(
     "quantize_part(Tensor x, Tensor[]? amaxes, Tensor? key, str format, bool columnwise, bool rotate, int[] origin, "
-    "int[] shape, float eps) -> Tensor[]",
+    "SymInt[] shape, float eps) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define("turned(Tensor codes, Tensor scales, str format, int columns) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))

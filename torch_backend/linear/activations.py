@@ -81,7 +81,7 @@ class Way(NamedTuple):
         whole_amax: whether the amax of the whole tensor is reduced over the group.
         straddling: the blocks whose amaxes are, or None.
         origins: (row, column) of this rank's first element as it is encoded, for each run.
-        shape: of the whole matrix as it is encoded.
+        size: rows of the whole matrix where those are cut, or its columns.
         across: whether it is encoded transposed.
         transposes: whether it is its rowwise codes that travel, to be transposed behind the gather.
     """
@@ -91,7 +91,7 @@ class Way(NamedTuple):
     whole_amax: bool
     straddling: Straddling | None
     origins: tuple[tuple[int, int], ...]
-    shape: tuple[int, int]
+    size: int
     across: bool
     transposes: bool
 
@@ -119,9 +119,10 @@ def way_of(
         ValueError: the shape isn't that of what this rank holds; or there is no such plan (`plans.quantize_shards`).
     """
     # Compiled code calls `_way_of` while it is traced, and keeps what it returns; `index` makes it take lengths as constants.
-    local = (operator.index(shape[0]), operator.index(shape[1]))
+    # How columns are cut doesn't depend on how many rows there are, which it may leave open.
+    rows, columns = 1 if place.axis == COLUMNS else operator.index(shape[0]), operator.index(shape[1])
     format = None if cast.format is None else cast.format.name
-    return _way_of(format, cast.stochastic, cast.rotate, place[1:], local, columnwise, operand, gathers)
+    return _way_of(format, cast.stochastic, cast.rotate, place[1:], (rows, columns), columnwise, operand, gathers)
 
 
 _told: set[tuple[str, bool, Operand]] = set()
@@ -148,9 +149,8 @@ def _answer(
     lies = sharding_of(place, local)
     if format is None:
         gather = Gather(lies, place.axis, lies.mesh.names, None, "values")
-        return Way(
-            False, (_part(gather.elements(place.rank), gather.dim, place),), False, None, ((0, 0),), _2d(lies), False, False
-        )
+        part = _part(gather.elements(place.rank), gather.dim, place)
+        return Way(False, (part,), False, None, ((0, 0),), lies.shape[place.axis], False, False)
     options: dict[str, Any] = {"operand": operand, "columnwise": columnwise, "rotate": rotate, "stochastic": stochastic}
     if gathers:
         plan = plans.gather_activation(format, lies, lies.mesh.names, **options)
@@ -175,7 +175,7 @@ def _answer(
         bool(axes),
         _straddling(quantize, place),
         origins,
-        _2d(quantize.sharding),
+        lies.shape[place.axis],
         any(step.format is None for step in transposes),
         any(step.format is not None for step in transposes),
     )
@@ -184,10 +184,6 @@ def _answer(
 def _rank(place: Place, run: int = 0) -> int:
     """This rank's number in the mesh of `sharding_of`: of several runs, one for each."""
     return run * place.ranks + place.rank
-
-
-def _2d(sharding: Sharding) -> tuple[int, int]:
-    return sharding.shape[0], sharding.shape[1]
 
 
 def _code_parts(gather: Gather | None, place: Place) -> tuple[Part, ...]:
@@ -250,15 +246,17 @@ def quantize_part(x: Tensor, directions: Sequence[Direction], place: Place, *, e
 
 def _encoded(x: Tensor, direction: Direction, amaxes: list[Tensor] | None, place: Place, eps: float) -> list[Tensor]:
     (cast, way, key), how = direction, direction.how
+    shape = (way.size, x.shape[1]) if place.axis == ROWS else (x.shape[0], way.size)
+    shape = shape[::-1] if way.across else shape
     if key is None or place.runs == 1:
-        return part_ops.quantize_part(x, amaxes, key, *how, way.origins[0], way.shape, eps)
+        return part_ops.quantize_part(x, amaxes, key, *how, way.origins[0], shape, eps)
     # Random bits are counted in the whole, where the runs of a rank don't lie one after another.
     axis = COLUMNS if way.across else ROWS
     each = (
         [None] * place.runs if amaxes is None else list(zip(*(_runs(field, axis, place.runs) for field in amaxes), strict=True))
     )
     parts = [
-        part_ops.quantize_part(rows, amax, key, *how, origin, way.shape, eps)
+        part_ops.quantize_part(rows, amax, key, *how, origin, shape, eps)
         for rows, amax, origin in zip(x.chunk(place.runs), each, way.origins, strict=True)
     ]
     codes, scales, *tensor_scale = zip(*parts, strict=True)
