@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockfp import plans
-from blockfp.placement import Sharding
 from blockfp.plans import Operand
 from blockfp.recipes import Cast
 from blockfp.steps import Gather, Join, Quantize, Transpose, grid_span

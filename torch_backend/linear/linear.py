@@ -66,7 +66,8 @@ def linear(
     `blockfp.products` says, on codes or exactly dequantized.
 
     Raises:
-        TypeError: a dtype that isn't supported, or dtypes of x, weight and bias that differ outside of autocast.
+        TypeError: an x that is quantized already, a dtype that isn't supported, or dtypes of x, weight and bias that differ
+            outside of autocast.
         ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, or no
             state or key where the recipe needs one.
 
