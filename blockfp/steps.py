@@ -243,13 +243,13 @@ class Gather:
 
     @property
     def unpacks(self) -> bool:
-        """Whether codes must be unpacked, joined and packed again, because some chunk ends inside a byte (or three)."""
+        """Whether codes must be unpacked, joined and packed again, because one that others follow ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
         together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
         groups = {self.group(rank) for rank in self.sharding.spans(self.dim)}
         joins = [self.elements(members[0]) for members in groups]
-        return any(join.chunk % together for join in joins if len(join.runs) > 1)
+        return any(stop % together for join in joins for _, _, stop in join.runs[:-1])
 
     def __str__(self) -> str:
         what = self.payload if self.format is None else f"{self.payload} and scales"

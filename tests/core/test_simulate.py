@@ -98,6 +98,14 @@ def test_leading_axes(format, placements):
     assert_holds(gathered, parts(whole, format, sharding.gathered(("fsdp",))))
 
 
+@pytest.mark.parametrize(("format", "columns"), [("mxfp4_e2m1", 5), ("mxfp6_e2m3", 13)])
+def test_parts_of_whole_bytes_may_come_before_shorter_ones(format, columns):
+    sharding = Sharding((3, columns), Mesh((2, 2), ("outer", "inner")), (Shard(1), Shard(1)))
+    shards, whole = whole_and_shards(Format.parse(format), sharding.shape, sharding, "gaussian")
+    _, gathered = quantize_and_gather(format, sharding, ("outer", "inner"), shards)
+    assert_holds(gathered, parts(whole, Format.parse(format), sharding.gathered(("outer", "inner"))))
+
+
 @BY_FAMILY
 @pytest.mark.parametrize("name", ["fsdp3", "strided4x2", "columns3"])
 def test_obstacle_takes_the_values_and_the_scales(format, name):
