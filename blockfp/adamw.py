@@ -96,7 +96,7 @@ def _bias(step: Any, beta: float) -> Any:
 def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, moments: str) -> None:
     """Raises ValueError unless these settings mean something; numbers that are arrays are not looked at."""
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not (value >= 0 if isinstance(value, Real) else hasattr(value, "dtype")):
+        if not (float(value) >= 0 if isinstance(value, Real) else hasattr(value, "dtype")):
             raise ValueError(f"{name} must be 0 or more, got {value!r}")
     if len(betas) != 2 or not all(isinstance(beta, Real) and 0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers, each at least 0 and below 1, got {betas}")

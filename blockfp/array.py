@@ -23,7 +23,7 @@ class QuantizedArray:
         codes: uint8 [..., rows, bytes], packed along the last axis.
         scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
         tensor_scale: float32 of shape () for NVFP4, else None.
-        format: the `Format`.
+        format: the `Format`, or its name.
         columns: length of the last axis, which packing hides.
         dtype: dtype of the original, and of `dequantize()`.
         origin: (row, column) of the first element in the unsharded matrix.
@@ -38,6 +38,11 @@ class QuantizedArray:
     origin: tuple[int, int] = (0, 0)
 
     def __post_init__(self):
+        for name in ("codes", "scales"):
+            if not isinstance(getattr(self, name), np.ndarray):
+                raise TypeError(f"{name} must be a NumPy array, got {type(getattr(self, name)).__name__}")
+        object.__setattr__(self, "format", Format.parse(self.format))
+        checks.check_place(self.columns, self.origin)
         checks.check_codes(self.codes, self.columns, self.format)
         checks.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
         dtype = np.dtype(self.dtype)
@@ -67,7 +72,7 @@ class QuantizedArray:
 
     def dequantize(self, dtype=None) -> np.ndarray:
         """The values, rounded once to `dtype` (default: the original's)."""
-        name = np.dtype(self.dtype if dtype is None else dtype).name
+        name = checks.output_dtype(self.dtype if dtype is None else dtype)
         run = native if native.available() else numerics
         return run.dequantize(
             self.codes, self.scales, self.tensor_scale, self.format, name, columns=self.columns, origin=self.origin

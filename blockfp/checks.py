@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
+
+import numpy as np
 
 from . import bits, layout
 from .bits import Array
@@ -44,6 +47,25 @@ def check_output_dtype(dtype: str) -> None:
     """Raises ValueError where dtype is not the name of one that can be dequantized to."""
     if dtype not in bits.FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
+
+
+def output_dtype(dtype: Any) -> str:
+    """The name of what NumPy takes for a dtype; raises TypeError or ValueError where it can't be dequantized to."""
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}") from None
+    check_output_dtype(name)
+    return name
+
+
+def check_place(columns: int, origin: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError where columns and origin are not integers of 0 or more."""
+    for name, values in (("columns", (columns,)), ("origin", tuple(origin))):
+        if not all(isinstance(value, int | np.integer) for value in values):
+            raise TypeError(f"{name} must be of integers, got {values}")
+        if len(values) != (2 if name == "origin" else 1) or min(values) < 0:
+            raise ValueError(f"{name} must be of integers of 0 or more, (row, column) for origin, got {values}")
 
 
 def check_square(format: Format) -> None:

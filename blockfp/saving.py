@@ -22,7 +22,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from .array import QuantizedArray
@@ -208,11 +207,8 @@ def _entries(path: Path, name: str, tensor: Any) -> list:
     if not hasattr(tensor, "dtype"):
         raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
     known = dtype_name(tensor)
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, known, known))
-    except TypeError:
-        dtype = None
-    if dtype not in TAGS:
+    dtype = next((dtype for dtype in TAGS if dtype.name == known), None)
+    if dtype is None:
         raise BadFile(path, f"dtype {known} can't be stored in a .safetensors file", name)
     return [Entry(name, dtype, tuple(tensor.shape))]
 

@@ -17,6 +17,7 @@ saves the other goes on from: a .safetensors file of `blockfp.save`, every array
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,15 +103,27 @@ def saved(folder: Path, recipe: str) -> Path:
     return folder / f"{recipe}.safetensors"
 
 
-def steps_left(done: int, steps: int, path: Path) -> range:
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """A training program's options; ends it where --steps or --save-at name steps that there are not."""
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {options.steps}")
+    if options.save_at is not None and (options.save is None or not 1 <= options.save_at <= options.steps):
+        parser.error(f"--save-at must be a step of 1 to --steps ({options.steps}) beside --save, got {options.save_at}")
+    return options
+
+
+def steps_left(done: int, options: argparse.Namespace, path: Path) -> range:
     """The steps that a run goes on with, from a file that has some done.
 
     Raises:
-        ValueError: none is left.
+        ValueError: none is left, or not the one after which --save-at saves.
     """
-    if done >= steps:
-        raise ValueError(f"{path} has {done} steps done, and --steps is {steps}: pass more steps")
-    return range(done, steps)
+    if done >= options.steps:
+        raise ValueError(f"{path} has {done} steps done, and --steps is {options.steps}: pass more steps")
+    if options.save_at is not None and done >= options.save_at:
+        raise ValueError(f"{path} has {done} steps done, and --save-at is {options.save_at}: pass a later step")
+    return range(done, options.steps)
 
 
 def learning_rate(step: int, steps: int, *, peak: float = 2e-3, warmup: int = 10) -> float:

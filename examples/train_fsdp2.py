@@ -173,7 +173,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
     begin, saved = options.resume and byte_text.saved(options.resume, recipe), None
     if begin is not None:
         saved = bfp.load(begin)
-    steps = range(options.steps) if saved is None else byte_text.steps_left(int(saved["step"]), options.steps, begin)
+    steps = range(options.steps) if saved is None else byte_text.steps_left(int(saved["step"]), options, begin)
     model = build(config, recipe, options.seed, device, saved)
     # Before the first forward: FSDP2 leaves the root's own parameters whole after one.
     weight_bytes = sum(stored_bytes(p) for p in model.parameters())
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
     parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_jax.py wrote")
     parser.add_argument("--out", type=Path, default=Path("train_fsdp2.json"))
-    options = parser.parse_args()
+    options = byte_text.parsed(parser)
     if "LOCAL_RANK" in os.environ:
         worker(options)
         return

@@ -144,7 +144,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
     optimizer = bfp.adamw(lambda step: rates[step], (0.9, 0.95), weight_decay=0.1)
     resume = None if options.resume is None else byte_text.saved(options.resume, recipe)
     params, state, scaling, random = start(config, recipe, options.seed, optimizer, mesh, resume)
-    steps = range(options.steps) if resume is None else byte_text.steps_left(int(state.inner.step), options.steps, resume)
+    steps = range(options.steps) if resume is None else byte_text.steps_left(int(state.inner.step), options, resume)
     loss_here = partial(loss_of, heads=config.heads, recipe=recipe)
 
     def step(params, state, scaling, random, rows):
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--save-at", type=int, help="the step after which --save does so; by default the last")
     parser.add_argument("--resume", type=Path, help="folder to go on from: what --save of this program or train_fsdp2.py wrote")
     parser.add_argument("--out", type=Path, default=Path("train_jax.json"))
-    options = parser.parse_args()
+    options = byte_text.parsed(parser)
     columns = ("{task.description:>10}", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}", TimeElapsedColumn())
     with Progress(*(TextColumn(c) if isinstance(c, str) else c for c in columns)) as progress:
         results = [train(recipe, options, progress) for recipe in options.recipes.split(",")]

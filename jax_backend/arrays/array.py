@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp import numerics
+from blockfp import checks, numerics
 from blockfp.array import DTYPES
 from blockfp.formats import Format
 from blockfp.placement import Sharding
@@ -87,6 +87,7 @@ class QuantizedArray:
             ValueError: a shape doesn't fit, or the format is not known.
         """
         format = Format.parse(format)
+        checks.check_place(columns, origin)
         numerics.check_codes(codes, columns, format)
         numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         dtype = np.dtype(dtype)
@@ -138,7 +139,7 @@ class QuantizedArray:
                 f"a stack of {self.format} arrays, each with its own scale per tensor, can't be dequantized at once "
                 f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
             )
-        name = np.dtype(self.dtype if dtype is None else dtype).name
+        name = checks.output_dtype(self.dtype if dtype is None else dtype)
         if self.sharding is not None:
             from . import sharded
 

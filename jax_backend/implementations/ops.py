@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from blockfp import numerics
 from blockfp.formats import Format
@@ -151,7 +152,7 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
                 "use jax.random.key(seed, impl='threefry2x32')"
             )
         key = jax.random.key_data(key)
-    if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, jax.core.Tracer):
+    if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, Tracer):
         key = np.asarray(key)
     words = key_words(key)
     if isinstance(key, jax.Array):

@@ -41,8 +41,11 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
             FSDP's "fsdp": P(("tp", "fsdp")) for a column parallel layer, P("fsdp", "tp") for a row parallel one.
 
     Raises:
+        TypeError: `mesh` is no mesh.
         ValueError: a spec that doesn't fit its leaf or names an axis that the mesh lacks; the message names the leaf's path.
     """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     plan = core_mesh(mesh)
 
     def check(path: str, leaf, spec) -> Sharding | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -122,6 +123,25 @@ def test_each_continues_the_other(train, tmp_path):
     np.testing.assert_allclose(after_jax, whole[4:], rtol=0.005)
 
 
-def test_a_finished_run_is_not_continued(train, tmp_path):
-    with pytest.raises(ValueError, match="has 5 steps done, and --steps is 5: pass more"):
-        train.byte_text.steps_left(5, 5, tmp_path)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({}, "has 5 steps done, and --steps is 5: pass more"), ({"steps": 9, "save_at": 5}, "--save-at is 5: pass a later step")],
+)
+def test_a_finished_run_is_not_continued(train, tmp_path, changed, message):
+    with pytest.raises(ValueError, match=message):
+        train.byte_text.steps_left(5, options(**changed), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be 1 or more, got 0"),
+        (["--steps", "3", "--save", "x", "--save-at", "5"], r"--save-at must be a step of 1 to --steps \(3\) .*, got 5"),
+        (["--steps", "3", "--save-at", "2"], "beside --save, got 2"),
+    ],
+)
+def test_steps_that_there_are_not(train, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["train_jax.py", *arguments])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert re.search(message, capsys.readouterr().err)

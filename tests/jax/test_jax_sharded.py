@@ -165,6 +165,8 @@ def test_bad_leaves():
         bfp.shard_params({"a": jnp.zeros(8)}, mesh, P("fsdp", None))
     with pytest.raises(ValueError, match=r"a: lies on a mesh already .*: unshard_params first"):
         bfp.shard_params({"a": bfp.shard_params(q, mesh, P("fsdp"))}, mesh, P())
+    with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, got int"):
+        bfp.shard_params({}, 3, {})
     with pytest.raises(TypeError, match=r"a: specs must hold PartitionSpecs, got str"):
         bfp.shard_params({"a": q}, mesh, {"a": "fsdp"})
     with pytest.raises(ValueError, match="an axis of 6 of a stack of quantized matrices can't be cut evenly over 'fsdp'"):

@@ -264,6 +264,7 @@ def test_a_dtype_that_is_not_updated():
     with pytest.raises(TypeError, match="parameter double of this group"):
         optimizer.add_param_group({"params": [("double", double)]})
     assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [("double", double.requires_grad_(False))]})
 
 
 def test_it_trains():

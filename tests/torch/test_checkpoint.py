@@ -67,26 +67,17 @@ def check(folder, format, source, target, shapes=SHAPES, **options):
 
 @pytest.mark.parametrize(("i", "format"), list(enumerate(FORMATS)), ids=str)
 def test_every_format_goes_on_on_another_mesh(i, format, tmp_path):
-    """FSDP to other numbers of ranks, HSDP, FSDP over tensor parallelism and back; uneven, empty and straddling shards."""
+    """FSDP to other numbers of ranks, HSDP, FSDP over tensor parallelism and back; uneven, empty and straddling shards.
+
+    There are more formats than pairs of meshes, so each pair has its turn.
+    """
+    assert len(FORMATS) >= len(PAIRS)
     source, target = PAIRS[(7 * i + 3) % len(PAIRS)]
     check(tmp_path, format.name, source, target, SHAPES[1:])
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("fsdp4", "fsdp2"),
-        ("fsdp2", "one"),
-        ("fsdp4", "strided"),
-        ("strided", "fsdp4"),
-        ("strided", "one"),
-        ("hsdp", "fsdp2"),
-        ("hsdp", "strided"),
-        ("strided", "hsdp_tp"),
-        ("hsdp_tp", "hsdp"),
-    ],
-)
-def test_every_mesh(source, target, tmp_path):
+@pytest.mark.parametrize(("source", "target"), [("fsdp4", "strided"), ("strided", "hsdp_tp"), ("hsdp", "one")])
+def test_weights_that_are_cut_along_the_blocks_and_across(source, target, tmp_path):
     check(tmp_path, "nvfp4_16x16", source, target)
 
 

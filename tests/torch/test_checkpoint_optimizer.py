@@ -71,6 +71,19 @@ def test_parameters_without_a_gradient_and_frozen_ones(kind, tmp_path):
         assert torch.equal(model[1].weight.initial, initial)
 
 
+def test_what_was_frozen_and_is_trained_in_another_format(tmp_path):
+    model, other = layers(), nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].weight.requires_grad_(False)
+    bfp.save_checkpoint(tmp_path, model, bfp.AdamW(model.parameters()), step=1)
+    for target in (other, other.bfloat16()):
+        optimizer = bfp.AdamW(target.parameters())
+        bfp.load_checkpoint(tmp_path, target, optimizer, requantize=True)
+        assert list(optimizer.state) == [target[0].bias, target[1].weight, target[1].bias]
+        dtype = target[0].weight.dtype
+        assert torch.equal(target[0].weight, model[0].weight.dequantize(dtype))
+        assert torch.equal(target[1].weight, model[1].weight.initial.to(dtype))
+
+
 def _groups(model, first):
     params = list(model.parameters())
     return [{"params": params[:first]}, {"params": params[first:], "weight_decay": 0.0}]

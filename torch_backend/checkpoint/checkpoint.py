@@ -239,7 +239,7 @@ def _into_optimizer(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     states = state["state"]
-    for one in lacking:
+    for one in (one for one in lacking if one.name in states):
         states[one.name]["master"] = placed(one.param, values_of(one).to(torch.float32))
     masters = masters_of(converted, states)
     # What the checkpoint has no state of begins with its next gradient.

@@ -15,7 +15,7 @@ from blockfp import manifest
 from blockfp.manifest import BadCheckpoint
 from blockfp.modelfile import BadFile, Model, Tensor
 
-from .checkpoint_files import problems, read_index
+from .checkpoint_files import INDEX, problems, read_index, read_listed_index
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
@@ -31,17 +31,20 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
     try:
         if step is not None or not (folder / ".metadata").is_file():
             folder = manifest.find(folder, step)
-        found = problems(folder) if (folder / manifest.MANIFEST).is_file() else []
-        index = read_index(folder)
+        ours = (folder / manifest.MANIFEST).is_file()
+        if ours and (found := problems(folder)):
+            raise BadFile(folder, "; ".join(found))
+        index = read_listed_index(folder) if ours else read_index(folder)
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
-    if found:
-        raise BadFile(folder, "; ".join(found))
     tensors = []
     for name, what in index.state_dict_metadata.items():
         if isinstance(what, TensorStorageMetadata):
-            dtype = _numpy_dtype(what.properties.dtype)
-            tensors.append(Tensor(name, dtype, tuple(what.size), partial(_read, folder, index, name, what)))
+            try:
+                dtype, shape = _numpy_dtype(what.properties.dtype), tuple(what.size)
+            except Exception as error:  # a damaged index holds anything
+                raise BadFile(folder / INDEX, repr(error), str(name)) from error
+            tensors.append(Tensor(str(name), dtype, shape, partial(_read, folder, index, name, what)))
     return Model(folder, tuple(tensors))
 
 
@@ -51,17 +54,21 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def _read(folder: Path, index: Metadata, name: str, what: TensorStorageMetadata) -> np.ndarray:
-    whole = torch.empty(what.size, dtype=what.properties.dtype)
-    for chunk in what.chunks:
-        where = index.storage_data[MetadataIndex(name, chunk.offsets)]
-        if where.transform_descriptors:
-            raise BadFile(folder, f"is stored through {where.transform_descriptors}, which is not read here", name)
-        try:
-            with (folder / where.relative_path).open("rb") as file:
+    at = folder / INDEX
+    try:
+        whole = torch.empty(what.size, dtype=what.properties.dtype)
+        for chunk in what.chunks:
+            where = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            if where.transform_descriptors:
+                raise BadFile(folder, f"is stored through {where.transform_descriptors}, which is not read here", name)
+            at = folder / where.relative_path
+            with at.open("rb") as file:
                 file.seek(where.offset)
                 part = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise BadFile(folder / where.relative_path, error, name) from error
-        box = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[box] = part
-    return whole.reshape(-1).view(torch.uint8).numpy().view(_numpy_dtype(whole.dtype)).reshape(what.size)
+            box = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box] = part
+        return whole.reshape(-1).view(torch.uint8).numpy().view(_numpy_dtype(whole.dtype)).reshape(what.size)
+    except BadFile:
+        raise
+    except Exception as error:  # a damaged index leads to any
+        raise BadFile(at, repr(error), name) from error

@@ -59,8 +59,8 @@ class _Adam(Optimizer):
         _check_settings(settings)
         for i, param in enumerate(param_group["params"]):
             name, param = param if isinstance(param, tuple) else (i, param)
-            # What is no tensor is torch's to refuse.
-            if isinstance(param, Tensor):
+            # What is no tensor is torch's to refuse; what is frozen may be anything.
+            if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
         super().add_param_group(param_group)
 
