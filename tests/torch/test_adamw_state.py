@@ -122,7 +122,7 @@ def test_many_steps_need_no_more_memory():
     before, storage = tensors(), [x.data_ptr() for p in params for x in optimizer.state[p].values()]
     for _ in range(200):
         optimizer.step()
-    assert tensors() == before
+    assert tensors() <= before
     assert [x.data_ptr() for p in params for x in optimizer.state[p].values()] == storage
 
 
