@@ -95,8 +95,8 @@ def apply(
     """
     shared = None if parallel is None else parallel.of(x.shape)
     _check_tensors(x, weight, bias, grouped=counts is not None)
-    # Of nothing, torch can't infer a length.
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    # Not reshape: of no elements it can't infer a length.
+    rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
     y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared)
     leading = list(x.shape[:-1])
     if parallel is not None and shared is not None and shared.sequence:
