@@ -243,7 +243,7 @@ class Gather:
 
     @property
     def unpacks(self) -> bool:
-        """Whether codes must be unpacked, joined and packed again: where a run that others follow ends inside a byte (or three)."""
+        """Whether codes must be unpacked, joined and packed again: where a run before another ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
         together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
