@@ -73,7 +73,7 @@ def grouped_linear(
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
-    placement = LayerPlacement.of(weight, tuple(data_axes), False)
+    placement = LayerPlacement.of(weight, data_axes, False)
     _check_axes(placement, expert_axis)
     out, features = placement.gathered_shape(weight)
     groups = weight.shape[0]

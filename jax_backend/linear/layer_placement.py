@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,13 +35,16 @@ class LayerPlacement:
     sequence: bool
 
     @classmethod
-    def of(cls, weight, data_axes: tuple[str, ...], sequence: bool) -> LayerPlacement:
+    def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
         """The placement of a call.
 
         Raises:
+            TypeError: one name instead of a tuple of them.
             ValueError: an axis that is unknown, or several tensor-parallel ones, or sequence parallelism without one.
         """
-        names = jax.sharding.get_abstract_mesh().axis_names
+        if isinstance(data_axes, str):
+            raise TypeError(f"data_axes must be a tuple of mesh axes, got {data_axes!r}: pass ({data_axes!r},)")
+        data_axes, names = tuple(data_axes), jax.sharding.get_abstract_mesh().axis_names
         if set(data_axes) <= set(names):
             data_axes = tuple(name for name in names if name in data_axes)
         for name in data_axes:

@@ -77,7 +77,7 @@ def linear(
         y [..., out] in x's dtype; (y, state) where a state is given.
 
     Raises:
-        TypeError: x, weight or bias is not an array of a supported dtype.
+        TypeError: x, weight or bias is not an array of a supported dtype, or data_axes one name instead of a tuple.
         ValueError: shapes don't fit, the weight is in another format than the recipe's, a key or state is missing or of no
             use, or a mesh axis is unknown.
 
@@ -87,7 +87,7 @@ def linear(
     """
     recipe, run = recipes.parse(recipe), recipes.for_linear(recipe, compute)
     check_tensors(x, weight, bias)
-    placement = LayerPlacement.of(weight, tuple(data_axes), sequence)
+    placement = LayerPlacement.of(weight, data_axes, sequence)
     check_state(recipe, state, key, compute)
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)

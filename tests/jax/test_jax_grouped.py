@@ -246,6 +246,8 @@ def test_bad_axes_of_groups(arrays):
 
     with pytest.raises(ValueError, match=r"'tp' is none of data_axes = \('data',\): FSDP's axes alone cut the matrices"):
         trace(P(None, "tp"), data_axes=("data",))
+    with pytest.raises(TypeError, match=r"data_axes must be a tuple of mesh axes, got 'data': pass \('data',\)"):
+        trace(P(None, "data"), data_axes="data")
     with pytest.raises(ValueError, match="expert_axis = 'data' is one of data_axes"):
         trace(P("data"), data_axes=("data",), expert_axis="data")
 
