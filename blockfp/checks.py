@@ -12,7 +12,7 @@ from . import bits, layout
 from .bits import Array
 from .formats import Format
 
-_LARGEST = 2.0**128 - 2.0**104  # float32's
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_input(x: Array) -> None:

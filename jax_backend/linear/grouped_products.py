@@ -7,7 +7,7 @@ into rows that the next group's first span writes again, or, where rows are summ
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,25 @@ from .products import Operand, product
 from .tiles import Tiles
 
 
+class _Span(NamedTuple):
+    first: jax.Array  # of its tiles
+    own: jax.Array  # how many of them are its group's
+
+
 def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
     vary = _varying(x, weight, tiles)
+    of_groups = _of_groups(tiles)
 
     def of_group(group, y: jax.Array) -> jax.Array:
         matrix = _matrix(weight, group)
 
         def of_span(i, y: jax.Array) -> jax.Array:
-            span, first = _span(x, tiles, group, i, axis=0)
-            each = product(span, matrix, dtype, fast=fast)
-            return vary(lax.dynamic_update_slice_in_dim(y, each, first * tiles.rows, 0))
+            span = _span(of_groups, tiles, group, i)
+            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, fast=fast)
+            return vary(lax.dynamic_update_slice_in_dim(y, each, span.first * tiles.rows, 0))
 
-        return lax.fori_loop(0, _spans(tiles, group), of_span, y)
+        return lax.fori_loop(0, -(-of_groups.own[group] // tiles.spare), of_span, y)
 
     y = jnp.zeros((x.shape[0] * tiles.rows, weight.shape[1]), dtype)
     return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
@@ -41,14 +47,17 @@ def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> 
 def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
+    of_groups = _of_groups(tiles)
 
     def of_group(_, group):
         def of_span(i) -> jax.Array:
-            (left, _), (right, _) = (_span(each, tiles, group, i, axis=1) for each in (a, b))
+            span = _span(of_groups, tiles, group, i)
+            left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
             return vary(product(left, right, jnp.float32, fast=fast))
 
         # The first, zeros if the group is empty, spares an addition to zeros.
-        total = lax.fori_loop(1, _spans(tiles, group), lambda i, total: total + of_span(i), of_span(0))
+        count = -(-of_groups.own[group] // tiles.spare)
+        total = lax.fori_loop(1, count, lambda i, total: total + of_span(i), of_span(0))
         return None, total.astype(dtype)
 
     return lax.scan(of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
@@ -60,21 +69,26 @@ def _varying(*operands: Any):
     return lambda x: replication.vary(x, over)
 
 
-def _spans(tiles: Tiles, group: jax.Array) -> jax.Array:
-    return -(-tiles.filled[group] // (tiles.rows * tiles.spare))
+def _of_groups(tiles: Tiles) -> _Span:
+    """All tiles of each group, [groups]."""
+    own = tiles.filled // tiles.rows
+    return _Span(jnp.cumsum(own) - own, own)
 
 
-def _span(x: Operand, tiles: Tiles, group: jax.Array, number: jax.Array, axis: int) -> tuple[Any, jax.Array]:
-    """(the tiles of a span as one matrix, side by side along an axis; the first of them).
+def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -> _Span:
+    before = number * tiles.spare
+    return _Span(of_groups.first[group] + before, of_groups.own[group] - before)
+
+
+def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
+    """The tiles of a span as one matrix, side by side along an axis.
 
     Those of other groups are zeros where their rows would be summed over.
     """
-    of_group, before = tiles.filled[group] // tiles.rows, number * tiles.spare
-    first = jnp.cumsum(tiles.filled)[group] // tiles.rows - of_group + before
-    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < of_group - before
+    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < span.own
 
     def taken(part: jax.Array) -> jax.Array:
-        some = lax.dynamic_slice_in_dim(part, first, tiles.spare)
+        some = lax.dynamic_slice_in_dim(part, span.first, tiles.spare)
         return jnp.where(kept, some, jnp.zeros((), part.dtype)) if axis else some
 
     def joined(part: jax.Array) -> jax.Array:
@@ -82,7 +96,7 @@ def _span(x: Operand, tiles: Tiles, group: jax.Array, number: jax.Array, axis: i
         return some.swapaxes(0, 1).reshape(some.shape[1], -1) if axis else some.reshape(-1, some.shape[-1])
 
     if not isinstance(x, QuantizedArray):
-        return joined(x), first
+        return joined(x)
     scales, tensor_scale = x.scales, x.tensor_scale
     if not x.format.per_tensor:
         scales = joined(scales)
@@ -92,7 +106,7 @@ def _span(x: Operand, tiles: Tiles, group: jax.Array, number: jax.Array, axis: i
     if tensor_scale is not None:
         tensor_scale = taken(tensor_scale[:, None, None])[0, 0, 0]
     columns = x.columns * (tiles.spare if axis else 1)
-    return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns), first
+    return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
 
 
 def _matrix(weight: Operand, group: jax.Array) -> Operand:

@@ -22,8 +22,8 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """
     state = optimizer.state
     had = {param: set(entries) for param, entries in state.items()}
-    locals = [sharding.local_of(param) for param in _params(optimizer)]
-    initial = [(local, local.initial) for local in locals if isinstance(local, QuantizedTensor)]
+    parts = [sharding.local_of(param) for param in _params(optimizer)]
+    initial = [(local, local.initial) for local in parts if isinstance(local, QuantizedTensor)]
 
     def put_back() -> None:
         optimizer.state = state

@@ -37,7 +37,7 @@ class QuantizedLayer(nn.Module):
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
-        data_rank: this rank's coordinate on the axes over which FSDP2 shards the layer; 0 where it doesn't.
+        data_rank: this rank's coordinate on the axes over which FSDP2 shards a layer that draws random bits; otherwise 0.
     """
 
     weight: nn.Parameter
@@ -63,8 +63,9 @@ class QuantizedLayer(nn.Module):
         accept_high_precision(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh.
-        mesh = sharding.mesh_of(value) if name == "weight" else None
+        # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
+        # every step: layers that draw no random bits don't ask.
+        mesh = sharding.mesh_of(value) if name == "weight" and self._buffers.get("rng_key") is not None else None
         if mesh is not None:
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
             innermost = mesh.ndim - 1 - (self.parallel is not None)
