@@ -77,15 +77,18 @@ def grouped_linear(
     _check_axes(placement, expert_axis)
     out, features = placement.gathered_shape(weight)
     groups = weight.shape[0]
-    group_sizes = jnp.asarray(group_sizes)
+    given, group_sizes = group_sizes, jnp.asarray(group_sizes)
     if x.ndim != 2 or x.shape[1] != features:
         raise ValueError(
             f"x [tokens, in] and weight [groups, out, in] must share in, got {x.shape} and {(groups, out, features)}"
         )
     if group_sizes.shape != (groups,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(f"group_sizes must be {groups} integers, got {group_sizes.dtype} {group_sizes.shape}")
-    if not isinstance(group_sizes, Tracer) and (np.min(group_sizes, initial=0) < 0 or np.sum(group_sizes) > x.shape[0]):
-        raise ValueError(f"group_sizes must be 0 or more, and in sum at most the {x.shape[0]} rows of x, got {group_sizes}")
+    if not isinstance(given, Tracer):
+        # In NumPy: under a trace JAX's own sums are traced, of concrete arrays too.
+        counts = np.asarray(given)
+        if counts.min(initial=0) < 0 or counts.sum() > x.shape[0]:
+            raise ValueError(f"group_sizes must be 0 or more, and in sum at most the {x.shape[0]} rows of x, got {counts}")
     if bias is not None and bias.shape != (groups, out):
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)

@@ -129,6 +129,15 @@ def test_groups_of_several_spans(arrays):
         assert not jnp.any(y[sum(sizes) :])
 
 
+def test_sizes_that_a_traced_function_knows(arrays):
+    q, sizes = bfp.quantize_params(arrays[1], "mxfp8"), jnp.asarray(SIZES)
+    layer = lambda sizes: lambda x: bfp.grouped_linear(x, q, sizes, recipe="mxfp8")  # noqa: E731
+    assert jax.eval_shape(layer(sizes), arrays[0]).shape == (TOKENS, OUT)
+    for known in (sizes + 30, np.asarray(SIZES) + 30):
+        with pytest.raises(ValueError, match="in sum at most the 112 rows of x"):
+            jax.eval_shape(layer(known), arrays[0])
+
+
 def test_no_tokens(arrays):
     q = bfp.quantize_params(arrays[1], "mxfp8")
     loss = lambda x, q: bfp.grouped_linear(x, q, jnp.zeros(4, jnp.int32), recipe="mxfp8").sum()  # noqa: E731
