@@ -292,6 +292,8 @@ def test_parts_are_checked():
         ((q.codes, q.scales.float()), good, TypeError, "scales of mxfp8_e4m3 must be uint8"),
         ((q.codes, q.scales[:3]), good, ValueError, "must have shape"),
         ((q.codes, q.scales), good | {"columns": 95}, ValueError, "95 columns"),
+        ((q.codes, q.scales), good | {"columns": 96.0}, TypeError, "columns must be of integers"),
+        ((q.codes, q.scales), good | {"origin": (-32, 0)}, ValueError, "origin must be of integers of 0 or more"),
         ((q.codes, q.scales), good | {"dtype": torch.float64}, TypeError, "float64"),
         ((q.codes, q.scales), good | {"format": "nvfp4"}, ValueError, "nvfp4"),
         ((q.codes, q.scales, torch.ones(())), good, ValueError, "tensor_scale"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockfp import numerics
+from blockfp import checks, numerics
 from blockfp.bits import FLOAT_DTYPES
 from blockfp.formats import Format
 
@@ -92,8 +92,8 @@ class QuantizedTensor(Tensor):
             origin: (row, column) of the first element in the unsharded matrix.
 
         Raises:
-            TypeError: a part is not a tensor or has the wrong dtype.
-            ValueError: the parts don't fit each other, the format or `columns`, or lie on different devices.
+            TypeError: a part is not a tensor or has the wrong dtype; columns or origin are no integers.
+            ValueError: the parts don't fit each other, the format or `columns`, or lie on different devices; a negative origin.
         """
         format = Format.parse(format)
         parts = {"codes": codes, "scales": scales}
@@ -108,6 +108,8 @@ class QuantizedTensor(Tensor):
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
+        if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
+            checks.check_place(columns, origin)
         numerics.check_codes(codes, columns, format)
         numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
