@@ -1,6 +1,8 @@
 """The optimizer's state: saved, loaded from elsewhere, what it takes."""
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import pytest
@@ -89,6 +91,45 @@ def test_original_values_become_the_master():
     optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
     assert_quantizes(p, optimizer.state[p]["master"])
+
+
+@pytest.mark.parametrize("keep_init", [True, False])
+def test_values_loaded_later_are_what_the_next_step_goes_on_from(keep_init):
+    p, values = weight((64, 96), "mxfp8_e4m3_32x32", dtype=torch.bfloat16), normal((64, 96), 5)
+    optimizer = bfp.AdamW([p], lr=0.0)
+    give_gradients([p], 1)
+    optimizer.step()
+    master, saved = optimizer.state[p]["master"], optimizer.state_dict()
+    bfp.load_high_precision_(p, values, keep_init=keep_init)
+    loaded = values if keep_init else p.dequantize(torch.float32)
+    optimizer.step()
+    # The same memory: a CUDA graph may know it.
+    assert optimizer.state[p]["master"] is master
+    assert torch.equal(master, loaded)
+    assert p.initial is None
+    master.add_(1)
+    optimizer.step()
+    assert torch.equal(master, loaded + 1)
+    # Of values and masters those count that were loaded last.
+    bfp.load_high_precision_(p, values, keep_init=keep_init)
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["master"], saved["state"][0]["master"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_a_copy_shows_and_takes_what_the_original_does(copied):
+    p = weight((40, 64), "mxfp8_e4m3_32x32", dtype=torch.bfloat16)
+    optimizer = bfp.AdamW([p], moments="fp8")
+    give_gradients([p], 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    q, other = copied((p, optimizer))
+    other.load_state_dict(other.state_dict())
+    for name, value in other.state_dict()["state"][0].items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, saved["state"][0][name])
+    assert other.state[q]["exp_avg"].dtype == torch.uint8
 
 
 def test_a_state_that_does_not_fit():

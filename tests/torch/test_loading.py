@@ -93,6 +93,8 @@ def load_later(rank, weights, expected, kept):
     accept_high_precision(model)
     model.keep_init = False
     fully_shard(model, mesh=device_mesh((4,)))
+    optimizer = bfp.AdamW(model.parameters(), lr=0.0)
+    optimizer.make_state()
     model(inputs_for(rank, 64))
     assert isinstance(model.weight, bfp.QuantizedTensor)
     model.load_state_dict({"weight": weights[0]})
@@ -101,6 +103,11 @@ def load_later(rank, weights, expected, kept):
     else:
         assert local_of(model.weight).initial is None
     model(inputs_for(rank, 64)).sum().backward()
+    optimizer.step()
+    if not kept:
+        # The master, which was there before, is of what was loaded.
+        assert torch.equal(optimizer.state[model.weight]["master"], local_of(model.weight).dequantize())
+        assert optimizer.state[model.weight]["master"].any()
     for a, b in zip(model.seen, parts_of(expected[0]), strict=True):
         assert torch.equal(a, b)
 

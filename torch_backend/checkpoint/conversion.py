@@ -146,8 +146,10 @@ def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -
     requantize_([param for param, _ in quantized], [values for _, values in quantized])
     for one, master in pairs:
         local = sharding.local_of(one.param)
-        if isinstance(local, QuantizedTensor) and one.theirs is None and master is None and one.keep_init:
-            local.initial = sharding.local_of(one.read[one.name]).to("cpu", copy=True)
+        if isinstance(local, QuantizedTensor) and one.theirs is None and master is None:
+            if one.keep_init:
+                local.initial = sharding.local_of(one.read[one.name]).to("cpu", copy=True)
+            local.geometry.loaded = True
 
 
 def _format_entry(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -42,9 +42,18 @@ class _Adam(Optimizer):
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
         super().__init__(params, settings | {"capturable": capturable, "key": words})
+        self._show_fp32()
+
+    def _show_fp32(self) -> None:
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_make)
         self.register_load_state_dict_post_hook(_take, prepend=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        copied = not self.__dict__  # torch's load_state_dict comes here too
+        super().__setstate__(state)
+        if copied:  # copies and pickles lose the hooks
+            self._show_fp32()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see `torch.optim.Optimizer`.
@@ -116,8 +125,12 @@ class _Adam(Optimizer):
             on = part.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(part, group["moments"])
-        if "master" not in state and needs_master(part, group["master"]):
-            state["master"] = new_master(part)
+        if "master" not in state:
+            if needs_master(part, group["master"]):
+                state["master"] = new_master(part)
+        elif isinstance(part.local, QuantizedTensor) and part.local.geometry.loaded:
+            # In place: a CUDA graph that was captured knows this memory.
+            state["master"].copy_(new_master(part))
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:

@@ -158,11 +158,10 @@ def new_master(part: Part) -> Tensor:
     q = part.local
     if not isinstance(q, QuantizedTensor):
         return q.detach().to(torch.float32, copy=True).contiguous()
-    if q.initial is None:
+    initial, q.initial = q.initial, None
+    if initial is None:
         return q.detach().dequantize(torch.float32)  # pyright: ignore[reportCallIssue]
-    master = q.initial.to(q.device, torch.float32, copy=True).contiguous()
-    q.initial = None
-    return master
+    return initial.to(q.device, torch.float32, copy=True).contiguous()
 
 
 def load_moment(part: Part, state: dict[str, Tensor], which: int) -> Tensor:

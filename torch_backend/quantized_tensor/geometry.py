@@ -50,12 +50,14 @@ class Geometry:
         base: what it is a part of, if something divided it along the first axis.
         initial: the original values of its rows, a plain CPU tensor, if they are kept. Never written to.
         gathered: whether it is FSDP's gathered copy of a sharded weight, which the next reshard throws away.
+        loaded: whether high-precision values were loaded that no optimizer has taken for its master yet.
     """
 
     origin: Origin | None = (0, 0)
     base: Base | None = None
     initial: Tensor | None = None
     gathered: bool = False
+    loaded: bool = False
 
     @property
     def start(self) -> Origin:
@@ -73,11 +75,11 @@ class Geometry:
             row, column = (row + first, column) if axis == ndim - 2 else (row, column + first)
         base = self.base if axis == first == 0 else None
         initial = None if self.initial is None else self.initial.narrow(axis, first, last - first)
-        return Geometry((row, column), base, initial, self.gathered)
+        return Geometry((row, column), base, initial, self.gathered, self.loaded)
 
     def bind(self, source: Geometry, origin: Origin) -> None:
         """Gives a new buffer its place: that of what is copied into it."""
-        self.origin, self.base = origin, source.base
+        self.origin, self.base, self.loaded = origin, source.base, source.loaded
         # A copy, so that the original of the whole weight can be freed.
         self.initial = None if source.initial is None else source.initial.clone()
 

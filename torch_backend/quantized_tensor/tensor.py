@@ -121,12 +121,14 @@ class QuantizedTensor(Tensor):
         tensor_scale: Tensor | None,
         *,
         columns: int | None = None,
+        dtype: torch.dtype | None = None,
         geometry: Geometry | None = None,
     ) -> QuantizedTensor:
         """A tensor of other parts, like this one and with its geometry where nothing else is said; unchecked."""
         columns = self.shape[-1] if columns is None else columns
+        dtype = self.dtype if dtype is None else dtype
         geometry = self.geometry if geometry is None else geometry
-        return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, self.dtype, geometry)
+        return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, dtype, geometry)
 
     @property
     def origin(self) -> Origin:
@@ -150,6 +152,7 @@ class QuantizedTensor(Tensor):
                 f"{tuple(values.shape)} on {values.device}"
             )
         self.geometry.initial = None if values is None else values.detach()
+        self.geometry.loaded = values is not None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, rounded once to `dtype`; the gradient passes through unchanged.

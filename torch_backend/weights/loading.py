@@ -18,7 +18,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     """Quantizes a high-precision weight into a quantized parameter, in place, as if the parameter were whole.
 
     Every rank that holds a part of the parameter must call it. A weight that is kept in high precision and travels quantized
-    takes the values as they are.
+    takes the values as they are. `AdamW` makes its master of a quantized one anew, from these values, in its next step.
 
     Args:
         param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one.
@@ -54,6 +54,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     requantize_([param], [values.to(local.device)])
     if keep_init:
         local.initial = values.to("cpu", copy=True)
+    local.geometry.loaded = True
 
 
 def _kind(tensor: Any) -> str:
