@@ -343,8 +343,9 @@ def export_command(
         int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
     ] = None,
     prefix: Annotated[
-        str, typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose.")
-    ] = "model.",
+        str | None,
+        typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose. Default: model."),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Writes the model of a training checkpoint: its codes as they are, or values from the optimizer's fp32 weights."""

@@ -2,15 +2,17 @@
 
 A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
 codes, scales, and NAME_format_FORMAT, a tensor of no bytes whose shape is (0, *shape of the weight) and whose dtype is the
-nominal one; the optimizer's fp32 weight, if there is one, is `optimizer.state.NAME.master`, under one of a tied weight's names.
+nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, where PART is "optimizer" or what else
+the optimizer was called. Of a weight with several names it is under the first, which `extra.tied.OTHER_NAME` says.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,17 @@ Progress = Callable[[Tensor], None]
 _TOGETHER = (("input_amax_history", "input_scale"), ("gradient_amax_history", "gradient_scale"), ("rng_key", "step"))
 """Buffers of blockfp's layers that only training needs, each with another that its layer has too."""
 
-_MASTER = "optimizer.state.{}.master"
+MODEL = "model."
+"""What `save_checkpoint` puts before the model's names."""
+
+TIED = "extra.tied."
+"""What `save_checkpoint` puts before the further names of a weight that has several; the first is the value."""
+
+_OWN_ENTRIES = ("optimizer.", "extra.own.")
+"""What it puts before the names of other tensors."""
+
+_STATE = re.compile(r"(.+?)\.state\.(.+)\.[^.]+")
+"""What DCP makes of the name of an optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -80,54 +92,75 @@ class Contents:
     left_out: list[str]
 
 
-def contents(checkpoint: Model, prefix: str) -> Contents:
+def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
     """What a checkpoint holds of the model.
 
     Args:
         checkpoint: the open checkpoint.
-        prefix: what the model's names begin with there, such as "model."; other names are not the model's.
+        prefix: what the model's names begin with there; other names are not the model's. None is "model.", and then nothing
+            else may be there but optimizers and what `save_checkpoint` adds.
 
     Raises:
-        BadFile: no name begins so, or a quantized weight lacks a part, or has one (or a master) of another shape.
+        BadFile: no name begins so, some would be left out unasked, or a quantized weight lacks a part, or has one (or a master)
+            of another shape.
     """
     there = {tensor.name: tensor for tensor in checkpoint.tensors}
-    own = {name.removeprefix(prefix): tensor for name, tensor in there.items() if name.startswith(prefix)}
+    before = MODEL if prefix is None else prefix
+    own = {name.removeprefix(before): tensor for name, tensor in there.items() if name.startswith(before)}
     if not own:
         known = ", ".join(sorted({name.split(".")[0] for name in there})) or "nothing"
-        raise BadFile(checkpoint.path, f"no name begins with {prefix!r}: the names there begin with {known}")
+        raise BadFile(checkpoint.path, f"no name begins with {before!r}: the names there begin with {known}")
+    optimizers = _optimizers(there, before)
+    of_optimizers = tuple(f"{part}.{kind}." for part in optimizers for kind in ("state", "param_groups"))
+    if prefix is None:
+        expected = (MODEL, *_OWN_ENTRIES, *of_optimizers)
+        beyond = sorted(name for name in there if not name.startswith(expected))
+        if beyond:
+            named = f"{', '.join(beyond[:4])}{f' and {len(beyond) - 4} more' if len(beyond) > 4 else ''}"
+            choice = f"--prefix '' takes all as they are, --prefix {MODEL} leaves these out"
+            raise BadFile(checkpoint.path, f"holds names that don't begin with {MODEL!r}: {named}: {choice}")
     weights = {}
     taken: set[str] = set()
     for name, marker in own.items():
         weight, separator, format = name.rpartition(FORMAT)
         if separator and marker.shape[:1] == (0,):
             weights[weight] = _weight(checkpoint, own, weight, format, marker)
-            taken |= {name, *(part.name.removeprefix(prefix) for part in weights[weight].parts)}
-    left_out = [name for name in own if name not in taken and _only_training(name, own)]
+            taken |= {name, *(part.name.removeprefix(before) for part in weights[weight].parts)}
+    left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]
     others = {name: tensor for name, tensor in own.items() if name not in taken and name not in left_out}
-    masters = _masters(checkpoint, there, prefix, {**others, **weights})
+    masters = _masters(checkpoint, there, before, optimizers, {**others, **weights})
     return Contents(checkpoint.path, weights, others, masters, left_out)
 
 
-def _masters(
-    checkpoint: Model, there: dict[str, Tensor], prefix: str, model: Mapping[str, Tensor | Weight]
-) -> dict[str, Tensor]:
-    """The fp32 weight of each name of the model that has one.
+def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:
+    """What the names of each optimizer begin with, and what makes a name that is there of each parameter's that it has.
 
-    The optimizer's names are those of the whole model, which begin with the prefix's first part in the checkpoint or with
-    nothing: with what makes each of them a name that is there.
+    The optimizer's names are those of the whole model, which begin with some of the prefix's parts in the checkpoint or with
+    nothing.
     """
-    before, after = _MASTER.split("{}")
-    known = [
-        name.removeprefix(before).removesuffix(after) for name in there if name.startswith(before) and name.endswith(after)
-    ]
-    for root in ("", prefix[: prefix.find(".") + 1]):
-        if all(root + name in there for name in known):
-            break
-    else:
-        return {}
+    parameters: dict[str, set[str]] = {}
+    for name in there:
+        if state := _STATE.fullmatch(name):
+            parameters.setdefault(state[1], set()).add(state[2])
+    roots = ["", *(prefix[: dot.end()] for dot in re.finditer(r"\.", prefix))]
+    fitting = {
+        part: [root for root in roots if all(root + name in there for name in names)] for part, names in parameters.items()
+    }
+    return {part: found[0] for part, found in fitting.items() if found}
+
+
+def _masters(
+    checkpoint: Model,
+    there: dict[str, Tensor],
+    prefix: str,
+    optimizers: Mapping[str, str],
+    model: Mapping[str, Tensor | Weight],
+) -> dict[str, Tensor]:
+    """The fp32 weight of each name of the model that has one, under that name or the first of the same weight."""
     masters = {}
-    for name, what in model.items():
-        master = there.get(_MASTER.format(f"{prefix}{name}".removeprefix(root)))
+    for (name, what), (part, root) in product(model.items(), optimizers.items()):
+        own = f"{prefix}{name}".removeprefix(root)
+        master = there.get(f"{part}.state.{checkpoint.metadata.get(TIED + own, own)}.master")
         if master is None:
             continue
         if master.shape != what.shape:
@@ -188,39 +221,15 @@ def export_values(model: Contents, path: Path, dtype: str | None, file_bytes: in
     Raises:
         BadFile: a tensor can't be read or stored; nothing is written then.
     """
-    masters = model.masters | _of_tied(model)
     values = {}
     for name, what in {**model.others, **model.weights}.items():
         chosen = what.dtype if dtype is None else DTYPES[dtype]
-        if name in masters:
-            values[name] = Tensor(name, chosen, what.shape, partial(_rounded, masters[name], chosen))
+        if name in model.masters:
+            values[name] = Tensor(name, chosen, what.shape, partial(_rounded, model.masters[name], chosen))
         elif isinstance(what, Weight):
             values[name] = Tensor(name, chosen, what.shape, partial(what.values, chosen))
     write(path, {**model.others, **values}, file_bytes, done)
-    return [name for name in model.weights if name not in masters]
-
-
-def _of_tied(model: Contents) -> dict[str, Tensor]:
-    """The masters of weights that the optimizer has under another name: all their bits are the other's."""
-    alike: dict[tuple, list[str]] = {}
-    for name, what in {**model.others, **model.weights}.items():
-        alike.setdefault((what.dtype, what.shape, getattr(what, "format", None)), []).append(name)
-    found = {}
-    for names in alike.values():
-        without = [name for name in names if name not in model.masters]
-        if not without or len(without) == len(names):
-            continue
-        known = {_digest(model, name): model.masters[name] for name in names if name in model.masters}
-        found |= {name: known[bits] for name in without if (bits := _digest(model, name)) in known}
-    return found
-
-
-def _digest(model: Contents, name: str) -> bytes:
-    parts: Sequence[Tensor] = model.weights[name].parts if name in model.weights else [model.others[name]]
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.read().tobytes())
-    return digest.digest()
+    return [name for name in model.weights if name not in model.masters]
 
 
 def _rounded(master: Tensor, dtype: np.dtype) -> np.ndarray:

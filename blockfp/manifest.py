@@ -50,7 +50,7 @@ def temporary_of(checkpoint: Path) -> Path:
 
 
 def steps(run: Path) -> list[int]:
-    """The steps of which there are whole checkpoints in a run's folder, ascending."""
+    """The steps of which there are checkpoints in a run's folder, ascending. Whether they have manifests is not looked at."""
     there = run.iterdir() if run.is_dir() else ()
     found = {int(match[1]) for path in there if (match := _WHOLE.fullmatch(path.name))}
     # What is a file, or has more zeros in its name than a checkpoint gets, is somebody else's.
@@ -138,7 +138,7 @@ def begin(checkpoint: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     for path in run.iterdir():
         if _LEFT_BEHIND.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path)
+            _delete(path)
     temporary_of(checkpoint).mkdir()
 
 
@@ -168,6 +168,14 @@ def _remove(surplus: Iterable[Path]) -> None:
         hidden = old.parent / f".{old.name}.old"
         try:
             os.rename(old, hidden)
-            shutil.rmtree(hidden)
+            _delete(hidden)
         except OSError as error:
             warnings.warn(f"{old} is surplus and can't be removed: {error}", stacklevel=2)
+
+
+def _delete(folder: Path) -> None:
+    """Removes a folder; of one that lies elsewhere the link to it."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)

@@ -13,9 +13,11 @@ torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
 import threaded  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint  # noqa: E402
+from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from blockfp.torch_backend.optimizer.adamw import AdamW  # noqa: E402
 from resumed import model_of, shard, train  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
 from blockfp import compressed_tensors  # noqa: E402
@@ -135,16 +137,19 @@ class Nested(torch.nn.Module):
         self.tied.weight = self.inner["proj"].weight
         self.plain = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
         self.plain_tied = self.plain
+        self.frozen = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16), requires_grad=False)
         self.input_scale = torch.nn.Parameter(torch.full((3,), 2.0))
 
 
 def test_names_that_are_those_of_others(tmp_path):
-    """Each weight gets its own master, whatever the prefix; tied ones one; a parameter is not taken for a buffer."""
+    """Each weight gets its own master, whatever the prefix; tied ones one, and none that only has the same bits; a parameter
+    is not taken for a buffer."""
     model = Nested()
     optimizer = AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
-        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype) if parameter.requires_grad else None
     optimizer.step()
+    model.frozen.data.copy_(model.plain.data)
     save_checkpoint(tmp_path / "run", model, optimizer, step=1)
     path = tmp_path / "m.safetensors"
     result = run("export", tmp_path / "run", path, "--to", "high-precision", "--dtype", "float32")
@@ -155,10 +160,78 @@ def test_names_that_are_those_of_others(tmp_path):
     for name, twin in (("proj.weight", "proj.weight"), ("inner.proj.weight",) * 2, ("tied.weight", "inner.proj.weight")):
         np.testing.assert_array_equal(values[name], optimizer.state[model.get_parameter(twin)]["master"].numpy())
     np.testing.assert_array_equal(values["plain_tied"], optimizer.state[model.plain]["master"].numpy())
+    assert (values["plain_tied"] != model.frozen.detach().to(torch.float32).numpy()).all()
+    np.testing.assert_array_equal(bits(values["frozen"]), bits(numpy(model.frozen)))
     np.testing.assert_array_equal(values["input_scale"], model.input_scale.detach().numpy())
-    options = ("--prefix", "model.inner.", "--to", "high-precision", "--force")
-    assert run("export", tmp_path / "run", path, *options).exit_code == 0
-    np.testing.assert_array_equal(read(path)["proj.weight"], values["inner.proj.weight"])
+    for prefix in ("inner.proj.", "tied."):
+        options = ("--prefix", f"model.{prefix}", "--to", "high-precision", "--force")
+        assert run("export", tmp_path / "run", path, *options).exit_code == 0
+        np.testing.assert_array_equal(read(path)["weight"], values["inner.proj.weight"])
+
+
+class Head(torch.nn.Module):
+    """A head that shares its weight with an embedding, beside a module that is called "model"."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(64, 64)})
+        self.lm_head = bfp.Linear(64, 64, bias=False, recipe="mxfp8", weights="high_precision")
+        self.model["embedding"].weight = self.lm_head.weight
+
+
+def tied(rank, folder):
+    model, other = fully_shard(Head()), fully_shard(Head())
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    optimizer.step()
+    save_checkpoint(folder / "run", model, optimizer, step=1)
+    load_checkpoint(folder / "run", other)
+    assert torch.equal(other.lm_head.weight.to_local().values, model.lm_head.weight.to_local().values)
+    values = model.lm_head.weight.full_tensor()
+    if rank == 0:
+        np.save(folder / "values.npy", values.detach().numpy())
+
+
+def test_a_head_that_shares_an_embeddings_weight(tmp_path):
+    """torch's embedding shows a class of blockfp's in its state dict; the checkpoint has its values."""
+    threaded.run(2, tied, tmp_path)
+    for to in ("quantized", "high-precision"):
+        path = tmp_path / f"{to}.safetensors"
+        result = run("export", tmp_path / "run", path, "--to", to)
+        assert result.exit_code == 0, result.output
+        there = read(path)
+        assert set(there) == {"model.embedding.weight", "lm_head.weight"}
+        for values in there.values():
+            np.testing.assert_array_equal(values, np.load(tmp_path / "values.npy"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_that_others_give(tmp_path):
+    """Masters are found under them, and nothing that may be of the model is left out unasked."""
+    model = torch.nn.ModuleDict({"model": model_of("nvfp4", SHAPES[:1]), "lm_head": torch.nn.Linear(2, 2)})
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    optimizer.make_state()
+    own, of_optimizer = get_state_dict(model, optimizer)
+    master = of_optimizer["state"]["model.0.weight"]["master"]
+    out = tmp_path / "m.safetensors"
+    for i, (state, options, weight) in enumerate(
+        (
+            ({"model": own, "optim": of_optimizer}, [], "model.0.weight"),
+            ({"app": {"model": own, "optim": of_optimizer}}, ["--prefix", "app.model."], "model.0.weight"),
+            ({**own, "optim": of_optimizer}, ["--prefix", ""], "model.0.weight"),
+            ({**own, "optim": of_optimizer}, ["--prefix", "model."], "0.weight"),
+        )
+    ):
+        dcp.save(state, checkpoint_id=tmp_path / str(i))
+        result = run("export", tmp_path / str(i), out, "--to", "high-precision", "--force", *options)
+        assert result.exit_code == 0, result.output
+        there = read(out)
+        np.testing.assert_array_equal(there[weight], master.numpy())
+        assert ("lm_head.weight" in there) == (weight == "model.0.weight")
+        assert not any("optim" in name for name in there)
+    result = run("export", tmp_path / "3", out, "--force")
+    assert result.exit_code == 2
+    assert "begin with 'model.': lm_head.bias, lm_head.weight: --prefix '' takes all" in result.output.replace("\n", "")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

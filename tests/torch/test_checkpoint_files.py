@@ -168,6 +168,14 @@ def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
     model = model_of(FORMAT, SHAPES)
     save_checkpoint(saved, model, step=3, keep=2)
     assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000002", "step-00000003"]
+    # One that was moved to another disk, and linked.
+    (saved / "step-00000002").rename(elsewhere := saved.parent / "elsewhere")
+    (saved / "step-00000002").symlink_to(elsewhere)
+    save_checkpoint(saved, model, step=4, keep=1)
+    (saved / ".step-00000002.old").symlink_to(elsewhere)
+    save_checkpoint(saved, model, step=5, keep=1)
+    assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000005"]
+    assert (elsewhere / "manifest.json").is_file()
 
 
 def test_what_is_just_written_stays_also_after_going_back(saved):

@@ -112,11 +112,12 @@ def save_checkpoint(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     from .checkpoint_files import WholeOrNothing
-    from .plain_values import plain, plain_extra
+    from .plain_values import plain, plain_extra, tied_names
 
     step, keep = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
     model = model_names.plain_module(model)
-    state: dict[str, Any] = {EXTRA: {"step": step} | {f"own.{name}": value for name, value in plain_extra(extra).items()}}
+    own = {f"own.{name}": value for name, value in plain_extra(extra).items()}
+    state: dict[str, Any] = {EXTRA: {"step": step, "tied": tied_names(model)} | own}
     checkpoint = manifest.folder_of(Path(folder).absolute(), step)
     while _behind:
         # Two at a time would mix up their exchanges.
@@ -163,7 +164,7 @@ def load_checkpoint(
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
             keeps its own `moments`, `master` and `capturable`.
-        step: which checkpoint; by default the last that is whole.
+        step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
             or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
             only the model's recipe keeps in buffers (histories, random keys) stays as it is.

@@ -12,14 +12,16 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from blockfp import manifest
+from blockfp.export import TIED
 from blockfp.manifest import BadCheckpoint
 from blockfp.modelfile import BadFile, Model, Tensor
 
 from .checkpoint_files import INDEX, problems, read_index, read_listed_index
+from .plain_values import read_plain
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """A checkpoint's tensors; what is no tensor is left out.
+    """A checkpoint's tensors; of what is no tensor only the names of tied weights (`export.TIED`), as the metadata.
 
     Args:
         folder: a run's folder, a checkpoint that `save_checkpoint` wrote (its checksums are looked at), or any folder of DCP's.
@@ -35,6 +37,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
         if ours and (found := problems(folder)):
             raise BadFile(folder, "; ".join(found))
         index = read_listed_index(folder) if ours else read_index(folder)
+        tied = {name: str(first) for name, first in read_plain(folder, index, (TIED,)).items()}
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
     tensors = []
@@ -45,7 +48,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
             except Exception as error:  # a damaged index holds anything
                 raise BadFile(folder / INDEX, repr(error), str(name)) from error
             tensors.append(Tensor(str(name), dtype, shape, partial(_read, folder, index, name, what)))
-    return Model(folder, tuple(tensors))
+    return Model(folder, tuple(tensors), tied)
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:

@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from blockfp.manifest import BadCheckpoint
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+from ..weights.state_dict import placed
+from . import model_names
 
 
 def plain(name: str, value: Any) -> Any:
     """A value as it is saved: NumPy's numbers as Python's, in dictionaries, lists and tuples too; tensors as they are.
+
+    Of weights that are cast when they are gathered, which modules other than blockfp's show as they are, the values.
 
     Args:
         name: of the value, for errors.
@@ -32,7 +37,9 @@ def plain(name: str, value: Any) -> Any:
     if type(value) in (bool, int, float, str, bytes, type(None)):
         return value
     if isinstance(value, Tensor):
-        if isinstance(sharding.local_of(value), QuantizedTensor) or value.layout is not torch.strided:
+        if isinstance(local := sharding.local_of(value), CastWeight):
+            return placed(value, local.values.detach())
+        if isinstance(local, QuantizedTensor) or value.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got {type(value).__name__} of {value.layout}: dequantize it first")
         return value
     if isinstance(value, dict):
@@ -60,6 +67,13 @@ def plain_extra(extra: Any) -> dict[str, Any]:
                 raise TypeError(f"extra[{name!r}] must be a tensor, or numbers and strings, got {type(part).__name__}")
         found[name] = plain(f"extra[{name!r}]", value)
     return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter that has several, by its further ones: the first is the one that optimizers know."""
+    first: dict[int, str] = {}
+    known = ((name, first.setdefault(id(param), name)) for name, param in model_names.parameters(model).items())
+    return {name: of for name, of in known if name != of}
 
 
 def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
