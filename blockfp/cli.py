@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from . import __version__, cuda, native, products
+from . import __version__, cuda, native, products, saving
 from .atomic import replacing
 from .crosscheck import Backend, Definition, check
 from .formats import FORMATS, Format
@@ -152,8 +152,9 @@ def _check_output(path: Path, suffix: str, option: str, *, force: bool = True) -
         raise _refused(f"{option} {path}: {path.parent} can't be written to")
     if path.is_dir():
         raise _refused(f"{option} {path}: is a folder")
-    if path.exists() and not force:
-        raise _refused(f"{option} {path}: exists already; --force overwrites it")
+    for there in (path, path.with_name(path.name + saving.INDEX)):
+        if there.exists() and not force:
+            raise _refused(f"{option} {there}: exists already; --force overwrites it")
 
 
 def _versions() -> dict[str, str]:
@@ -311,7 +312,9 @@ def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], N
 
 @app.command("dequantize")
 def dequantize_command(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A file that blockfp quantize wrote.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="What blockfp quantize or export wrote, in one file or several.")
+    ],
     target: Target,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original one.")
@@ -322,7 +325,7 @@ def dequantize_command(
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     _check_output(target, ".safetensors", "OUT", force=force)
-    model = open_model(source)
+    model = saving.open_whole(source)
     _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
 
 

@@ -17,6 +17,7 @@ Scales of square blocks of 16 and 32 are repeated for each row. FP8 and MX value
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import layout
+from . import layout, saving
 from .atomic import replacing
 from .export import Contents, Progress, Weight, write
 from .formats import E2M1, E4M3, Format
@@ -84,14 +85,16 @@ def export(model: Contents, folder: Path, file_bytes: int | None, done: Progress
 
     Raises:
         BadFile: compressed-tensors has no layout for a weight, for its format, its shape, its name (which must be "..weight")
-            or scales that the layout can't hold; nothing is written then.
+            or scales that the layout can't hold, or a tensor can't be stored; nothing is written then.
     """
     schemes = {name: _checked(model, weight) for name, weight in model.weights.items()}
     tensors = dict(model.others)
     for name, weight in model.weights.items():
         tensors |= {tensor.name: tensor for tensor in _laid_out(name, weight, schemes[name])}
+    path = folder / "model.safetensors"
+    saving.entries_of(path, tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "model.safetensors", tensors, file_bytes, done, {"format": "pt"})
+    write(path, tensors, file_bytes, done, {"format": "pt"})
     with replacing(folder / "config.json") as temporary:
         temporary.write_text(json.dumps({"quantization_config": _config(schemes)}, indent=1) + "\n")
 
@@ -146,12 +149,13 @@ def _inverse(tensor_scale: Tensor) -> np.ndarray:
 def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
     groups: list[tuple[Scheme, list[str]]] = []
     for name, known in schemes.items():
+        target = _target(name.rpartition(".")[0])
         for other, targets in groups:
             if other == known:
-                targets.append(name.rpartition(".")[0])
+                targets.append(target)
                 break
         else:
-            groups.append((known, [name.rpartition(".")[0]]))
+            groups.append((known, [target]))
     formats = {known.format for known, _ in groups}
     return {
         "quant_method": "compressed-tensors",
@@ -170,3 +174,8 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
         "ignore": [],
         "kv_cache_scheme": None,
     }
+
+
+def _target(layer: str) -> str:
+    """What compressed-tensors takes for a layer's name: without a dot it might be that of a class, such as "Linear"."""
+    return layer if "." in layer else f"re:^{re.escape(layer)}$"

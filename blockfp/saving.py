@@ -20,13 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .array import QuantizedArray
 from .atomic import replacing
 from .bits import dtype_name
+
+if TYPE_CHECKING:
+    from .modelfile import Entry, Model
 
 INDEX = ".index.json"
 
@@ -84,7 +87,7 @@ def write(
 ) -> None:
     """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
     from . import store
-    from .modelfile import BadFile, Entry, write_safetensors
+    from .modelfile import BadFile, write_safetensors
 
     if path.suffix != ".safetensors":
         raise BadFile(path, "the name must end in .safetensors")
@@ -96,10 +99,7 @@ def write(
         raise ValueError(f"metadata: {store.KEY!r} is blockfp's own")
     if file_bytes is not None and (not isinstance(file_bytes, int) or file_bytes < 1):
         raise ValueError(f"file_bytes must be an integer of 1 or more, got {file_bytes!r}")
-    entries: dict[str, list[Entry]] = {}
-    for name, tensor in tensors.items():
-        entries[name] = _entries(path, name, tensor)
-    store.check_names(path, [entry for parts in entries.values() for entry in parts])
+    entries = entries_of(path, tensors)
 
     def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in names:
@@ -133,6 +133,15 @@ def write(
         path.unlink(missing_ok=True)
 
 
+def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
+    """What each tensor consists of in a file. Raises BadFile where `write` would, before anything is written."""
+    from . import store
+
+    entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
+    store.check_names(path, [entry for parts in entries.values() for entry in parts])
+    return entries
+
+
 @contextmanager
 def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
     """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then."""
@@ -161,14 +170,20 @@ def _parts_named(path: Path, index: Path) -> set[str] | None:
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     """(name, array) of everything in a file or several, one at a time."""
     from . import store
+
+    yield from store.read_model(open_whole(path))
+
+
+def open_whole(path: Path) -> Model:
+    """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
+    from . import store
     from .modelfile import BadFile, open_model
 
     if path.is_dir():
         path = path / "model.safetensors"
     index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
     if path != index and (path.exists() or not index.exists()):
-        yield from store.read_model(open_model(path))
-        return
+        return open_model(path)
     try:
         where = json.loads(index.read_text())["weight_map"]
         files = sorted(set(where.values()))
@@ -176,14 +191,11 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
             raise ValueError("it names files outside its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
-    found: set[str] = set()
-    for name in files:
-        model = open_model(index.with_name(name))
-        found |= {tensor.name for tensor in model.tensors}
-        yield from store.read_model(model)
-    missing = sorted(set(where) - found)
+    model = store.together(index, [open_model(index.with_name(name)) for name in files])
+    missing = sorted(set(where) - {tensor.name for tensor in model.tensors})
     if missing:
         raise BadFile(index, f"names tensors that its files lack: {', '.join(missing[:3])}")
+    return model
 
 
 def _is_quantized(tensor: Any) -> bool:
@@ -196,7 +208,7 @@ def _parts(tensor: Any) -> list[Any]:
     return [part for part in (tensor.codes, tensor.scales, tensor.tensor_scale) if part is not None]
 
 
-def _entries(path: Path, name: str, tensor: Any) -> list:
+def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
     from . import store
     from .modelfile import TAGS, BadFile, Entry
 

@@ -14,7 +14,7 @@ and what is not quantized stays as it is, under its name. The file's metadata sa
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +101,20 @@ def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]
         yield name, stored.read()
     for name, tensor in others.items():
         yield name, tensor.read()
+
+
+def together(path: Path, models: Sequence[Model]) -> Model:
+    """Several files as one, which is called `path`.
+
+    Raises:
+        BadFile: the description of a quantized one is not what blockfp writes.
+    """
+    metadata = {key: text for model in models for key, text in model.metadata.items() if key != KEY}
+    quantized = [model for model in models if KEY in model.metadata]
+    if quantized:
+        described = {name: what for model in quantized for name, what in _description(model).items()}
+        metadata[KEY] = json.dumps({"version": VERSION, "tensors": described})
+    return Model(path, tuple(tensor for model in models for tensor in model.tensors), metadata)
 
 
 def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored], dict[str, Tensor]]:

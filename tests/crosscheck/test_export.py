@@ -1,4 +1,4 @@
-"""`blockfp export`: a checkpoint's model as a file, in blockfp's layout, high precision, or that of compressed-tensors."""
+"""`blockfp export`: a checkpoint's model as a file, in blockfp's layout or in high precision."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
@@ -15,51 +14,14 @@ import threaded  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from blockfp.torch_backend.optimizer.adamw import AdamW  # noqa: E402
-from resumed import model_of, shard, train  # noqa: E402
+from exported import SHAPES, bits, numpy, read, run, save, unsharded  # noqa: E402
+from resumed import model_of, train  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
-from blockfp import compressed_tensors  # noqa: E402
-from blockfp.cli import app  # noqa: E402
 from blockfp.export import contents  # noqa: E402
-from blockfp.formats import FORMATS, Format  # noqa: E402
-from blockfp.modelfile import BadFile, open_model  # noqa: E402
-
-SHAPES = [(64, 128), (37, 128)]
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def save(rank, folder, format, mesh="strided", dtype=torch.float32):
-    model = shard(model_of(format, SHAPES, dtype=dtype), mesh)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer, 0, 2)
-    save_checkpoint(folder, model, optimizer, step=2)
-
-
-def unsharded(format, dtype=torch.float32):
-    model = model_of(format, SHAPES, dtype=dtype)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer, 0, 2)
-    return model, optimizer
-
-
-def read(path):
-    return {tensor.name: tensor.read() for tensor in open_model(path).tensors}
-
-
-def bits(array):
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def numpy(tensor):
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+from blockfp.modelfile import BadFile  # noqa: E402
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16"])
@@ -76,6 +38,32 @@ def test_quantized(format, tmp_path):
     for i, layer in enumerate(model):
         np.testing.assert_array_equal(bits(values[f"{i}.weight"]), bits(layer.weight.detach().dequantize().numpy()))
         np.testing.assert_array_equal(bits(values[f"{i}.bias"]), bits(layer.bias.detach().numpy()))
+
+
+def test_several_files(tmp_path):
+    """`blockfp dequantize` reads them as one; they are overwritten where that is asked for."""
+    save(0, tmp_path / "run", "nvfp4_16x16", "one")
+    (several, one, values), pieces = (
+        (tmp_path / f"{name}.safetensors" for name in ("s", "one", "values")),
+        ("--file-bytes", 6000),
+    )
+    assert run("export", tmp_path / "run", several, *pieces).exit_code == 0
+    for arguments in (pieces, ()):
+        result = run("export", tmp_path / "run", several, *arguments)
+        assert result.exit_code == 2
+        assert "s.safetensors.index.json: exists already; --force" in result.output.replace("\n", "")
+    assert run("export", tmp_path / "run", several, *pieces, "--force").exit_code == 0
+    assert run("export", tmp_path / "run", one).exit_code == 0
+    found = []
+    for source in (several, tmp_path / "s.safetensors.index.json", one):
+        assert run("dequantize", source, values, "--force").exit_code == 0
+        found.append(read(values))
+    for name, expected in found.pop().items():
+        for there in found:
+            np.testing.assert_array_equal(bits(there[name]), bits(expected))
+    index = json.loads((tmp_path / "s.safetensors.index.json").read_text())
+    (tmp_path / index["weight_map"]["0.bias"]).unlink()
+    assert "no such file" in run("dequantize", several, values, "--force").output.replace("\n", "")
 
 
 def test_jax_opens_it(tmp_path):
@@ -250,6 +238,7 @@ def test_without_masters_it_says_that_values_are_those_of_codes(tmp_path):
 def test_bad_use(tmp_path):
     threaded.run(2, save, tmp_path / "run", "mxint8", "fsdp2")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "plain")
+    dcp.save({"w": torch.ones(2, dtype=torch.complex128)}, checkpoint_id=tmp_path / "complex")
     (tmp_path / "file").write_text("no folder")
     out = tmp_path / "out.safetensors"
     for arguments, message in (
@@ -264,108 +253,16 @@ def test_bad_use(tmp_path):
         ((tmp_path / "run", tmp_path / "run", "--to", "compressed-tensors"), "must be a new or empty folder"),
         ((tmp_path / "run", out, "--file-bytes", "0"), "--file-bytes 0: must be 1 or more"),
         ((tmp_path / "plain", tmp_path / "file" / "ct", "--to", "compressed-tensors", "--prefix", ""), "Not a directory"),
+        ((tmp_path / "complex", tmp_path / "new" / "ct", "--to", "compressed-tensors", "--prefix", ""), "complex128 can't be"),
     ):
         result = run("export", *arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert message in result.output.replace("\n", ""), (arguments, result.output)
         assert not out.exists()
+    assert not (tmp_path / "new").exists()
     path = tmp_path / "run" / "step-00000002" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     assert "__0_0.distcp has" in run("export", tmp_path / "run", out).output.replace("\n", "")
-
-
-def test_what_compressed_tensors_has_no_layout_for(tmp_path):
-    without = {format.name for format in FORMATS if compressed_tensors.scheme(format) is None}
-    assert without == {f.name for f in FORMATS if f.element.name not in ("e4m3", "e2m1")}
-
-
-# ---- held against the library, where it is installed
-
-
-@pytest.fixture(scope="module")
-def library():
-    return pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
-
-
-COVERED = [format.name for format in FORMATS if compressed_tensors.scheme(format)]
-
-
-@pytest.mark.parametrize("format", COVERED)
-def test_compressed_tensors_loads_it(format, library, tmp_path):
-    """Through its own configuration, compression and decompression of a model's modules."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from safetensors.torch import load_file
-
-    save(0, tmp_path / "run", format, "one", torch.bfloat16)
-    result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
-    assert result.exit_code == 0, result.output
-    trained, _ = unsharded(format, torch.bfloat16)
-    config = QuantizationConfig.model_validate(json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"])
-    model = torch.nn.Sequential(*(torch.nn.Linear(128, rows) for rows, _ in SHAPES))
-    apply_quantization_config(model, config)
-    compressor = ModelCompressor(quantization_config=config)
-    compressor.compress_model(model)
-    entries = load_file(tmp_path / "ct" / "model.safetensors")
-    missing, unexpected = model.load_state_dict(entries, strict=False)
-    assert (missing, unexpected) == ([], [])
-    # It loads into parameters that the library made: none of them rounds what is in the file.
-    for i, layer in enumerate(model):
-        for name, entry in list(layer.named_parameters(recurse=False)):
-            assert torch.equal(entry.to(torch.float64), entries[f"{i}.{name}"].to(torch.float64)), name
-    compressor.decompress_model(model)
-    for got, layer in zip(model, trained, strict=True):
-        expected = layer.weight.detach().dequantize(torch.float32)
-        if layer.weight.format.scale.two_level:
-            _within_an_ulp_of_bfloat16(got.weight, expected)
-        else:
-            assert torch.equal(got.weight.to(torch.float32), expected.to(got.weight.dtype).to(torch.float32))
-
-
-def _within_an_ulp_of_bfloat16(got, expected):
-    ours = expected.to(torch.bfloat16).view(torch.int16).to(torch.int32)
-    assert (got.detach().to(torch.bfloat16).view(torch.int16).to(torch.int32) - ours).abs().max() <= 1
-
-
-@pytest.mark.parametrize("format", ["nvfp4", "nvfp4_16x16"])
-def test_nvfp4_in_fp32_is_within_2_ulp(format, library, tmp_path):
-    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-    from safetensors.torch import load_file
-
-    save(0, tmp_path / "run", format, "one")
-    assert run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors").exit_code == 0
-    entries = load_file(tmp_path / "ct" / "model.safetensors")
-    arguments = QuantizationArgs(**compressed_tensors.scheme(Format.parse(format)).weights)
-    trained, _ = unsharded(format)
-    for i, layer in enumerate(trained):
-        packed = entries[f"{i}.weight_packed"]
-        values = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], torch.float32)
-        got = dequantize(
-            values,
-            entries[f"{i}.weight_scale"].to(torch.float32),
-            args=arguments,
-            dtype=torch.float32,
-            global_scale=entries[f"{i}.weight_global_scale"],
-        )
-        ulps = got.view(torch.int32) - layer.weight.detach().dequantize(torch.float32).view(torch.int32)
-        assert 0 <= ulps.abs().max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("format", "value", "message"),
-    [("mxfp4_e2m1", float("nan"), "has NaN scales"), ("nvfp4", 1e-37, "has no finite inverse")],
-)
-def test_scales_that_compressed_tensors_cannot_hold(format, value, message, tmp_path):
-    model = model_of(format, SHAPES)
-    with torch.no_grad():
-        model[0].weight = torch.nn.Parameter(bfp.quantize(torch.full((64, 128), value), format))
-    save_checkpoint(tmp_path / "run", model, step=1)
-    result = run("export", tmp_path / "run", tmp_path / "ct", "--to", "compressed-tensors")
-    assert result.exit_code == 2
-    assert message in result.output.replace("\n", "")
-    assert not (tmp_path / "ct").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

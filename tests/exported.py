@@ -1,0 +1,52 @@
+"""Checkpoints of small models that tests export, and what they compare."""
+
+import ml_dtypes
+import numpy as np
+import torch
+from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint
+from blockfp.torch_backend.optimizer.adamw import AdamW
+from resumed import model_of, shard, train
+from typer.testing import CliRunner
+
+from blockfp.cli import app
+from blockfp.modelfile import open_model
+
+SHAPES = [(64, 128), (37, 128)]
+
+
+def run(*arguments):
+    """The `blockfp` command."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def save(rank, folder, format, mesh="strided", dtype=torch.float32):
+    """A checkpoint of `unsharded`, from a rank of a mesh."""
+    model = shard(model_of(format, SHAPES, dtype=dtype), mesh)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 2)
+    save_checkpoint(folder, model, optimizer, step=2)
+
+
+def unsharded(format, dtype=torch.float32):
+    """A model of two layers after two steps, and its optimizer."""
+    model = model_of(format, SHAPES, dtype=dtype)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 0, 2)
+    return model, optimizer
+
+
+def read(path):
+    """A file's arrays by name."""
+    return {tensor.name: tensor.read() for tensor in open_model(path).tensors}
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def numpy(tensor):
+    """Also of bfloat16."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
