@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
 from blockfp.manifest import BadCheckpoint
@@ -215,6 +216,24 @@ def test_what_is_put_around_layers_stays_out_of_the_names_too(wrap, tmp_path):
     with pytest.raises(BadCheckpoint, match=r"^0\.weight is nvfp4_16x16 in the model and mxfp8_e4m3_32x32 in the checkpoint"):
         bfp.load_checkpoint(tmp_path, nvfp4)
     bfp.load_checkpoint(tmp_path, nvfp4, requantize=True)
+
+
+def _ddp_inside(rank, folder):
+    models = [nn.ModuleDict({"module": model_of("mxfp8", seed)}) for seed in range(3)]
+    for model in models[:2]:
+        model["module"] = DistributedDataParallel(model["module"], init_sync=False)
+    optimizers = [bfp.AdamW(model.parameters(), lr=0.01) for model in models]
+    optimizers[0].make_state()
+    bfp.save_checkpoint(folder, models[0], optimizers[0], step=1)
+    for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
+        bfp.load_checkpoint(folder, model, optimizer)
+        held = everything(model, optimizer).values()
+        assert_equal(dict(enumerate(held)), dict(enumerate(everything(models[0], optimizers[0]).values())))
+
+
+def test_what_ddp_puts_around_layers_stays_out_of_the_names_too(tmp_path):
+    """And only that: a layer may be called "module" itself."""
+    threaded.run(1, _ddp_inside, tmp_path)
 
 
 RECIPES = [None, "fp8_delayed", "fp8_current", "mxfp8", "nvfp4"]

@@ -6,6 +6,7 @@ import torch
 from resumed import model_of, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import blockfp.torch as bfp
 from blockfp.manifest import BadCheckpoint
@@ -101,9 +102,8 @@ def _groups(model, first):
             lambda model: bfp.AdamW(_groups(model, 2), lr=torch.tensor(0.1)),
             r"groups\.0\.lr is no tensor in the checkpoint and a tensor here",
         ),
-        (lambda model: bfp.AdamW(_groups(model, 2), master=None), r"beyond it state\.0\.weight\.master"),
     ],
-    ids=["other groups", "one group", "a tensor", "no master"],
+    ids=["other groups", "one group", "a tensor"],
 )
 def test_an_optimizer_that_does_not_fit(make, match, tmp_path):
     model, other, reference = (model_of(FORMAT, SHAPES, seed) for seed in (0, 50, 50))
@@ -115,6 +115,81 @@ def test_an_optimizer_that_does_not_fit(make, match, tmp_path):
         bfp.load_checkpoint(tmp_path, other, other_optimizer)
     assert not other_optimizer.state
     assert all(torch.equal(value, reference.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "match"),
+    [
+        (bfp.AdamW, torch.optim.AdamW, r"beyond it state\.bias\.master, state\.weight\.master"),
+        (lambda params: torch.optim.AdamW(params, maximize=True), bfp.AdamW, "maximize=True, which the optimizer doesn't have"),
+    ],
+    ids=["masters", "maximize"],
+)
+def test_what_only_another_kind_of_optimizer_has(saved, loading, match, tmp_path):
+    model, other = (nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2))
+    bfp.save_checkpoint(tmp_path, model, saved(model.parameters()), step=1)
+    before = other.weight.clone()
+    with pytest.raises(BadCheckpoint, match=match):
+        bfp.load_checkpoint(tmp_path, other, loading(other.parameters()))
+    assert torch.equal(other.weight, before)
+
+
+def test_settings_of_groups_that_only_one_side_has(tmp_path):
+    model, others = layers(), [layers(1) for _ in range(2)]
+    optimizer = bfp.AdamW(model.named_parameters(), lr=0.5)
+    # What a state of torch's AdamW leaves in the groups.
+    optimizer.param_groups[0] |= {"foreach": None, "maximize": False, "own": torch.tensor(3.0)}
+    CosineAnnealingLR(optimizer, 9)
+    bfp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    optimizers = [bfp.AdamW(other.parameters(), lr=0.25) for other in others]
+    OneCycleLR(optimizers[0], 0.125, 9)
+    for other, other_optimizer in zip(others, optimizers, strict=True):
+        bfp.load_checkpoint(tmp_path, other, other_optimizer)
+        group = other_optimizer.param_groups[0]
+        assert (group["lr"], group["initial_lr"], group["own"], group["foreach"]) == (0.5, 0.5, 3, None)
+        assert "param_names" not in group
+    assert optimizers[0].param_groups[0]["max_lr"] == 0.125
+    bfp.save_checkpoint(tmp_path, others[1], bfp.AdamW(others[1].parameters()), step=2)
+    bfp.load_checkpoint(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_groups_that_share_the_tensor_of_their_rate(tmp_path):
+    model = layers()
+    optimizer = bfp.AdamW(_groups(model, 2), lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    bfp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    optimizer = bfp.AdamW(_groups(model, 2), lr=torch.tensor(0.125))
+    bfp.load_checkpoint(tmp_path, model, optimizer)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Rprop"])
+def test_an_optimizer_of_torchs_that_has_taken_no_step(name, tmp_path):
+    """torch makes its state by a step with gradients of zero, which leaves Rprop without a step size, say."""
+    layer, make = nn.Linear(8, 8), getattr(torch.optim, name)
+    bfp.save_checkpoint(tmp_path, layer, make(layer.parameters()), step=0)
+    optimizer = make(layer.parameters(), lr=0.5)
+    bfp.load_checkpoint(tmp_path, layer, optimizer)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] < 0.5
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("float32", None), (None, "float32")])
+def test_the_optimizer_keeps_its_own_choice_of_masters(theirs, ours, tmp_path):
+    model, other = layers(), layers(1)
+    optimizer, other_optimizer = (bfp.AdamW(m.parameters(), master=which) for m, which in ((model, theirs), (other, ours)))
+    model(torch.ones(32, 64)).sum().backward()
+    optimizer.step()
+    bfp.save_checkpoint(tmp_path, model, optimizer, step=1)
+    bfp.load_checkpoint(tmp_path, other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[a]["exp_avg"], other_optimizer.state[b]["exp_avg"])
+        assert "master" not in other_optimizer.state[b]
+    assert torch.equal(other[0].weight.codes, model[0].weight.codes)
+    other_optimizer.make_state()
+    master = other_optimizer.state[other[0].weight].get("master")
+    assert master is None if ours is None else torch.equal(master, model[0].weight.dequantize())
 
 
 def _onto_cut_columns(rank, folder):

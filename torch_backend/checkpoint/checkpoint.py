@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from blockfp import manifest
 from blockfp.manifest import BadCheckpoint
 
+from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..weights.state_dict import placed
 from . import model_names, ranks
 from .conversion import Conversion, conversions, convert, masters_of, replace, replace_masters, values_of
-from .fitting import EXTRA, MODEL, OPTIMIZER, fit_model, fit_optimizer, names_of
+from .fitting import EXTRA, MODEL, OPTIMIZER, empty, fit_model, fit_optimizer, names_of
 from .training_state import as_it_is, optimizer_state
 from .uneven import leaves, make_whole, put_back
 
@@ -163,7 +164,7 @@ def load_checkpoint(
         folder: that of the run, or of one checkpoint.
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master` and `capturable`.
+            keeps its own `moments`, `master` and `capturable`, and what else of a group's settings isn't in the checkpoint.
         step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
             or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
@@ -188,8 +189,9 @@ def load_checkpoint(
     there = names_of(index, MODEL)
     parts = (MODEL, EXTRA) if optimizer is None else (MODEL, EXTRA, OPTIMIZER)
     plain = ranks.on_all(lambda: read_plain(checkpoint, index, tuple(f"{part}." for part in parts)), process_group)
+    state: dict[str, Any] = {EXTRA: {name: empty(what) for name, what in names_of(index, EXTRA).items()}}
     with ExitStack() as until_it_fits:
-        state: dict[str, Any] = {MODEL: get_model_state_dict(model), EXTRA: _empty_extra(names_of(index, EXTRA))}
+        state[MODEL] = get_model_state_dict(model)
         converted = conversions(model, there, requantize)
         replace(converted, state[MODEL])
         fit_model(checkpoint, there, state[MODEL], model, requantize)
@@ -198,12 +200,15 @@ def load_checkpoint(
             until_it_fits.callback(as_it_is(optimizer))
             state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
             there = names_of(index, OPTIMIZER)
-            lacking = replace_masters(converted, state[OPTIMIZER]["state"], there)
+            ours = isinstance(optimizer, AdamW | Adam)
+            lacking = replace_masters(converted, state[OPTIMIZER]["state"], there, may_ignore=ours)
             fit_optimizer(checkpoint, there, plain, state[OPTIMIZER], model)
         until_it_fits.pop_all()
     replaced = make_whole(state)
     with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.without_groups_quietly():
-        dcp.load(state, storage_reader=PlainReader(checkpoint), planner=PlainPlanner(), process_group=process_group)
+        # Settings of the optimizer's groups may be missing there; all else has been found.
+        planner = PlainPlanner(allow_partial_load=True)
+        dcp.load(state, storage_reader=PlainReader(checkpoint), planner=planner, process_group=process_group)
     put_back(replaced)
     _into_model(model, state[MODEL], converted, strict=not requantize)
     masters = [None] * len(converted)
@@ -259,15 +264,6 @@ def _check_files(checkpoint: Path, group: dist.ProcessGroup | None) -> None:
     together = list(dict.fromkeys(problem for problems_there in everyones for problem in problems_there))
     if together:
         raise BadCheckpoint("; ".join(together))
-
-
-def _empty_extra(there: Mapping[str, Any]) -> dict[str, Any]:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    def empty(what: Any) -> Any:
-        return torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
-
-    return {name: empty(what) for name, what in there.items()}
 
 
 def _whole_number(name: str, value: Any, least: int) -> int:

@@ -94,28 +94,36 @@ def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
         state.update(one.read)
 
 
-def replace_masters(converted: Sequence[Conversion], states: dict[str, Any], there: Mapping[str, Any]) -> list[Conversion]:
-    """Puts masters into an optimizer's state dict where the checkpoint has one, and takes them out where it has none.
+def replace_masters(
+    converted: Sequence[Conversion], states: dict[str, Any], there: dict[str, Any], *, may_ignore: bool
+) -> list[Conversion]:
+    """Makes an optimizer's state dict and a checkpoint's index agree about masters, of which either may have none.
+
+    What the checkpoint has none of is taken out of the state dict. What it alone has is read where the parameter is converted,
+    and else taken out of the index.
 
     Args:
-        converted: the parameters.
+        converted: the parameters whose format or dtype is another.
         states: the entries of the optimizer's state dict by name of the parameter.
         there: what the checkpoint's index says of each of the optimizer's names.
+        may_ignore: whether masters may be left in the checkpoint.
 
     Returns:
-        Of which parameters they were taken out: the optimizer wants one.
+        Of which converted parameters they were taken out: the optimizer wants one.
     """
-    wanted = []
-    for one in converted:
-        entries, has = states.get(one.name), f"state.{one.name}.master" in there
-        if entries is None or has == ("master" in entries):
+    by_name, wanted = {one.name: one for one in converted if not one.nominal}, []
+    for name, entries in states.items():
+        one, there_too = by_name.get(name), f"state.{name}.master" in there
+        if there_too == ("master" in entries):
             continue
-        if has:
+        if not there_too:
+            del entries["master"]
+            wanted += [] if one is None else [one]
+        elif one is not None:
             local = sharding.local_of(one.param)
             entries["master"] = placed(one.param, torch.empty(local.shape, dtype=torch.float32, device=local.device))
-        else:
-            del entries["master"]
-            wanted.append(one)
+        elif may_ignore:
+            del there[f"state.{name}.master"]
     return wanted
 
 

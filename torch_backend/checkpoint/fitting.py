@@ -7,10 +7,12 @@ from itertools import count, takewhile, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from blockfp.manifest import BadCheckpoint
 
+from ..optimizer.adamw import UNKNOWN
 from . import model_names
 
 if TYPE_CHECKING:
@@ -58,7 +60,10 @@ def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any],
 def fit_optimizer(
     checkpoint: Path, there: Mapping[str, Any], plain: Mapping[str, Any], state: dict[str, Any], model: nn.Module
 ) -> None:
-    """Checks that a checkpoint has what an optimizer's state dict names.
+    """Checks that a checkpoint has the groups and states that an optimizer's state dict names.
+
+    Settings of groups that only one of the two has don't matter: as with torch's `load_state_dict`, those of the checkpoint are
+    put into the state dict, to be read, and those that it lacks stay as they are.
 
     Args:
         checkpoint: the folder, for errors.
@@ -85,11 +90,31 @@ def fit_optimizer(
         if name.startswith("state."):
             of[name] = _parameter_of(name, params)
     states, known = state["state"], set(of.values())
-    for name in [name for name in states if known and name not in known]:
+    for name in [name for name in states if name not in known]:
         del states[name]
-    surplus = there.keys() - dict(_flat(state)).keys()
-    surplus = {n for n in surplus if (param := params.get(of.get(n, ""))) is None or param.requires_grad}
-    _check(checkpoint, OPTIMIZER, there, dict(_flat(state)), surplus)
+    groups = {str(i): group for i, group in enumerate(state["param_groups"])}
+    for name in [name for name in there if _is_setting(name)]:
+        group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
+        if setting in UNKNOWN and setting not in group and plain.get(f"{OPTIMIZER}.{name}"):
+            raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}=True, which the optimizer doesn't have")
+        if setting != "param_names" and "." not in setting:
+            group.setdefault(setting, empty(there[name]))
+    wanted = dict(_flat(state))
+    surplus = {n for n in there.keys() - wanted.keys() if (param := params.get(of.get(n, ""))) is None or param.requires_grad}
+    surplus = {name for name in surplus if not _is_setting(name)}
+    needed = {name: value for name, value in wanted.items() if name in there or not (there and _is_setting(name))}
+    _check(checkpoint, OPTIMIZER, there, needed, surplus)
+
+
+def _is_setting(name: str) -> bool:
+    return name.startswith("param_groups.") and name.count(".") > 1 and not name.endswith(".params")
+
+
+def empty(what: Any) -> Tensor | None:
+    """Memory for what a checkpoint's index says this of; None for what is no tensor."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
 
 
 def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 _COMPILED, _RECOMPUTED = "_orig_mod.", "_checkpoint_wrapped_module."
 
@@ -16,34 +18,47 @@ def plain_module(model: nn.Module) -> nn.Module:
         TypeError: it is no module.
     """
     inner: Any = model
-    while isinstance(inner, nn.parallel.DistributedDataParallel) or hasattr(inner, "_orig_mod"):
-        inner = inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner._orig_mod
+    while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
     if not isinstance(inner, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(inner).__name__}")
     return inner
 
 
-def clean(name: str) -> str:
-    """A name as it is in a checkpoint: modules inside of a model may be wrapped too."""
-    return name.replace(_COMPILED, "").replace(_RECOMPUTED, "")
+def cleaner(model: nn.Module) -> Callable[[str], str]:
+    """What makes a name as it is in a checkpoint of one of the model's: modules inside of it may be wrapped too."""
+    named = model.named_modules(remove_duplicate=False)
+    wrappers = [f"{path}.module." for path, module in named if isinstance(module, DistributedDataParallel)]
+
+    def clean(name: str) -> str:
+        # "module" is a name like any other, so it goes only where DDP is: the innermost first, while the others' is there.
+        for wrapper in reversed(wrappers):
+            if name.startswith(wrapper):
+                name = wrapper.removesuffix("module.") + name.removeprefix(wrapper)
+        return name.replace(_COMPILED, "").replace(_RECOMPUTED, "")
+
+    return clean
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by clean name, what is wrapped rather than what wraps it."""
-    return {clean(f"{name}.").removesuffix("."): module for name, module in model.named_modules(remove_duplicate=False)}
+    clean, named = cleaner(model), model.named_modules(remove_duplicate=False)
+    return {clean(f"{name}.").removesuffix("."): module for name, module in named}
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters by clean name, also of those with several names."""
+    clean = cleaner(model)
     return {clean(name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def for_loading(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """A model's state dict as torch's `set_model_state_dict` takes it.
 
-    torch puts what torch.compile adds back into the names of parameters and buffers, but not of what is neither: scales and
-    formats (`weights.state_dict`).
+    torch puts what torch.compile and DDP add back into the names of parameters and buffers, but not of what is neither: scales
+    and formats (`weights.state_dict`).
     """
+    clean = cleaner(model)
     wrapped: dict[str, str] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
         # The wrapper of activation checkpointing does this by itself.

@@ -39,14 +39,14 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-    """The state dict of an optimizer, by names of parameters; what has no state yet gets the one that it would begin with.
+    """The state dict of an optimizer, by names of parameters; blockfp's gives each the state that it would begin with.
 
     Take what puts it back (`as_it_is`) first. The gradients stay as they are.
 
     Args:
         model: whose parameters it has.
-        optimizer: any; of torch's only one that has taken no step gets a state.
-        whole: of torch's too every parameter gets a state, though what they have is lost.
+        optimizer: any.
+        whole: of torch's too every parameter gets a state, though what they have is lost: memory to read another into.
 
     Raises:
         ValueError: the optimizer has a parameter that the model doesn't.
@@ -60,17 +60,20 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
                 f"optimizer's parameter {i}, of shape {tuple(param.shape)}, is none of the model's: make the optimizer of "
                 "model.parameters() after the model has been converted and sharded"
             )
-    if isinstance(optimizer, AdamW | Adam):
+    ours = isinstance(optimizer, AdamW | Adam)
+    if ours:
         optimizer.make_state()
     elif whole and any(param.requires_grad and not optimizer.state.get(param) for param in _params(optimizer)):
         optimizer.state = defaultdict(dict)
     new = not optimizer.state
     with _gradients_aside(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # pyright: ignore[reportAssignmentType]
-    for entries in state["state"].values():
-        if new and "step" in entries:
-            # torch makes a state by a step with gradients of zero, and counts it.
-            entries["step"] = entries["step"] * 0
+    if new and not (ours or whole):
+        # torch makes a state by a step with gradients of zero, after which many an optimizer isn't what it would begin with.
+        state["state"] = {}
+    for group in state["param_groups"]:
+        # Groups may share the tensor of a learning rate, and in the checkpoint have several.
+        group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     return state
 
 

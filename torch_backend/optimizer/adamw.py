@@ -284,6 +284,9 @@ def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
 _OWN = ("moments", "master", "capturable")
 """How this optimizer keeps its state, which nothing that is loaded changes."""
 
+UNKNOWN = ("amsgrad", "maximize")
+"""Settings of torch's AdamW that this one doesn't have."""
+
 
 @dataclass
 class _Made:
@@ -307,7 +310,7 @@ def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict  # torch says what is wrong.
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
-        unknown = [name for name in ("amsgrad", "maximize") if group.get(name)]
+        unknown = [name for name in UNKNOWN if group.get(name)]
         if unknown:
             raise ValueError(f"what is loaded has {unknown[0]}=True, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
