@@ -172,6 +172,18 @@ def test_from_the_meta_device():
         model.bfloat16()
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["quantized", "high precision"])
+def test_assigned_to_the_meta_device(kept):
+    weight = weights_for([(50, 64)])[0]
+    with torch.device("meta"):
+        values = torch.empty(50, 64)
+        model = SmallLinear(CastWeight.from_values(values, "nvfp4_16x16") if kept else bfp.quantize(values, "nvfp4_16x16"))
+    accept_high_precision(model)
+    assert not any(model.load_state_dict({"weight": weight}, assign=True))
+    assert isinstance(model.weight, nn.Parameter)
+    assert_same(model.weight.quantized() if kept else model.weight, bfp.quantize(weight, "nvfp4_16x16"))
+
+
 def strided(rank, weight):
     """torch would give the ranks of a strided DTensor other rows than FSDP2 does."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blockfp.placement import StridedShard
@@ -93,7 +94,7 @@ def accept_high_precision(module: nn.Module) -> None:
 _TAKEN = "_high_precision_taken"
 
 
-def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     taken: dict[str, tuple[str, Tensor]] = {}
     for name, param in module.named_parameters(recurse=False):
         key = prefix + name
@@ -106,12 +107,15 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
             if value.dtype not in DTYPES:
                 raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
             taken[name] = (key, state_dict.pop(key))
-    module.__dict__[_TAKEN] = taken
+    module.__dict__[_TAKEN] = bool(metadata.get("assign_to_params_buffers")), taken
 
 
 def _load(module: nn.Module, incompatible: Any) -> None:
-    taken: dict[str, tuple[str, Tensor]] = module.__dict__.pop(_TAKEN, {})
+    assign, taken = module.__dict__.pop(_TAKEN, (False, {}))
     for name, (key, value) in taken.items():
+        param = module.get_parameter(name)
+        if assign and sharding.mesh_of(param) is None:
+            setattr(module, name, nn.Parameter(torch.empty_like(param, device=value.device), param.requires_grad))
         load_high_precision_(module.get_parameter(name), value, keep_init=getattr(module, "keep_init", True))
         if key in incompatible.missing_keys:
             incompatible.missing_keys.remove(key)
