@@ -6,6 +6,7 @@ import threading
 import pytest
 import threaded
 import torch
+import torch.nn.functional as F
 from parallel_operands import assert_same_operand, axes, batch_of, mesh_of, part, record_products, shard
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -169,3 +170,36 @@ def test_a_dtensor_goes_in_and_comes_out(sequence):
             assert torch.equal(plain, distributed)
 
     threaded.run(2, run)
+
+
+class Normed(bfp.MultiheadAttention):
+    """With norms of its own: of tokens, and of each head's query."""
+
+    def __init__(self, **options):
+        super().__init__(FEATURES, HEADS, recipe="mxfp8", compute="high_precision", **options)
+        self.tokens, self.queries = nn.RMSNorm(FEATURES), nn.LayerNorm(HEAD)
+
+    def forward(self, x):
+        query, key, value = self.qkv(self.tokens(x)).unflatten(-1, (-1, 3, HEAD)).transpose(-4, -2).unbind(-4)
+        return self.out(F.scaled_dot_product_attention(self.queries(query), key, value).transpose(-3, -2).flatten(-2))
+
+
+def test_norms_of_a_derived_class_have_whole_gradients():
+    torch.manual_seed(0)
+    layer = Normed()
+    whole, x = copy.deepcopy(layer), values(2, 8, FEATURES)
+    y = whole(x)
+    y.square().sum().backward()
+
+    def run(rank):
+        mine = copy.deepcopy(layer)
+        bfp.parallelize(nn.Sequential(mine), mesh_of("tp")["tp"], sequence_parallel=True)
+        out = mine(part(x, 1, rank))
+        out.square().sum().backward()
+        return out.detach(), [p.grad.full_tensor() for norm in (mine.tokens, mine.queries) for p in norm.parameters()]
+
+    expected = [p.grad for norm in (whole.tokens, whole.queries) for p in norm.parameters()]
+    for rank, (out, gradients) in enumerate(threaded.run(2, run)):
+        assert (out - part(y, 1, rank)).norm() <= 1e-5 * y.norm()
+        for got, want in zip(gradients, expected, strict=True):
+            assert (got - want).norm() <= 1e-4 * want.norm()

@@ -3,7 +3,7 @@
 import pytest
 import threaded
 import torch
-from blockfp.torch_backend.quantized_tensor.sharding import data_rank, local_of, region_of
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.requantize import amaxes, requantize_
 from small_model import (
     Side,
@@ -266,24 +266,6 @@ def test_tied_and_frozen_weights():
         total += whole.layers[0].weight.grad
     for gradient in threaded.run(4, tied_and_frozen, weight, expected):
         torch.testing.assert_close(gradient, total, rtol=1e-5, atol=1e-5 * total.abs().max().item())
-
-
-def data_ranks(rank, shape, names, flattened):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    return data_rank(mesh[flattened]._flatten("flattened") if flattened else mesh[names[-2]])
-
-
-@pytest.mark.parametrize(
-    ("shape", "names", "flattened", "expected"),
-    [
-        ((4, 2), ("shard", "tp"), (), [0, 0, 1, 1, 2, 2, 3, 3]),
-        ((2, 2, 2), ("replicate", "shard", "tp"), (), [0, 0, 1, 1, 2, 2, 3, 3]),
-        ((2, 2, 2), ("shard", "context", "tp"), ("shard", "context"), [0, 0, 1, 1, 2, 2, 3, 3]),
-        ((2, 2, 2), ("replicate", "shard", "context"), ("shard", "context"), [0, 1, 2, 3, 4, 5, 6, 7]),
-    ],
-)
-def test_the_part_of_the_batch(shape, names, flattened, expected):
-    assert threaded.run(8, data_ranks, shape, names, flattened) == expected
 
 
 def partial_amaxes(rank, weight, format):

@@ -105,25 +105,40 @@ def test_training_is_that_of_the_unsharded_model(name):
             assert torch.equal(codes, want[slices[0]])
 
 
-def ranks_of(rank, recipe, axes):
+def ranks_of(rank, recipe, axes, given, cut):
+    """What each rank folds into its keys, on a mesh of 2 x 2 .. with `fully_shard` over the given axes of it."""
     seen = []
-    model, mesh = model_of(recipe), init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
-    if "tp" in axes:
+    model, mesh = model_of(recipe), init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
+    if cut:
         bfp.parallelize(model, mesh["tp"], {"0": "column", "2": "row"})
-    shard(model, mesh["dp"] if "tp" in axes else mesh)
+    shard(model, mesh[given]._flatten("flattened") if given == ("dp", "cp") else mesh[given])
     model[0].register_forward_pre_hook(lambda module, _: seen.append((type(module.weight), module.state().rank)))
-    model(inputs(rank)).sum().backward()
+    model(inputs(rank))
     return seen[0]
 
 
-@pytest.mark.parametrize(("axes", "ranks"), [(("replicas", "shards"), [0, 1, 2, 3]), (("dp", "tp"), [0, 0, 1, 1])])
-@pytest.mark.parametrize("plain", [False, True], ids=["quantized", "plain weight"])
-def test_each_data_parallel_rank_has_random_bits_of_its_own(plain, axes, ranks):
-    """Also where what FSDP2 gathers is a plain tensor, which knows nothing of a mesh."""
-    recipe = recipes.nvfp4().replace(weight=Cast(None)) if plain else recipes.nvfp4()
-    seen = threaded.run(4, ranks_of, recipe, axes)
-    assert [rank for _, rank in seen] == ranks
-    assert (seen[0][0] is nn.Parameter) == (plain and "tp" not in axes)
+# Ranks of tp see the same batch, whether they cut a layer or have copies of it.
+KEYED = {
+    (("replicas", "shards"), ("replicas", "shards")): [0, 1, 2, 3],
+    (("dp", "tp"), ("dp",)): [0, 0, 1, 1],
+    (("tp", "dp"), ("dp",)): [0, 1, 0, 1],
+    (("pp", "dp", "tp"), ("dp",)): [0, 0, 1, 1, 0, 0, 1, 1],
+    (("replicas", "tp", "shards"), ("replicas", "shards")): [0, 1, 0, 1, 2, 3, 2, 3],
+    (("dp", "cp", "tp"), ("dp", "cp")): [0, 0, 1, 1, 2, 2, 3, 3],
+}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize(("axes", "given"), KEYED, ids="-".join)
+def test_ranks_have_random_bits_of_their_own_where_their_batches_are(axes, given, cut):
+    if cut and "tp" not in axes:
+        return
+    assert [rank for _, rank in threaded.run(2 ** len(axes), ranks_of, "nvfp4", axes, given, cut)] == KEYED[axes, given]
+
+
+def test_what_is_gathered_plain_knows_nothing_of_a_mesh():
+    recipe, axes = recipes.nvfp4().replace(weight=Cast(None)), ("replicas", "shards")
+    assert threaded.run(4, ranks_of, recipe, axes, axes, False) == [(nn.Parameter, rank) for rank in range(4)]
 
 
 def from_meta(rank):
@@ -141,6 +156,31 @@ def from_meta(rank):
             assert initial is None or torch.equal(initial, local_of(b).initial)
         with torch.no_grad():
             assert torch.equal(real(inputs(rank)), meta(inputs(rank)))
+
+
+def reset(rank, sizes, rows, weights):
+    with torch.device("meta"):
+        layer = bfp.Linear(16, rows, recipe="mxfp8", weights=weights)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    fully_shard(bfp.parallelize(layer, mesh["tp"], "column"), mesh=mesh["dp"])
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    weight = local_of(layer.weight)
+    values = weight.initial if weights == "quantized" else weight.values
+    return values.clone(), local_of(layer.bias).clone(), mesh.get_coordinate()
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize(("sizes", "rows"), [((3, 2), 7), ((2, 2), 1)])
+def test_reset_where_ranks_do_not_divide_the_rows(sizes, rows, weights, monkeypatch):
+    """FSDP2 divides what tensor parallelism left, which isn't what torch's placements say."""
+    # Ranks that are threads would draw in turns.
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda t, *_: t.copy_(torch.arange(t.numel()).view(t.shape)))
+    for *parts, (dp, tp) in threaded.run(sizes[0] * sizes[1], reset, sizes, rows, weights):
+        for part, whole in zip(parts, (torch.arange(rows * 16.0).view(rows, 16), torch.arange(float(rows))), strict=True):
+            for ranks, rank in ((sizes[1], tp), (sizes[0], dp)):
+                whole = (*whole.chunk(ranks), *[whole[:0]] * ranks)[rank]
+            assert torch.equal(part, whole)
 
 
 def mixed(rank):

@@ -1,4 +1,6 @@
-"""Codes and scales as DTensors: dequantized where they lie, or gathered first."""
+"""Codes and scales as DTensors: dequantized where they lie, or gathered first; and what takes no DTensors."""
+
+import functools
 
 import pytest
 import threaded
@@ -38,3 +40,22 @@ def dequantized(rank, name, placement):
 )
 def test_dequantize(name, placement, result):
     assert threaded.run(2, dequantized, name, placement) == [result] * 2
+
+
+def refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(64, 64)
+    x = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
+    weight = bfp.parallelize(bfp.Linear(64, 64, recipe="mxfp8"), mesh, "column").weight
+    for function, arguments, name in (
+        (bfp.quantize, (x, "mxfp8_e4m3"), "x"),
+        (bfp.fake_quantize, (x, "mxfp8_e4m3"), "x"),
+        (functools.partial(bfp.linear, recipe="mxfp8"), (x, whole), "x"),
+        (functools.partial(bfp.linear, recipe="mxfp8"), (whole, weight), "weight"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} is a DTensor, .*{name}\.to_local\(\)"):
+            function(*arguments)
+
+
+def test_functions_take_one_ranks_tensors():
+    threaded.run(2, refused)

@@ -12,6 +12,7 @@ from blockfp import recipes
 from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
+from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .linear_function import Call, LinearFunction
@@ -68,12 +69,18 @@ def linear(
     Raises:
         TypeError: an x that is quantized already, a dtype that isn't supported, or dtypes of x, weight and bias that differ
             outside of autocast.
-        ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, or no
-            state or key where the recipe needs one.
+        ValueError: shapes that don't fit, tensors on different devices, a weight in another format than the recipe's, no
+            state or key where the recipe needs one, or a DTensor.
 
     Example:
         >>> y = linear(x, quantize(w, "mxfp8_e4m3_32x32"), recipe="mxfp8")
     """
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if tensor is not None and sharding.mesh_of(tensor) is not None:
+            raise ValueError(
+                f"{name} is a DTensor, and linear is of one rank's tensors: pass {name}.to_local(), or use the Linear module, "
+                "which parallelize cuts and fully_shard shards"
+            )
     return apply(x, weight, bias, recipes.for_linear(recipe, compute), state=state, key=key)
 
 

@@ -96,7 +96,7 @@ def parallelize(
         return module
     if isinstance(style, str):
         raise ValueError(f"style {style!r} is for a Linear or GroupedLinear, got a {type(module).__name__}")
-    styles = _own_styles(module, cutter)
+    styles = _own_styles_and_norms(module, cutter)
     if styles is None:
         styles = _styles_inside(module, style or {}, cutter)
     elif style:
@@ -104,6 +104,12 @@ def parallelize(
     _check_what_stays(module, styles, cutter)
     cutter.cut(styles)
     return module
+
+
+def _own_styles_and_norms(module: nn.Module, cutter: Cutter) -> Styles | None:
+    """`_own_styles`, and None of further norms, which a derived class may have of its own."""
+    own = _own_styles(module, cutter)
+    return None if own is None else {norm: None for norm in module.modules() if type(norm) in SHARED_NORMS} | own
 
 
 def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
@@ -148,7 +154,7 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
                 found[inner] = styles[fitting[0]]
         elif fitting:
             raise ValueError(f"style[{fitting[0]!r}] names {path!r}, a {type(inner).__name__}, which is no Linear")
-        elif inner is not module and (own := _own_styles(inner, cutter)) is not None:
+        elif inner is not module and (own := _own_styles_and_norms(inner, cutter)) is not None:
             found |= own
             taken.append(path)
     if unused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -17,13 +18,16 @@ from ..linear.parallel import Parallel
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
-from ..quantized_tensor.tensor import QuantizedTensor
+from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import accept_high_precision, load_high_precision_
 from ..weights.state_dict import save_in_parts
+from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
+
+_BUFFERS = ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale", "rng_key", "step")
 
 
 class QuantizedLayer(nn.Module):
@@ -37,7 +41,7 @@ class QuantizedLayer(nn.Module):
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
-        data_rank: this rank's coordinate on the axes over which FSDP2 shards a layer that draws random bits; otherwise 0.
+        data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
     """
 
     weight: nn.Parameter
@@ -68,9 +72,9 @@ class QuantizedLayer(nn.Module):
         mesh = sharding.mesh_of(value) if name == "weight" and self._buffers.get("rng_key") is not None else None
         if mesh is not None:
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
-            innermost = mesh.ndim - 1 - (self.parallel is not None)
-            if innermost >= 0:
-                self.data_rank = sharding.data_rank(mesh, innermost)
+            axes = mesh.ndim - (self.parallel is not None)
+            if axes:
+                self.data_rank = sharding.data_rank(mesh, axes)
         super().__setattr__(name, value)
 
     def make_parameters(
@@ -122,7 +126,13 @@ class QuantizedLayer(nn.Module):
         self._mark_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        state = [(name, self._buffers[name]) for name in _BUFFERS]
+        super()._apply(partial(_moved, fn), recurse)
+        for name, before in state:
+            after = self._buffers[name]
+            if before is not None and after is not None and before.dtype != after.dtype:
+                # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
+                self._buffers[name] = before.to(after.device)
         # Others may be in their place now.
         self._mark_buffers()
         return self
@@ -201,10 +211,21 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
     if isinstance(local, QuantizedTensor):
         load_high_precision_(param, values, keep_init=keep_init)
         return
-    mesh = sharding.mesh_of(param)
-    if mesh is not None:
-        from torch.distributed.tensor import distribute_tensor
+    local.copy_(sharding.own_part(values, param))
 
-        placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
-        values = distribute_tensor(values, mesh, placements, src_data_rank=None).to_local()
-    local.copy_(values)
+
+def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` of `Module._apply` makes of a tensor; a cast of a quantized weight is one of its nominal dtype alone.
+
+    Raises:
+        TypeError: a quantized weight's dtype would be none that can be quantized.
+    """
+    local = sharding.local_of(tensor)
+    if isinstance(local, QuantizedTensor):
+        dtype = fn(torch.empty(0, dtype=local.dtype, device=local.device)).dtype
+        if dtype not in DTYPES:
+            raise TypeError(f"a quantized weight must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        if dtype != local.dtype:
+            local = local.with_parts(local.codes, local.scales, local.tensor_scale, dtype=dtype)
+            tensor = from_local(local, sharding.mesh_of(tensor), getattr(tensor, "placements", ()), tensor.shape)
+    return fn(tensor)

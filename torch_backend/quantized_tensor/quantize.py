@@ -13,6 +13,7 @@ from ..custom_ops import (
     op_sharding,  # noqa: F401  (DTensor learns of the ops)
     ops,
 )
+from . import sharding
 from .keys import key_tensor
 from .tensor import QuantizedTensor
 
@@ -32,7 +33,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
 
     Raises:
         TypeError: x is not a tensor of a supported dtype, or the key is a `torch.Generator` (see `random_key`).
-        ValueError: x has fewer than two axes, or the format or key is not valid.
+        ValueError: x has fewer than two axes or is a DTensor, or the format or key is not valid.
 
     Example:
         >>> q = quantize(torch.ones(4, 64), "mxfp8_e4m3")
@@ -47,6 +48,10 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         )
     if x.layout is not torch.strided:
         raise TypeError(f"x must be a dense tensor, got layout {x.layout}: use x.to_dense()")
+    if sharding.mesh_of(x) is not None:
+        raise ValueError(
+            "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a tensor of its own"
+        )
     numerics.check_input(x)
     format = Format.parse(format)
     words = None if key is None else key_tensor(key, x.device)

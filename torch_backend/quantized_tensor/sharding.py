@@ -5,6 +5,7 @@ Nothing here is kept: the mesh and its groups are looked up at the point of use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -81,10 +82,7 @@ def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
     mesh = mesh_of(tensor)
     if mesh is None:
         return 0
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh} of the tensor")
-    return (lies.mesh if lies is not None else core_mesh(mesh)).rank(coordinate)
+    return (lies.mesh if lies is not None else core_mesh(mesh)).rank(_coordinate(mesh))
 
 
 def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
@@ -108,6 +106,20 @@ def _region(sharding: Sharding, rank: int) -> Region:
     return sharding.region(rank)
 
 
+def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
+    """What this rank holds, where `tensor` lies, of a plain tensor of the same whole shape; a view.
+
+    Not what torch's `distribute_tensor` gives: where nothing divides evenly, FSDP2 gives the ranks of a strided DTensor others.
+    """
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return whole
+    # The core knows matrices: a vector is one of one column.
+    shape = (*tensor.shape, 1, 1)[: max(tensor.ndim, 2)]
+    lies = _sharding(shape, core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+    return whole[_region(lies, rank_in(tensor, lies)).slices[: tensor.ndim]]
+
+
 def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     """The name of the process group along a mesh axis, as collectives in compiled code take it.
 
@@ -124,30 +136,24 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
 
 
-def data_rank(mesh: DeviceMesh, axis: int = -1) -> int:
-    """This rank's coordinate on the axes that divide the batch: one of a mesh, such as FSDP2's, and those outside of it.
+def data_rank(mesh: DeviceMesh, axes: int) -> int:
+    """This rank's number along the first axes of a parameter's mesh: those of the mesh that `fully_shard` was given.
 
-    HSDP's axis of replicas lies outside, tensor parallelism's inside. What pipelines divide lies outside too, and is the same
-    for all ranks of a layer.
+    They divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh that
+    both were taken from; that mesh, its axes of pipelines and its order say nothing of who sees the same batch.
 
-    Args:
-        mesh: a mesh with that axis, which may be flattened from several of a larger mesh.
-        axis: which of its axes.
+    Raises:
+        ValueError: this rank is not in the mesh.
     """
-    root = mesh._get_root_mesh()
-    coordinate = root.get_coordinate()
-    if root.ndim == 1 or coordinate is None or mesh.mesh_dim_names is None or root.mesh_dim_names is None:
-        return mesh.get_local_rank(axis % mesh.ndim)
-    name = mesh.mesh_dim_names[axis]
-    innermost = root.mesh_dim_names.index(name) if name in root.mesh_dim_names else _innermost_axis(root, mesh, axis)
+    coordinate = _coordinate(mesh)
     rank = 0
-    for outer in range(innermost + 1):
-        rank = rank * root.size(outer) + coordinate[outer]
+    for axis in range(axes):
+        rank = rank * mesh.size(axis) + coordinate[axis]
     return rank
 
 
-def _innermost_axis(root: DeviceMesh, mesh: DeviceMesh, axis: int) -> int:
-    """The last axis of the root mesh that an axis flattened from several of its axes runs along."""
-    ranks = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis % mesh.ndim))[0]
-    first, last = ((root.mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
-    return max((outer for outer in range(root.ndim) if first[outer] != last[outer]), default=0)
+def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh} of the tensor")
+    return coordinate

@@ -44,7 +44,7 @@ _KEEP_CLASS = {
     aten.empty_like.default,
     aten.new_zeros.default,
 }
-"""What `fully_shard`, copies and moves between devices make of a `CastWeight` is one; all else gives plain tensors."""
+"""What `fully_shard`, copies, moves and casts make of a `CastWeight` is one; all else gives plain tensors."""
 
 
 class Cut(NamedTuple):
@@ -162,7 +162,10 @@ class CastWeight(Tensor):
             whole = tuple(weight.shape)
 
         def keep(values: Tensor) -> Tensor:
-            return CastWeight(values, weight.format, whole, weight.cut) if values.dtype == weight.dtype else values
+            # A module that is cast has a weight afterwards; memory of another dtype is for something else.
+            cast = func is aten._to_copy.default and values.is_floating_point()
+            kept = cast or values.dtype == weight.dtype
+            return CastWeight(values, weight.format, whole, weight.cut) if kept else values
 
         with viewing(weight):
             return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))

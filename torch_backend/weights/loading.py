@@ -64,9 +64,9 @@ def _kind(tensor: Any) -> str:
 
 def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
     """What this rank holds of a high-precision tensor."""
-    lies, region = sharding.sharding_of(param), sharding.region_of(param)
     if sharding.mesh_of(tensor) is None:
-        return tensor[region.slices]
+        return sharding.own_part(tensor, param)
+    lies, region = sharding.sharding_of(param), sharding.region_of(param)
     if not sharding.placed_alike(tensor, param):
         raise ValueError(
             f"tensor must be placed like the parameter, {lies}, got {sharding.sharding_of(tensor)}: redistribute it, or pass "

@@ -1,0 +1,130 @@
+"""Layers cast by `module.to(dtype)`, sharded or not: codes, original values and buffers are what they were."""
+
+import copy
+
+import pytest
+import threaded
+import torch
+from blockfp.torch_backend.quantized_tensor.sharding import local_of, own_part
+from blockfp.torch_backend.weights.cast_weight import CastWeight
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import blockfp.torch as bfp
+
+BOTH = pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+
+
+def layer_of(weights, recipe="mxfp8"):
+    torch.manual_seed(0)
+    # 50 rows: shards that are uneven and straddle blocks.
+    layer = bfp.Linear(64, 50, recipe=recipe, weights=weights)
+    for name, buffer in layer.named_buffers():
+        if name.endswith("scale"):
+            buffer.fill_(100.3)
+    return layer
+
+
+def x_of(dtype):
+    return torch.randn((6, 64), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def cast_by_hand(layer):
+    """A bfloat16 layer that is made of another's values."""
+    dtype = torch.bfloat16
+    mine = bfp.Linear(64, 50, recipe=layer.recipe, weights=layer.weights, dtype=dtype)
+    with torch.no_grad():
+        if layer.weights == "quantized":
+            w = layer.weight
+            mine.weight = nn.Parameter(w.with_parts(w.codes, w.scales, w.tensor_scale, dtype=dtype))
+        else:
+            mine.weight.copy_(layer.weight.values)
+        mine.bias.copy_(layer.bias)
+    for name, buffer in layer.named_buffers():
+        mine.get_buffer(name).copy_(buffer)
+    return mine
+
+
+@BOTH
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4"])
+def test_a_layer_alone(recipe, weights):
+    layer = layer_of(weights, recipe)
+    made, initial = cast_by_hand(layer), getattr(layer.weight, "initial", None)
+    layer(x_of(torch.float32)).sum().backward()
+    made.weight.grad = layer.weight.grad.bfloat16()
+    made.bias.grad = layer.bias.grad.bfloat16()
+    for name, buffer in layer.named_buffers():
+        made.get_buffer(name).copy_(buffer)
+    parameter = layer.weight
+    layer.to(torch.bfloat16)
+    assert layer.weight is parameter
+    assert getattr(layer.weight, "initial", None) is initial
+    for one in (layer, copy.deepcopy(layer)):
+        assert [b.dtype for b in one.buffers()] == [b.dtype for b in made.buffers()]
+        assert all(torch.equal(a, b) for a, b in zip(one.buffers(), made.buffers(), strict=True))
+        one(x_of(torch.bfloat16)).sum().backward()
+    made(x_of(torch.bfloat16)).sum().backward()
+    for a, b in zip(layer.parameters(), made.parameters(), strict=True):
+        assert a.dtype == a.grad.dtype == torch.bfloat16
+        assert torch.equal(a.grad, b.grad)
+    assert list(layer.state_dict()) == list(made.state_dict())
+    layer.float()
+    assert layer(x_of(torch.float32)).dtype == torch.float32
+    layer.to("meta", torch.float16).to_empty(device="cpu")
+    assert {layer.weight.dtype, layer.bias.dtype} == {torch.float16}
+    assert [b.dtype for b in layer.buffers()] == [b.dtype for b in made.buffers()]
+
+
+def test_a_dtype_that_has_no_formats():
+    layer = layer_of("quantized")
+    with pytest.raises(TypeError, match=r"a quantized weight must be one of torch.float32, .*, got torch.float64"):
+        layer.double()
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
+
+
+def on_a_mesh(rank, layer, made, order):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    steps = {
+        "cut": lambda: bfp.parallelize(layer, mesh["tp"], "column"),
+        "shard": lambda: fully_shard(layer, mesh=mesh["dp"]),
+        "cast": lambda: layer.to(torch.bfloat16),
+    }
+    layer = copy.deepcopy(layer)
+    for step in order:
+        steps[step]()
+    local = local_of(layer.weight)
+    assert type(local) is (CastWeight if layer.weights == "high_precision" else bfp.QuantizedTensor)
+    assert local.dtype == layer.weight.dtype == layer.bias.dtype == torch.bfloat16
+    if isinstance(local, bfp.QuantizedTensor):
+        assert torch.equal(local.initial, own_part(made.weight.initial, layer.weight))
+    optimizer = bfp.AdamW(layer.parameters(), lr=0.1)
+    outputs = []
+    for _ in range(2):
+        layer.unshard()
+        # What is gathered is what one process quantizes.
+        assert type(local_of(layer.weight)) is bfp.QuantizedTensor
+        layer(x_of(torch.bfloat16)).sum().backward()
+        outputs.append(layer(x_of(torch.bfloat16)).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["cut cast shard", "cut shard cast", "shard cast"])
+def test_on_a_mesh(order, weights):
+    layer = layer_of(weights)
+    made = cast_by_hand(layer)
+    if weights == "quantized":
+        made.weight.initial = layer.weight.initial
+    optimizer, outputs = bfp.AdamW(made.parameters(), lr=0.1), []
+    results = threaded.run(4, on_a_mesh, layer, made, order.split())
+    for _ in range(2):
+        made(x_of(torch.bfloat16)).sum().backward()
+        outputs.append(made(x_of(torch.bfloat16)).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, ys in enumerate(results):
+        for y, want in zip(ys, outputs, strict=True):
+            assert torch.equal(y, want.chunk(2, -1)[rank % 2] if "cut" in order else want)
