@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
@@ -202,6 +202,12 @@ def strided(rank, weight):
         load_high_precision_(param, placed)
     load_high_precision_(param, 2 * weight)
     assert_same(local_of(param), bfp.quantize(2 * weight, "fp8_e4m3").narrow(0, region.start[0], region.shape[0]))
+    optimizer = bfp.AdamW([param])
+    whole = distribute_tensor(weight, param.device_mesh, [Replicate(), Replicate()], src_data_rank=None)
+    state = {"step": torch.ones(())} | dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), whole)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {0: state}})
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        assert torch.equal(local_of(optimizer.state[param][name]), weight[region.slices])
 
 
 def test_over_tensor_parallelism():

@@ -44,7 +44,7 @@ def put_back(replaced: list[Replaced]) -> None:
     """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
     for one in replaced:
         local, whole = sharding.local_of(one.value), sharding.local_of(one.holder[one.key])
-        local.copy_(_own(one.value, whole).view(local.shape))
+        local.copy_(sharding.own_part(whole, one.value))
         one.holder[one.key] = one.value
 
 
@@ -60,13 +60,6 @@ def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
 def _gathered(values: Tensor) -> Tensor:
     local, lies = sharding.local_of(values), part_of(values).lies
     whole = torch.zeros(tuple(values.shape), dtype=local.dtype, device=local.device)
-    own = _own(values, whole)
-    own.copy_(local.view(own.shape))
+    sharding.own_part(whole, values).copy_(local)
     # The parts are apart, so the others' bytes are zero here, and sums of bytes know no rounding.
     return reduced(values, lies, whole.view(torch.uint8), "sum").view(local.dtype)
-
-
-def _own(values: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole, a view."""
-    lies = part_of(values).lies
-    return whole.view(lies.shape)[lies.region(sharding.rank_in(values)).slices]

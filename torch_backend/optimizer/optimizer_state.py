@@ -217,17 +217,12 @@ def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str |
 
 def _local_values(part: Part, name: str, value: Tensor) -> Tensor:
     """This rank's part of a tensor that lies as the parameter does, otherwise, or whole."""
-    mesh = sharding.mesh_of(part.param)
     if tuple(value.shape) == tuple(part.param.shape):
-        if sharding.mesh_of(value) is not None:
-            placements = part.param.placements if mesh is not None else None  # pyright: ignore[reportAttributeAccessIssue]
-            if mesh is None:
-                value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-            elif sharding.mesh_of(value) != mesh or value.placements != placements:  # pyright: ignore[reportAttributeAccessIssue]
-                value = value.redistribute(mesh, placements)  # pyright: ignore[reportAttributeAccessIssue]
+        if sharding.placed_alike(value, part.param):
             value = sharding.local_of(value)
-        elif mesh is not None:
-            value = _cut(part, value)
+        else:
+            whole = value if sharding.mesh_of(value) is None else value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+            value = sharding.own_part(whole, part.param)
     if tuple(value.shape) != tuple(part.local.shape):
         raise ValueError(
             f"{name} must be of the parameter's shape {tuple(part.param.shape)}, or of its local part's, "
@@ -236,8 +231,3 @@ def _local_values(part: Part, name: str, value: Tensor) -> Tensor:
     if bits.dtype_name(value) not in bits.FLOAT_DTYPES:
         raise ValueError(f"{name} must hold float32, bfloat16 or float16 values, got {value.dtype}")
     return value.detach().to(part.local.device, torch.float32).contiguous()
-
-
-def _cut(part: Part, whole: Tensor) -> Tensor:
-    region = part.lies.region(sharding.rank_in(part.param, part.lies))
-    return whole.reshape(part.lies.shape)[region.slices].reshape(part.local.shape)

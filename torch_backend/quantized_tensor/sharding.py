@@ -32,8 +32,8 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
 
 
 def placed_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two DTensors have one mesh and the same placements."""
-    return mesh_of(tensor) == mesh_of(other) and tensor.placements == other.placements  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether two tensors lie on one mesh with the same placements, or both on none."""
+    return mesh_of(tensor) == mesh_of(other) and getattr(tensor, "placements", None) == getattr(other, "placements", None)
 
 
 def sharding_of(tensor: Tensor) -> Sharding:
