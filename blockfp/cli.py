@@ -306,7 +306,8 @@ def quantize_command(
 def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
     with _progress() as progress:
         task = progress.add_task(escape(target.name), total=len(model.tensors))
-        convert(lambda _: progress.advance(task))
+        with saving.in_one_file(target):
+            convert(lambda _: progress.advance(task))
     say(f"wrote {target}")
 
 

@@ -22,12 +22,10 @@ from .array import DTYPES, QuantizedArray
 from .formats import Format
 from .modelfile import BadFile, Model, Tensor
 from .parts import FORMAT
+from .recipes import STATE
 
 Progress = Callable[[Tensor], None]
 """Called with each tensor when it is done."""
-
-_TOGETHER = (("input_amax_history", "input_scale"), ("gradient_amax_history", "gradient_scale"), ("rng_key", "step"))
-"""Buffers of blockfp's layers that only training needs, each with another that its layer has too."""
 
 MODEL = "model."
 """What `save_checkpoint` puts before the model's names."""
@@ -188,8 +186,9 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
+    """Whether it is a buffer of blockfp's layers: the other one that they have with it is there too."""
     layer, dot, last = name.rpartition(".")
-    return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in _TOGETHER)
+    return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in STATE)
 
 
 def export_quantized(model: Contents, path: Path, file_bytes: int | None, done: Progress) -> None:

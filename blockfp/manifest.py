@@ -137,7 +137,7 @@ def begin(checkpoint: Path) -> None:
         raise NotADirectoryError(f"{run} is no folder, which checkpoints need")
     run.mkdir(parents=True, exist_ok=True)
     for path in run.iterdir():
-        if _LEFT_BEHIND.fullmatch(path.name) and path.is_dir():
+        if _LEFT_BEHIND.fullmatch(path.name) and (path.is_dir() or path.is_symlink()):
             _delete(path)
     temporary_of(checkpoint).mkdir()
 

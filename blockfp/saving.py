@@ -116,9 +116,8 @@ def write(
 
     index = path.with_name(path.name + INDEX)
     if file_bytes is None:
-        with _old_parts_removed(path, index, set()):
+        with in_one_file(path):
             write_one(path, list(entries))
-            index.unlink(missing_ok=True)
         return
     files = _divided(entries, file_bytes)
     token = secrets.token_hex(4)
@@ -140,6 +139,15 @@ def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]
     entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
     store.check_names(path, [entry for parts in entries.values() for entry in parts])
     return entries
+
+
+@contextmanager
+def in_one_file(path: Path) -> Iterator[None]:
+    """Where a model's one file is written: of an older one of several files the index and the parts go when it is there."""
+    index = path.with_name(path.name + INDEX)
+    with _old_parts_removed(path, index, set()):
+        yield
+        index.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ and what is not quantized stays as it is, under its name. The file's metadata sa
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -107,14 +108,18 @@ def together(path: Path, models: Sequence[Model]) -> Model:
     """Several files as one, which is called `path`.
 
     Raises:
-        BadFile: the description of a quantized one is not what blockfp writes.
+        BadFile: two hold a tensor of one name, or the description of a quantized one is not what blockfp writes.
     """
+    tensors = tuple(tensor for model in models for tensor in model.tensors)
+    twice = [name for name, times in Counter(tensor.name for tensor in tensors).items() if times > 1]
+    if twice:
+        raise BadFile(path, "is in more than one of its files", twice[0])
     metadata = {key: text for model in models for key, text in model.metadata.items() if key != KEY}
     quantized = [model for model in models if KEY in model.metadata]
     if quantized:
         described = {name: what for model in quantized for name, what in _description(model).items()}
         metadata[KEY] = json.dumps({"version": VERSION, "tensors": described})
-    return Model(path, tuple(tensor for model in models for tensor in model.tensors), metadata)
+    return Model(path, tensors, metadata)
 
 
 def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored], dict[str, Tensor]]:

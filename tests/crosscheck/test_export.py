@@ -62,8 +62,12 @@ def test_several_files(tmp_path):
         for there in found:
             np.testing.assert_array_equal(bits(there[name]), bits(expected))
     index = json.loads((tmp_path / "s.safetensors.index.json").read_text())
-    (tmp_path / index["weight_map"]["0.bias"]).unlink()
+    (tmp_path / index["weight_map"]["0.bias"]).rename(away := tmp_path / "away")
     assert "no such file" in run("dequantize", several, values, "--force").output.replace("\n", "")
+    away.rename(tmp_path / index["weight_map"]["0.bias"])
+    assert run("dequantize", several, several, "--force").exit_code == 0
+    assert {path.name for path in tmp_path.glob("s[-.]*")} == {"s.safetensors"}
+    assert read(several).keys() == read(values).keys()
 
 
 def test_jax_opens_it(tmp_path):

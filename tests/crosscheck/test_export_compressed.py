@@ -15,7 +15,7 @@ from blockfp import compressed_tensors  # noqa: E402
 from blockfp.formats import FORMATS, Format  # noqa: E402
 
 
-def test_what_compressed_tensors_has_no_layout_for(tmp_path):
+def test_what_compressed_tensors_has_no_layout_for():
     without = {format.name for format in FORMATS if compressed_tensors.scheme(format) is None}
     assert without == {f.name for f in FORMATS if f.element.name not in ("e4m3", "e2m1")}
 

@@ -91,6 +91,14 @@ def test_what_could_not_be_read_is_not_written(tmp_path, arrays, options, error,
     assert_holds(path, OLD)
 
 
+def test_a_tensor_that_two_files_have_is_named(tmp_path):
+    blockfp.save(tmp_path / "model.safetensors", OLD, file_bytes=PAIR)
+    *_, last = sorted(tmp_path.glob("model-*.safetensors"))
+    blockfp.save(last, OLD)
+    with pytest.raises(BadFile, match=r"tensor 'w0': is in more than one of its files"):
+        blockfp.load(tmp_path)
+
+
 def test_a_damaged_index_is_named(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for text in ('{"weight_map": {"x": ""}}', '{"weight_map": {"x": null}}', '{"weight_map": 3}', "[" * 100_000, "\xff"):

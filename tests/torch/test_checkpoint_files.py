@@ -173,6 +173,7 @@ def test_what_a_dead_run_left_is_removed_and_old_ones_go(saved):
     (saved / "step-00000002").symlink_to(elsewhere)
     save_checkpoint(saved, model, step=4, keep=1)
     (saved / ".step-00000002.old").symlink_to(elsewhere)
+    (saved / ".step-00000005.tmp").symlink_to(saved.parent / "gone")
     save_checkpoint(saved, model, step=5, keep=1)
     assert sorted(path.name for path in saved.iterdir()) == ["notes.txt", "step-00000005"]
     assert (elsewhere / "manifest.json").is_file()

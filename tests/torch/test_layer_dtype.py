@@ -76,9 +76,10 @@ def test_a_layer_alone(recipe, weights):
     assert [b.dtype for b in layer.buffers()] == [b.dtype for b in made.buffers()]
 
 
-def test_a_dtype_that_has_no_formats():
-    layer = layer_of("quantized")
-    with pytest.raises(TypeError, match=r"a quantized weight must be one of torch.float32, .*, got torch.float64"):
+@BOTH
+def test_a_dtype_that_has_no_formats(weights):
+    layer = layer_of(weights)
+    with pytest.raises(TypeError, match=r"a weight that is quantized must be one of torch.float32, .*, got torch.float64"):
         layer.double()
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
 

@@ -178,10 +178,35 @@ def test_assigned_to_the_meta_device(kept):
     with torch.device("meta"):
         values = torch.empty(50, 64)
         model = SmallLinear(CastWeight.from_values(values, "nvfp4_16x16") if kept else bfp.quantize(values, "nvfp4_16x16"))
-    accept_high_precision(model)
-    assert not any(model.load_state_dict({"weight": weight}, assign=True))
-    assert isinstance(model.weight, nn.Parameter)
-    assert_same(model.weight.quantized() if kept else model.weight, bfp.quantize(weight, "nvfp4_16x16"))
+    model.other, model.bias = nn.Linear(64, 50, device="meta"), nn.Parameter(torch.empty(50, device="meta"))
+    model.other.weight = model.weight
+    values = weight.bfloat16()
+    for one in (model, model.other):
+        accept_high_precision(one)
+    state = {"weight": values, "bias": values[:, 0], "other.weight": values, "other.bias": values[:, 0]}
+    parameter = model.weight
+    # The second time it has memory, and is written to as without `assign`.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"weight is on the meta device in what is loaded"):
+            model.load_state_dict(state | {"weight": values.to("meta")}, assign=True)
+        assert not any(model.load_state_dict(state, assign=True))
+        assert isinstance(model.weight, nn.Parameter)
+        assert model.other.weight is model.weight is parameter
+        assert model.weight.dtype == model.bias.dtype == torch.bfloat16
+        assert_same(model.weight.quantized() if kept else model.weight, bfp.quantize(values, "nvfp4_16x16"))
+
+
+@pytest.mark.parametrize("view", [lambda w: w[1], lambda w: w.detach()[1:], lambda w: w[1].detach(), lambda w: w[1:, :32].data])
+def test_a_view_of_a_weight_is_refused(view):
+    weight = nn.Parameter(bfp.quantize(torch.zeros(2, 64, 32), "mxfp8_e4m3"))
+    part = view(weight)
+    with pytest.raises(ValueError, match=r"of shape .*32\), is a view of a larger tensor, .* load the whole parameter"):
+        load_high_precision_(part, torch.ones(part.shape))
+    assert not weight.codes.any()
+    for whole in (weight.detach(), part.clone(), nn.Parameter(part)):
+        load_high_precision_(whole, torch.ones(whole.shape))
+        assert whole.initial is not None
+    assert weight.geometry.loaded
 
 
 def strided(rank, weight):

@@ -107,7 +107,10 @@ def parallelize(
 
 
 def _own_styles_and_norms(module: nn.Module, cutter: Cutter) -> Styles | None:
-    """`_own_styles`, and None of further norms, which a derived class may have of its own."""
+    """`_own_styles`, and None of further norms, which a derived class may have of its own.
+
+    They are found here for all that is inside, so `_own_styles` asks itself alone of a TransformerLayer's parts.
+    """
     own = _own_styles(module, cutter)
     return None if own is None else {norm: None for norm in module.modules() if type(norm) in SHARED_NORMS} | own
 

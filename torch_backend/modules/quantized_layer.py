@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -26,8 +27,6 @@ from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
-
-_BUFFERS = ("input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale", "rng_key", "step")
 
 
 class QuantizedLayer(nn.Module):
@@ -126,7 +125,7 @@ class QuantizedLayer(nn.Module):
         self._mark_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        state = [(name, self._buffers[name]) for name in _BUFFERS]
+        state = [(name, self._buffers[name]) for name in chain(*recipes.STATE)]
         super()._apply(partial(_moved, fn), recurse)
         for name, before in state:
             after = self._buffers[name]
@@ -218,14 +217,14 @@ def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """What `fn` of `Module._apply` makes of a tensor; a cast of a quantized weight is one of its nominal dtype alone.
 
     Raises:
-        TypeError: a quantized weight's dtype would be none that can be quantized.
+        TypeError: the dtype of a weight, quantized now or later, would be none that can be quantized.
     """
     local = sharding.local_of(tensor)
-    if isinstance(local, QuantizedTensor):
+    if isinstance(local, QuantizedTensor | CastWeight):
         dtype = fn(torch.empty(0, dtype=local.dtype, device=local.device)).dtype
         if dtype not in DTYPES:
-            raise TypeError(f"a quantized weight must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-        if dtype != local.dtype:
+            raise TypeError(f"a weight that is quantized must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+        if isinstance(local, QuantizedTensor) and dtype != local.dtype:
             local = local.with_parts(local.codes, local.scales, local.tensor_scale, dtype=dtype)
             tensor = from_local(local, sharding.mesh_of(tensor), getattr(tensor, "placements", ()), tensor.shape)
     return fn(tensor)

@@ -19,17 +19,19 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     """Quantizes a high-precision weight into a quantized parameter, in place, as if the parameter were whole.
 
     Every rank that holds a part of the parameter must call it. A weight that is kept in high precision and travels quantized
-    takes the values as they are. `AdamW` makes its master of a quantized one anew, from these values, in its next step.
+    takes the values as they are. `AdamW` makes its master of a quantized one anew, from these values, in its next step;
+    a master that it keeps of one in 16 bits, not quantized, stays, and the next step writes the old values back.
 
     Args:
-        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one.
+        param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the parameter itself, with all of its experts.
         tensor: float32, float16 or bfloat16: the whole weight, alike on every rank, or a DTensor placed like `param`. It may be
             on another device.
         keep_init: keep this rank's original values, on the CPU, as `initial`.
 
     Raises:
         TypeError: param is neither, or the dtype of tensor is none of these.
-        ValueError: the shape or placements don't fit, param is on the meta device, or it is FSDP's gathered copy.
+        ValueError: the shape or placements don't fit, param is on the meta device, or it is FSDP's gathered copy or a view of a
+            part of a parameter.
 
     Example:
         >>> for name, weight in checkpoint.items():
@@ -44,6 +46,11 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         raise TypeError(f"tensor must hold values in one of {', '.join(map(str, DTYPES))}, got {_kind(tensor)}")
     if local.is_meta:
         raise ValueError("param is on the meta device and has no memory: call to_empty(device=...) of its module first")
+    if isinstance(local, QuantizedTensor) and _is_view(param, local):
+        raise ValueError(
+            f"param, of shape {tuple(param.shape)}, is a view of a larger tensor, whose optimizer would write the old "
+            "values back in its next step: load the whole parameter, all experts in one [experts, out, in]"
+        )
     if tensor.shape != param.shape:
         raise ValueError(f"tensor must be of the whole parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}")
     values = _part_of(tensor, param).detach()
@@ -56,6 +63,13 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     if keep_init:
         local.initial = values.to("cpu", copy=True)
     local.geometry.loaded = True
+
+
+def _is_view(param: Tensor, local: QuantizedTensor) -> bool:
+    """Whether it is neither a parameter nor has memory of its own; FSDP2's shards, which haven't either, are DTensors."""
+    if isinstance(param, nn.Parameter) or sharding.mesh_of(param) is not None:
+        return False
+    return local._is_view() or local.codes.untyped_storage().nbytes() > local.codes.numel()
 
 
 def _kind(tensor: Any) -> str:
@@ -106,6 +120,8 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metada
         if not isinstance(sharding.local_of(value), QuantizedTensor):
             if value.dtype not in DTYPES:
                 raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
+            if value.is_meta:
+                raise ValueError(f"{key} is on the meta device in what is loaded, and has no values")
             taken[name] = (key, state_dict.pop(key))
     module.__dict__[_TAKEN] = bool(metadata.get("assign_to_params_buffers")), taken
 
@@ -113,9 +129,22 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metada
 def _load(module: nn.Module, incompatible: Any) -> None:
     assign, taken = module.__dict__.pop(_TAKEN, (False, {}))
     for name, (key, value) in taken.items():
-        param = module.get_parameter(name)
-        if assign and sharding.mesh_of(param) is None:
-            setattr(module, name, nn.Parameter(torch.empty_like(param, device=value.device), param.requires_grad))
-        load_high_precision_(module.get_parameter(name), value, keep_init=getattr(module, "keep_init", True))
+        param, keep_init = module.get_parameter(name), getattr(module, "keep_init", True)
+        if assign and param.is_meta and sharding.mesh_of(param) is None:
+            new = _made_for(param, value)
+            load_high_precision_(new, value, keep_init=keep_init)
+            # The same object from now on in all modules that share it, and in optimizers.
+            torch.utils.swap_tensors(param, new)
+        else:
+            load_high_precision_(param, value, keep_init=keep_init)
         if key in incompatible.missing_keys:
             incompatible.missing_keys.remove(key)
+
+
+def _made_for(param: Tensor, value: Tensor) -> nn.Parameter:
+    """Memory for a parameter on the meta device, of the dtype and on the device of a value, which torch would assign."""
+    if isinstance(param, QuantizedTensor):
+        like = param.with_parts(param.codes, param.scales, param.tensor_scale, dtype=value.dtype)
+    else:
+        like = param.detach().to(value.dtype)
+    return nn.Parameter(torch.empty_like(like, device=value.device), param.requires_grad)
