@@ -110,7 +110,9 @@ def test_values_loaded_later_are_what_the_next_step_goes_on_from(keep_init):
     master.add_(1)
     optimizer.step()
     assert torch.equal(master, loaded + 1)
-    # Of values and masters those count that were loaded last.
+    # A state dict doesn't show what the next step would replace. Of values and masters those count that were loaded last.
+    bfp.load_high_precision_(p, values, keep_init=keep_init)
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], loaded)
     bfp.load_high_precision_(p, values, keep_init=keep_init)
     optimizer.load_state_dict(saved)
     optimizer.step()
@@ -123,8 +125,11 @@ def test_a_copy_shows_and_takes_what_the_original_does(copied):
     optimizer = bfp.AdamW([p], moments="fp8")
     give_gradients([p], 0)
     optimizer.step()
-    saved = optimizer.state_dict()
+    values = normal((40, 64), 5)
+    bfp.load_high_precision_(p, values)
     q, other = copied((p, optimizer))
+    saved = optimizer.state_dict()
+    assert torch.equal(saved["state"][0]["master"], values)
     other.load_state_dict(other.state_dict())
     for name, value in other.state_dict()["state"][0].items():
         assert value.dtype == torch.float32

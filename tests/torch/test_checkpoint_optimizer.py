@@ -21,7 +21,7 @@ def layers(seed=0, **options):
 
 
 def test_a_refused_load_leaves_nothing_behind(tmp_path):
-    """No masters of the weights as they were, which the next step would bring back."""
+    """No masters of the weights as they were, which the next step would bring back, and none of what was loaded into one."""
     bfp.save_checkpoint(tmp_path, layers(), step=1)
     model = layers(1)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-6)
@@ -29,11 +29,14 @@ def test_a_refused_load_leaves_nothing_behind(tmp_path):
     model[1].weight.grad = torch.ones(64, 64)
     optimizer.step()
     before = {name: value.clone() for name, value in optimizer.state[model[1].weight].items()}
+    bfp.load_high_precision_(model[1].weight, torch.ones(64, 64), keep_init=False)
     with pytest.raises(BadCheckpoint, match="holds no optimizer"):
         bfp.load_checkpoint(tmp_path, model, optimizer)
     assert list(optimizer.state) == [model[1].weight]
     assert all(torch.equal(optimizer.state[model[1].weight][name], value) for name, value in before.items())
     assert torch.equal(model[0].weight.initial, initial)
+    optimizer.step()
+    assert torch.allclose(optimizer.state[model[1].weight]["master"], torch.ones(64, 64), atol=1e-4)
 
 
 def test_a_save_that_fails_keeps_gradients_and_rates(tmp_path):
@@ -121,16 +124,21 @@ def test_an_optimizer_that_does_not_fit(make, match, tmp_path):
     ("saved", "loading", "match"),
     [
         (bfp.AdamW, torch.optim.AdamW, r"beyond it state\.bias\.master, state\.weight\.master"),
-        (lambda params: torch.optim.AdamW(params, maximize=True), bfp.AdamW, "maximize=True, which the optimizer doesn't have"),
+        (lambda params: torch.optim.AdamW(params, maximize=True), bfp.AdamW, "maximize=True, which AdamW doesn't have"),
+        (torch.optim.AdamW, bfp.Adam, "decoupled_weight_decay=True, which Adam doesn't have"),
+        (torch.optim.SGD, bfp.AdamW, r"lacks param_groups\.0\.betas, param_groups\.0\.eps, and"),
+        (bfp.AdamW, torch.optim.SGD, r"lacks param_groups\.0\.dampening, param_groups\.0\.momentum, and"),
     ],
-    ids=["masters", "maximize"],
+    ids=["masters", "maximize", "weight decay", "from SGD", "into SGD"],
 )
 def test_what_only_another_kind_of_optimizer_has(saved, loading, match, tmp_path):
     model, other = (nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2))
     bfp.save_checkpoint(tmp_path, model, saved(model.parameters()), step=1)
-    before = other.weight.clone()
+    before, optimizer = other.weight.clone(), loading(other.parameters())
+    # What else the groups have, from an earlier load of torch's state, say, makes no difference.
+    optimizer.param_groups[0] |= {"maximize": False, "amsgrad": False, "decoupled_weight_decay": False}
     with pytest.raises(BadCheckpoint, match=match):
-        bfp.load_checkpoint(tmp_path, other, loading(other.parameters()))
+        bfp.load_checkpoint(tmp_path, other, optimizer)
     assert torch.equal(other.weight, before)
 
 

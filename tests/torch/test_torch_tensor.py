@@ -148,7 +148,14 @@ def test_initial_values_follow_the_rows():
             q.initial = wrong
     q.initial = x
     q.copy_(bfp.quantize(x, "nvfp4_16x16"))
-    assert q.initial is None
+    assert (q.initial, q.geometry.loaded) == (None, False)
+    q.copy_(weight.clone())
+    assert (q.initial, q.geometry.loaded) == (None, False)
+    other.initial = x
+    q.copy_(other)
+    assert torch.equal(q.initial, x)
+    assert q.geometry.loaded
+    assert q[1].geometry.loaded
 
 
 @BY_NAME

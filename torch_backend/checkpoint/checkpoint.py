@@ -202,7 +202,7 @@ def load_checkpoint(
             there = names_of(index, OPTIMIZER)
             ours = isinstance(optimizer, AdamW | Adam)
             lacking = replace_masters(converted, state[OPTIMIZER]["state"], there, may_ignore=ours)
-            fit_optimizer(checkpoint, there, plain, state[OPTIMIZER], model)
+            fit_optimizer(checkpoint, there, plain, state[OPTIMIZER], model, optimizer)
         until_it_fits.pop_all()
     replaced = make_whole(state)
     with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.without_groups_quietly():

@@ -118,7 +118,8 @@ def replace_masters(
             continue
         if not there_too:
             del entries["master"]
-            wanted += [] if one is None else [one]
+            if one is not None:
+                wanted.append(one)
         elif one is not None:
             local = sharding.local_of(one.param)
             entries["master"] = placed(one.param, torch.empty(local.shape, dtype=torch.float32, device=local.device))

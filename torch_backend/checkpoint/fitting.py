@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.manifest import BadCheckpoint
+from blockfp.recipes import STATE
 
-from ..optimizer.adamw import UNKNOWN
+from ..optimizer.adamw import misfit
 from . import model_names
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
-
-_LAYER_STATE = {"input_amax_history", "input_scale", "gradient_amax_history", "gradient_scale", "rng_key", "step"}
-"""Buffers that some recipes need and others don't."""
 
 
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any],
 
         def of_recipe(name: str) -> bool:
             prefix, _, last = name.rpartition(".")
-            return last in _LAYER_STATE and hasattr(modules.get(prefix), "weight")
+            return any(last in pair for pair in STATE) and hasattr(modules.get(prefix), "weight")
 
         surplus = {name for name in surplus if not of_recipe(name)}
         for name in [name for name in state if name not in there and of_recipe(name)]:
@@ -58,12 +56,17 @@ def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any],
 
 
 def fit_optimizer(
-    checkpoint: Path, there: Mapping[str, Any], plain: Mapping[str, Any], state: dict[str, Any], model: nn.Module
+    checkpoint: Path,
+    there: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Checks that a checkpoint has the groups and states that an optimizer's state dict names.
 
-    Settings of groups that only one of the two has don't matter: as with torch's `load_state_dict`, those of the checkpoint are
-    put into the state dict, to be read, and those that it lacks stay as they are.
+    Settings of groups that the checkpoint alone has are put into the state dict, to be read, as with torch's `load_state_dict`.
+    Those that it lacks stay as they are, but for the numbers by which the optimizer steps: another one's checkpoint lacks them.
 
     Args:
         checkpoint: the folder, for errors.
@@ -72,9 +75,11 @@ def fit_optimizer(
         state: the optimizer's. Parameters of which the checkpoint has no state at all, since they had no gradient yet, are
             taken out; those that are frozen here need none.
         model: whose parameters they are.
+        optimizer: whose state dict it is.
 
     Raises:
-        BadCheckpoint: something is missing, surplus, or of another shape or dtype; or parameters are in other groups.
+        BadCheckpoint: something is missing, surplus, or of another shape or dtype; parameters are in other groups; or it is
+            another optimizer's.
     """
     ours = [group["params"] for group in state["param_groups"]]
     keys = (f"{OPTIMIZER}.param_groups.{i}.params" for i in count())
@@ -85,29 +90,39 @@ def fit_optimizer(
                 f"{checkpoint} has the optimizer's parameters in other groups: group {i} has there, but not here, "
                 f"{_some(sorted(set(other) - set(own)))}; here, but not there, {_some(sorted(set(own) - set(other)))}"
             )
-    params, of = model_names.parameters(model), {}
+    params, of, settings = model_names.parameters(model), {}, []
     for name in there:
         if name.startswith("state."):
             of[name] = _parameter_of(name, params)
+        elif _is_setting(name):
+            settings.append(name)
     states, known = state["state"], set(of.values())
     for name in [name for name in states if name not in known]:
         del states[name]
     groups = {str(i): group for i, group in enumerate(state["param_groups"])}
-    for name in [name for name in there if _is_setting(name)]:
+    for name in settings:
         group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
-        if setting in UNKNOWN and setting not in group and plain.get(f"{OPTIMIZER}.{name}"):
-            raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}=True, which the optimizer doesn't have")
+        value = plain.get(f"{OPTIMIZER}.{name}")
+        if misfit(optimizer, {setting: value}):
+            raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}={value}, which {type(optimizer).__name__} doesn't have")
         if setting != "param_names" and "." not in setting:
             group.setdefault(setting, empty(there[name]))
-    wanted = dict(_flat(state))
-    surplus = {n for n in there.keys() - wanted.keys() if (param := params.get(of.get(n, ""))) is None or param.requires_grad}
-    surplus = {name for name in surplus if not _is_setting(name)}
-    needed = {name: value for name, value in wanted.items() if name in there or not (there and _is_setting(name))}
+    wanted, frozen = dict(_flat(state)), {name for name, param in params.items() if not param.requires_grad}
+    surplus = {name for name in there.keys() - wanted.keys() - set(settings) if of.get(name) not in frozen}
+    optional = {name for name in wanted if _is_setting(name) and not _defines(optimizer, name.split(".")[2])}
+    needed = {name: value for name, value in wanted.items() if name in there or name not in optional}
     _check(checkpoint, OPTIMIZER, there, needed, surplus)
 
 
 def _is_setting(name: str) -> bool:
     return name.startswith("param_groups.") and name.count(".") > 1 and not name.endswith(".params")
+
+
+def _defines(optimizer: torch.optim.Optimizer, setting: str) -> bool:
+    """Whether an optimizer's steps go by a setting: numbers, but not switches, which torch's versions and blockfp add."""
+    # torch's states have no key, and are rounded by the optimizer's own.
+    switch = isinstance(optimizer.defaults.get(setting), bool | str | None)
+    return not switch and setting != "key"
 
 
 def empty(what: Any) -> Tensor | None:

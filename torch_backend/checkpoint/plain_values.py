@@ -72,8 +72,13 @@ def plain_extra(extra: Any) -> dict[str, Any]:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """The first name of each parameter that has several, by its further ones: the first is the one that optimizers know."""
     first: dict[int, str] = {}
-    known = ((name, first.setdefault(id(param), name)) for name, param in model_names.parameters(model).items())
-    return {name: of for name, of in known if name != of}
+    tied = {}
+    for name, param in model_names.parameters(model).items():
+        if id(param) in first:
+            tied[name] = first[id(param)]
+        else:
+            first[id(param)] = name
+    return tied
 
 
 def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:

@@ -16,14 +16,20 @@ from ..quantized_tensor.tensor import QuantizedTensor
 
 
 def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What puts an optimizer back: it takes away state that was made since, and gives parameters the `initial` of now.
+    """What puts an optimizer back: it takes away state that was made since, and gives back values that masters were made of.
 
     A master that stayed would be of the weights as they are now: the next step would undo a later load.
     """
     state = optimizer.state
     had = {param: set(entries) for param, entries in state.items()}
-    parts = [sharding.local_of(param) for param in _params(optimizer)]
-    initial = [(local, local.initial) for local in parts if isinstance(local, QuantizedTensor)]
+    places, masters = [], []
+    for param in _params(optimizer):
+        local = sharding.local_of(param)
+        if isinstance(local, QuantizedTensor):
+            place = local.geometry
+            places.append((place, place.initial, place.loaded))
+            if place.loaded and "master" in had.get(param, ()):
+                masters.append((state[param]["master"], state[param]["master"].clone()))
 
     def put_back() -> None:
         optimizer.state = state
@@ -32,8 +38,10 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 del state[param][entry]
             if param not in had:
                 del state[param]
-        for local, values in initial:
-            local.initial = values
+        for place, initial, loaded in places:
+            place.initial, place.loaded = initial, loaded
+        for master, values in masters:
+            master.copy_(values)
 
     return put_back
 

@@ -9,7 +9,7 @@ same, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from blockfp.rounding import Key, key_words
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, restore
+from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, renew_master, restore
 from .optimizer_step import Todo, carry_out
 
 _NOT_YET = Coefficients(1.0, *([0.0] * 7))
@@ -48,6 +48,10 @@ class _Adam(Optimizer):
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_make)
         self.register_load_state_dict_post_hook(_take, prepend=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        _renew_masters(self)  # pickles of parameters don't say that values were loaded
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = not self.__dict__  # torch's load_state_dict comes here too
@@ -125,12 +129,10 @@ class _Adam(Optimizer):
             on = part.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
             state |= new_moments(part, group["moments"])
-        if "master" not in state:
-            if needs_master(part, group["master"]):
-                state["master"] = new_master(part)
-        elif isinstance(part.local, QuantizedTensor) and part.local.geometry.loaded:
-            # In place: a CUDA graph that was captured knows this memory.
-            state["master"].copy_(new_master(part))
+        if "master" in state:
+            renew_master(part, state)
+        elif needs_master(part, group["master"]):
+            state["master"] = new_master(part)
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
@@ -284,8 +286,13 @@ def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
 _OWN = ("moments", "master", "capturable")
 """How this optimizer keeps its state, which nothing that is loaded changes."""
 
-UNKNOWN = ("amsgrad", "maximize")
-"""Settings of torch's AdamW that this one doesn't have."""
+
+def misfit(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
+    """The first setting of torch's optimizers that makes another optimizer of AdamW or Adam than it is, as NAME=VALUE."""
+    if not isinstance(optimizer, _Adam):
+        return None
+    own = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": optimizer._decoupled}
+    return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
 
 
 @dataclass
@@ -295,7 +302,13 @@ class _Made:
     value: Tensor
 
 
+def _renew_masters(optimizer: Optimizer) -> None:
+    for param, state in optimizer.state.items():
+        renew_master(part_of(param), state)
+
+
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    _renew_masters(optimizer)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     states = state_dict["state"]
@@ -310,9 +323,8 @@ def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return state_dict  # torch says what is wrong.
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
-        unknown = [name for name in UNKNOWN if group.get(name)]
-        if unknown:
-            raise ValueError(f"what is loaded has {unknown[0]}=True, which {type(optimizer).__name__} doesn't have")
+        if unfit := misfit(optimizer, group):
+            raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})
         for param, i in zip(own["params"], group["params"], strict=True):

@@ -164,6 +164,13 @@ def new_master(part: Part) -> Tensor:
     return initial.to(q.device, torch.float32, copy=True).contiguous()
 
 
+def renew_master(part: Part, state: dict[str, Tensor]) -> None:
+    """Makes the master that a state has anew where high-precision values have been loaded into the parameter since."""
+    if "master" in state and isinstance(part.local, QuantizedTensor) and part.local.geometry.loaded:
+        # In place: a CUDA graph that was captured knows this memory.
+        state["master"].copy_(new_master(part))
+
+
 def load_moment(part: Part, state: dict[str, Tensor], which: int) -> Tensor:
     """A moment in fp32, of the local tensor's shape; the state's own tensor where that is fp32."""
     kept = state[MOMENT_NAMES[which]]

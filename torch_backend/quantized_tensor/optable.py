@@ -209,6 +209,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         )
     else:
         destination.geometry.initial = None if source.initial is None else source.initial.clone()
+        destination.geometry.loaded = source.geometry.loaded
     aten.copy_.default(destination.codes, source.codes, non_blocking)
     aten.copy_.default(scales, source.scales, non_blocking)
     if destination.tensor_scale is not None and source.tensor_scale is not None:
@@ -385,7 +386,8 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     scales = aten.select.int(q.scales, axis, index if q.format.block else 0)
     tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
     initial = None if q.initial is None else q.initial.select(axis, index)
-    return q.with_parts(codes, scales, tensor_scale, geometry=Geometry(q.origin, None, initial, q.geometry.gathered))
+    geometry = Geometry(q.origin, None, initial, q.geometry.gathered, q.geometry.loaded)
+    return q.with_parts(codes, scales, tensor_scale, geometry=geometry)
 
 
 @_implements(aten.unbind.int, view=True)
