@@ -21,14 +21,14 @@ def layers(seed=0, **options):
 
 
 def test_a_refused_load_leaves_nothing_behind(tmp_path):
-    """No masters of the weights as they were, which the next step would bring back, and none of what was loaded into one."""
+    """No masters of the weights as they were, which the next step would bring back; what was loaded before still counts."""
     bfp.save_checkpoint(tmp_path, layers(), step=1)
     model = layers(1)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-6)
     initial = model[0].weight.initial
     model[1].weight.grad = torch.ones(64, 64)
     optimizer.step()
-    before = {name: value.clone() for name, value in optimizer.state[model[1].weight].items()}
+    before = {name: value.clone() for name, value in optimizer.state[model[1].weight].items() if name != "master"}
     bfp.load_high_precision_(model[1].weight, torch.ones(64, 64), keep_init=False)
     with pytest.raises(BadCheckpoint, match="holds no optimizer"):
         bfp.load_checkpoint(tmp_path, model, optimizer)
@@ -37,6 +37,25 @@ def test_a_refused_load_leaves_nothing_behind(tmp_path):
     assert torch.equal(model[0].weight.initial, initial)
     optimizer.step()
     assert torch.allclose(optimizer.state[model[1].weight]["master"], torch.ones(64, 64), atol=1e-4)
+
+
+def test_values_loaded_since_the_last_step_are_saved(tmp_path):
+    models = layers(0, bias=False), layers(1, bias=False)
+    optimizers = [bfp.AdamW(model.parameters()) for model in models]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.ones(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            values = torch.randn((64, 64), generator=torch.Generator().manual_seed(5))
+            bfp.load_high_precision_(models[0][0].weight, values)
+            bfp.save_checkpoint(tmp_path, models[0], optimizers[0], step=1)
+            bfp.load_checkpoint(tmp_path, models[1], optimizers[1])
+            assert torch.equal(optimizers[1].state[models[1][0].weight]["master"], values)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(optimizers[0].state[ours][name], optimizers[1].state[theirs][name])
 
 
 def test_a_save_that_fails_keeps_gradients_and_rates(tmp_path):

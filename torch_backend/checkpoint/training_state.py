@@ -18,18 +18,17 @@ from ..quantized_tensor.tensor import QuantizedTensor
 def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """What puts an optimizer back: it takes away state that was made since, and gives back values that masters were made of.
 
-    A master that stayed would be of the weights as they are now: the next step would undo a later load.
+    A new master that stayed would be of the weights as they are now: the next step would undo a later load. One that was made
+    anew of values loaded before stays, as the next step would make it again.
     """
     state = optimizer.state
     had = {param: set(entries) for param, entries in state.items()}
-    places, masters = [], []
+    places = []
     for param in _params(optimizer):
         local = sharding.local_of(param)
         if isinstance(local, QuantizedTensor):
             place = local.geometry
             places.append((place, place.initial, place.loaded))
-            if place.loaded and "master" in had.get(param, ()):
-                masters.append((state[param]["master"], state[param]["master"].clone()))
 
     def put_back() -> None:
         optimizer.state = state
@@ -40,8 +39,6 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
                 del state[param]
         for place, initial, loaded in places:
             place.initial, place.loaded = initial, loaded
-        for master, values in masters:
-            master.copy_(values)
 
     return put_back
 
