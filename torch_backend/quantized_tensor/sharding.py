@@ -145,11 +145,7 @@ def data_rank(mesh: DeviceMesh, axes: int) -> int:
     Raises:
         ValueError: this rank is not in the mesh.
     """
-    coordinate = _coordinate(mesh)
-    rank = 0
-    for axis in range(axes):
-        rank = rank * mesh.size(axis) + coordinate[axis]
-    return rank
+    return _mesh(tuple(mesh.shape)[:axes], ()).rank(_coordinate(mesh)[:axes])
 
 
 def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
