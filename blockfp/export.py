@@ -2,7 +2,7 @@
 
 A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
 codes, scales, and, under NAME and NAME_format_FORMAT, tensors of no bytes whose shape is (0, *shape of the weight) and whose
-dtype is the nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, where PART is "optimizer" or
+dtype is the nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, PART being "optimizer" or
 what else the optimizer was called. Of a weight with several names it is under the first, which `extra.tied.OTHER_NAME` says.
 """
 

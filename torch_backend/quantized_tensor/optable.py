@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp import layout, numerics
+from blockfp.bits import FLOAT_DTYPES
 
 from ..custom_ops import ops, products
 from .geometry import Base, Geometry
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
+
+NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
 _VIEWS: set[Any] = set()
@@ -158,12 +162,16 @@ def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = No
 
 @_implements(aten._to_copy.default)
 def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
-    if dtype is not None and dtype != q.dtype:
-        raise _refusal(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype})")
+    dtype = q.dtype if dtype is None else dtype
+    if dtype not in NOMINAL:
+        names = ", ".join(map(str, NOMINAL))
+        raise _refusal(aten._to_copy.default, f"the nominal dtype can't be {dtype}", f"cast to one of {names}, or dequantize()")
     if where.get("layout") not in (None, torch.strided):
         raise _refusal(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
-    return _map(q, lambda part: aten._to_copy.default(part, **where), q.geometry.copy(initial=q.initial))
+    moved = [aten._to_copy.default(part, **where) for part in _parts(q)]
+    tensor_scale = moved[2] if len(moved) > 2 else None
+    return q.with_parts(moved[0], moved[1], tensor_scale, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
 
 
 @_implements(aten._pin_memory.default)

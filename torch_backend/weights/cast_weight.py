@@ -23,6 +23,7 @@ from blockfp.steps import Quantize
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.geometry import Base, Geometry
+from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.optable import viewing
 from ..quantized_tensor.tensor import QuantizedTensor
 from .requantize import Work, reduced_amaxes
@@ -65,7 +66,7 @@ class Cut(NamedTuple):
     length: int
 
 
-class CastWeight(Tensor):
+class CastWeight(Wrapper):
     """Values of a weight, and the format in which they travel and are multiplied. Every operation acts on the values.
 
     Attributes:
@@ -169,6 +170,15 @@ class CastWeight(Tensor):
 
         with viewing(weight):
             return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+
+    def memory(self) -> Tensor:
+        return self.values
+
+    def shift(self) -> int:
+        return 0
+
+    def take(self, other: CastWeight) -> None:
+        self.values, self.format, self.whole, self.cut = other.values, other.format, other.whole, other.cut
 
     def share_memory_(self) -> CastWeight:
         """Moves the values to memory that other processes can map, as `Tensor.share_memory_` does."""
