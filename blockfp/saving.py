@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .array import QuantizedArray
+from .array import DTYPES, QuantizedArray
 from .atomic import replacing
 from .bits import dtype_name
 
@@ -53,7 +53,7 @@ def save(
 
     Raises:
         TypeError, ValueError: an argument that isn't what it should be. `blockfp.modelfile.BadFile` (a ValueError) names the
-            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's scales.
+            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -103,7 +103,11 @@ def write(
 
     def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in names:
-            for entry, part in zip(entries[name], _parts(tensors[name]), strict=True):
+            own, parts = entries[name], _parts(tensors[name])
+            if len(own) > len(parts):
+                # A quantized tensor's own name, under which there is nothing.
+                yield own[0].name, np.empty(own[0].shape, own[0].dtype)
+            for entry, part in zip(own[-len(parts) :], parts, strict=True):
                 yield entry.name, to_numpy(part)
 
     def write_one(target: Path, names: list[str]) -> None:
@@ -223,7 +227,7 @@ def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
             raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
-        return store.quantized_entries(name, tuple(tensor.shape), tensor.format)
+        return store.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
     if not hasattr(tensor, "dtype"):
         raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
     known = dtype_name(tensor)

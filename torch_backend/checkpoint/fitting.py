@@ -161,7 +161,11 @@ def _check(checkpoint: Path, part: str, there: Mapping[str, Any], wanted: dict[s
 def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> None:
     if value.is_meta:
         raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
-    kinds = (("shape", tuple(saved.size), tuple(value.shape)), ("dtype", saved.properties.dtype, value.dtype))
+    shapes = [tuple(saved.size), tuple(value.shape)]
+    if all(shape[:1] == (0,) for shape in shapes):
+        # Of quantized weights: what stands under their names has no bytes (`parts.no_values`).
+        shapes = [shape[1:] for shape in shapes]
+    kinds = (("shape", *shapes), ("dtype", saved.properties.dtype, value.dtype))
     for what, there, here in kinds:
         if there != here:
             raise BadCheckpoint(f"{name} has {what} {there} in the checkpoint and {here} here")

@@ -2,10 +2,12 @@
 
 A quantized parameter NAME of a module, sharded or not, becomes
 
-    NAME                    uint8, the codes
+    NAME                    nothing in memory: its shape is (0, *shape of the weight), its dtype the nominal one. A plain model
+                            refuses it, with strict=False too, and nothing that casts makes values of it
+    NAME_codes              uint8
     NAME_scale              uint8 or float32, one for each block
     NAME_tensor_scale       float32 of shape (), for NVFP4 only
-    NAME_format_FORMAT      nothing in memory: its shape is (0, *shape of the weight), its dtype the nominal one
+    NAME_format_FORMAT      as NAME: it says what the codes are
 
 Under FSDP2 and tensor parallelism they are DTensors with the parameter's mesh and placements, which share its memory: torch's
 checkpoints (DCP) save them, reshard them, and load into the weights themselves. What can't be cut as the weight is cut
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from blockfp import layout, parts
 from blockfp.formats import Format
-from blockfp.parts import FORMAT, SUFFIXES, Part
+from blockfp.parts import FORMAT, SUFFIXES, Part, no_values
 from blockfp.placement import Region, Sharding
 
 from ..quantized_tensor import sharding
@@ -75,8 +77,8 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     """
     q = _quantized(param)
     shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in _parts(param, q)}
-    shown[f"{FORMAT}{q.format}"] = torch.empty((0, *param.shape), dtype=q.dtype, device=q.device)
-    return shown
+    nothing = torch.empty(no_values(param.shape), dtype=q.dtype, device=q.device)
+    return {"": nothing, **shown, f"{FORMAT}{q.format}": nothing}
 
 
 def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
@@ -191,9 +193,10 @@ def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metada
                 check_format(param, key, state_dict)
                 if format_of(key, state_dict) is not None:
                     taken[name] = {suffix: state_dict.pop(key + suffix) for suffix in _suffixes(param, key, state_dict)}
+                    del state_dict[key]
             else:
-                # Without the codes, which torch leaves out where frozen parameters are ignored, the rest is of no use.
-                for suffix in [*filter(None, SUFFIXES.values()), f"{FORMAT}{format_of(key, state_dict)}"]:
+                # torch takes the name alone out where frozen parameters are ignored, and means all of it.
+                for suffix in [*SUFFIXES.values(), f"{FORMAT}{format_of(key, state_dict)}"]:
                     state_dict.pop(key + suffix, None)
         elif format_of(key, state_dict) is not None:
             raise ValueError(
@@ -234,10 +237,9 @@ def format_of(key: str, names: Mapping[str, Any]) -> Format | None:
 def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None:
     """Raises ValueError where the codes in a state dict are not in a parameter's format."""
     ours, theirs = _quantized(param).format, format_of(key, state_dict)
-    value = state_dict[key]
-    if theirs is None and value.dtype == torch.uint8:
+    if theirs is None and key + SUFFIXES["codes"] in state_dict:
         raise ValueError(
-            f"{key} is {ours} in the model; what is loaded has bytes, and no {key}{FORMAT}.. that says what they are"
+            f"{key} is {ours} in the model; what is loaded has codes, and no {key}{FORMAT}.. that says what they are"
         )
     if theirs is not None and theirs is not ours:
         raise ValueError(f"{key} is {ours} in the model and {theirs} in what is loaded: {_REMEDY}")
