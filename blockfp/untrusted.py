@@ -30,7 +30,7 @@ def open_regular(path: Path) -> IO[bytes]:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _refuse_others(path, os.fstat(descriptor).st_mode)
-        return open(descriptor, "rb")  # noqa: SIM115
+        return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
