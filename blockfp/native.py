@@ -63,6 +63,9 @@ class _Library:
         self.dequantize = module.dequantize
         self.rotate = module.rotate
         self.adamw = module.adamw
+        self.amax_arrays = module.amax_arrays
+        self.quantize_arrays = module.quantize_arrays
+        self.dequantize_arrays = module.dequantize_arrays
         self.instruction_sets = module.instruction_sets
         self.instruction_set = module.instruction_set
         self.use_instruction_set = module.use_instruction_set
@@ -100,6 +103,15 @@ def _loaded() -> _Library:
     if library is None:
         raise RuntimeError(status())
     return library
+
+
+def library() -> Any:
+    """The library's functions, for callers that bring their own arrays.
+
+    Raises:
+        RuntimeError: there is none; the message says why.
+    """
+    return _loaded()
 
 
 def instruction_sets() -> tuple[str, ...]:
