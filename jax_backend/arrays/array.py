@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
+import jax.export
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
@@ -17,7 +18,7 @@ from blockfp.placement import Sharding
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
-from . import plain_grad
+from . import flax_state, identity, plain_grad
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,6 +59,9 @@ class QuantizedArray:
     # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
     # have to be stored, which is what quantizing is there to avoid.
     _source: ClassVar[jax.Array | None] = None
+
+    def __post_init__(self):
+        flax_state.register(QuantizedArray)
 
     @classmethod
     def from_parts(
@@ -183,31 +187,38 @@ def is_quantized(leaf: object) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
-_LEAVES = ("codes", "scales", "tensor_scale", "tangent")
+_REST = ("scales", "tensor_scale", "tangent")
 
 
 def _flatten(q: QuantizedArray):
     plain_grad.refuse()
-    return (q.codes, q.scales, q.tensor_scale, q.tangent), (q.format, q.columns, q.dtype, q.origin, q.sharding)
+    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
+    return ((identity.to_leaf(static), *leaves) if identity.is_nameless() else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
-    return tuple((GetAttrKey(name), getattr(q, name)) for name in _LEAVES), (
-        q.format,
-        q.columns,
-        q.dtype,
-        q.origin,
-        q.sharding,
-    )
+    static = identity.of(q)
+    keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
+    if identity.is_nameless():
+        keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
+    return tuple(keyed), static
 
 
-def _unflatten(static, leaves) -> QuantizedArray:
-    codes, scales, tensor_scale, tangent = leaves
+def _unflatten(static: identity.Static, leaves) -> QuantizedArray:
+    *said, codes, scales, tensor_scale, tangent = leaves
+    for leaf in said:
+        identity.check_leaf(leaf, static)
     format, columns, dtype, origin, sharding = static
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
+jax.export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="blockfp.jax.QuantizedArray",
+    serialize_auxdata=identity.to_bytes,
+    deserialize_auxdata=identity.of_bytes,
+)
 
 
 def quantize(
