@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,10 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp import checks, numerics
+from blockfp import checks, layout, numerics
 from blockfp.array import DTYPES
 from blockfp.formats import Format
 from blockfp.placement import Sharding
+from blockfp.refusals import NoValues
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
@@ -22,7 +24,7 @@ from . import flax_state, identity, plain_grad
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(NoValues):
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
 
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
@@ -59,6 +61,11 @@ class QuantizedArray:
     # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
     # have to be stored, which is what quantizing is there to avoid.
     _source: ClassVar[jax.Array | None] = None
+
+    _remedy: ClassVar[str] = (
+        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes an "
+        "optax optimizer one of quantized parameters"
+    )
 
     def __post_init__(self):
         flax_state.register(QuantizedArray)
@@ -109,17 +116,39 @@ class QuantizedArray:
         return self.codes.ndim
 
     @property
+    def size(self) -> int:
+        """How many elements the array that was quantized has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    @property
     def mT(self) -> QuantizedArray:
         """The array with its last two axes swapped, exact and without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
         """
+        self._check_whole()
         codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
         rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
         sharding = None if self.sharding is None else self.sharding.transposed()
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
         return flipped if self.carrier is None else flipped._with_source(self.carrier.mT)
+
+    @property
+    def T(self) -> QuantizedArray:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
 
     @property
     def carrier(self) -> jax.Array | None:
@@ -143,6 +172,7 @@ class QuantizedArray:
                 f"a stack of {self.format} arrays, each with its own scale per tensor, can't be dequantized at once "
                 f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
             )
+        self._check_whole()
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
         if self.sharding is not None:
             from . import sharded
@@ -160,6 +190,20 @@ class QuantizedArray:
                 choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
             )
         return values if self.carrier is None else ops.straight_through(values, self.carrier)
+
+    def _check_whole(self) -> None:
+        """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
+        if self.sharding is not None:
+            return
+        format, axes = self.format, self.codes.ndim
+        fits = self.codes.shape[-1] == layout.packed_columns(self.columns, format.element.bits)
+        if not format.per_tensor:
+            fits = fits and self.scales.shape == layout.scales_shape((*self.codes.shape[:-1], self.columns), format, self.origin)
+        if not fits:
+            raise ValueError(
+                f"codes {self.codes.shape} and scales {self.scales.shape} of {format} are not those of {self.columns} columns "
+                f"in {axes} axes: vmap takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+            )
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
