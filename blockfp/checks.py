@@ -79,6 +79,12 @@ def check_square(format: Format) -> None:
         )
 
 
+def check_matrix(shape: Sequence[int]) -> None:
+    """Raises ValueError where an array has other than two axes, of which `.T` swaps the last two alone."""
+    if len(shape) != 2:
+        raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
+
+
 def check_codes(codes: Array, columns: int, format: Format) -> None:
     """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":
