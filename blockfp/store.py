@@ -21,11 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from . import layout
+from . import layout, untrusted
 from .array import DTYPES, QuantizedArray, quantize
 from .atomic import replacing
+from .errors import BadFile
 from .formats import Format
-from .modelfile import METADATA, TAGS, BadFile, Entry, Model, Tensor, write_safetensors
+from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
 from .parts import SUFFIXES, no_values
 
 KEY = "blockfp"
@@ -170,9 +171,9 @@ def _description(model: Model) -> dict[str, dict]:
     if KEY not in model.metadata:
         raise BadFile(model.path, "is not quantized by blockfp (its metadata has no 'blockfp')")
     try:
-        description = json.loads(model.metadata[KEY])
-        version, tensors = description["version"], dict(description["tensors"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        description = untrusted.parse_json(model.metadata[KEY].encode(), "it")
+        version, tensors = description["version"], dict(description["tensors"].items())
+    except Exception as error:
         raise BadFile(model.path, f"its metadata 'blockfp' is not what blockfp writes: {error!r}") from error
     if version != VERSION:
         raise BadFile(model.path, f"is of version {version}; this blockfp reads version {VERSION}")
@@ -185,11 +186,12 @@ class _Stored:
     def __init__(self, model: Model, tensors: dict[str, Tensor], name: str, what: dict):
         try:
             self.format = Format.parse(what["format"])
-            self.shape = tuple(int(size) for size in what["shape"])
-            self.dtype = str(what["dtype"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.shape = tuple(what["shape"])
+            self.dtype = what["dtype"]
+            fits = self.dtype in DTYPES and len(self.shape) >= 2 and all(map(untrusted.is_size, self.shape))
+        except Exception as error:
             raise BadFile(model.path, f"its description in the metadata is wrong: {error}", name) from error
-        if self.dtype not in DTYPES or len(self.shape) < 2:
+        if not fits:
             raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
         self.keys: list[str] = []
         self._tensors: list[Tensor] = []

@@ -18,6 +18,7 @@ from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
+from .torch_backend.modules.summary import summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.quantized_tensor.interchange import from_jax
@@ -51,5 +52,6 @@ __all__ = [
     "random_key",
     "save",
     "save_checkpoint",
+    "summary",
     "update_scales",
 ]

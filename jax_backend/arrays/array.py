@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
+import jax.export
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp import checks, numerics
+from blockfp import checks, layout, numerics
 from blockfp.array import DTYPES
 from blockfp.formats import Format
 from blockfp.placement import Sharding
+from blockfp.refusals import NoValues
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
-from . import plain_grad
+from . import flax_state, identity, plain_grad
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(NoValues):
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
 
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
@@ -58,6 +61,14 @@ class QuantizedArray:
     # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
     # have to be stored, which is what quantizing is there to avoid.
     _source: ClassVar[jax.Array | None] = None
+
+    _remedy: ClassVar[str] = (
+        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes an "
+        "optax optimizer one of quantized parameters"
+    )
+
+    def __post_init__(self):
+        flax_state.register(QuantizedArray)
 
     @classmethod
     def from_parts(
@@ -105,17 +116,39 @@ class QuantizedArray:
         return self.codes.ndim
 
     @property
+    def size(self) -> int:
+        """How many elements the array that was quantized has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    @property
     def mT(self) -> QuantizedArray:
         """The array with its last two axes swapped, exact and without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
         """
+        self._check_whole()
         codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
         rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
         sharding = None if self.sharding is None else self.sharding.transposed()
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
         return flipped if self.carrier is None else flipped._with_source(self.carrier.mT)
+
+    @property
+    def T(self) -> QuantizedArray:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
 
     @property
     def carrier(self) -> jax.Array | None:
@@ -139,6 +172,7 @@ class QuantizedArray:
                 f"a stack of {self.format} arrays, each with its own scale per tensor, can't be dequantized at once "
                 f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
             )
+        self._check_whole()
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
         if self.sharding is not None:
             from . import sharded
@@ -156,6 +190,20 @@ class QuantizedArray:
                 choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
             )
         return values if self.carrier is None else ops.straight_through(values, self.carrier)
+
+    def _check_whole(self) -> None:
+        """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
+        if self.sharding is not None:
+            return
+        format, axes = self.format, self.codes.ndim
+        fits = self.codes.shape[-1] == layout.packed_columns(self.columns, format.element.bits)
+        if not format.per_tensor:
+            fits = fits and self.scales.shape == layout.scales_shape((*self.codes.shape[:-1], self.columns), format, self.origin)
+        if not fits:
+            raise ValueError(
+                f"codes {self.codes.shape} and scales {self.scales.shape} of {format} are not those of {self.columns} columns "
+                f"in {axes} axes: vmap takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+            )
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
@@ -183,31 +231,38 @@ def is_quantized(leaf: object) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
-_LEAVES = ("codes", "scales", "tensor_scale", "tangent")
+_REST = ("scales", "tensor_scale", "tangent")
 
 
 def _flatten(q: QuantizedArray):
     plain_grad.refuse()
-    return (q.codes, q.scales, q.tensor_scale, q.tangent), (q.format, q.columns, q.dtype, q.origin, q.sharding)
+    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
+    return ((identity.to_leaf(static), *leaves) if identity.is_nameless() else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
-    return tuple((GetAttrKey(name), getattr(q, name)) for name in _LEAVES), (
-        q.format,
-        q.columns,
-        q.dtype,
-        q.origin,
-        q.sharding,
-    )
+    static = identity.of(q)
+    keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
+    if identity.is_nameless():
+        keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
+    return tuple(keyed), static
 
 
-def _unflatten(static, leaves) -> QuantizedArray:
-    codes, scales, tensor_scale, tangent = leaves
+def _unflatten(static: identity.Static, leaves) -> QuantizedArray:
+    *said, codes, scales, tensor_scale, tangent = leaves
+    for leaf in said:
+        identity.check_leaf(leaf, static)
     format, columns, dtype, origin, sharding = static
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
+jax.export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="blockfp.jax.QuantizedArray",
+    serialize_auxdata=identity.to_bytes,
+    deserialize_auxdata=identity.of_bytes,
+)
 
 
 def quantize(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,10 @@ class QuantizedLayer(nn.Module):
         observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        turned: whether the weight lies [in, out] instead.
     """
+
+    turned: ClassVar[bool] = False
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -53,7 +56,8 @@ class QuantizedLayer(nn.Module):
     step: Tensor | None
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
-        super().__init__()
+        # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
+        nn.Module.__init__(self)
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
         self.recipe = recipes.parse(recipe)
@@ -62,6 +66,10 @@ class QuantizedLayer(nn.Module):
         self.observed: Tensor | None = None
         self.parallel: Parallel | None = None
         self.data_rank = 0
+        self.register_hooks()
+
+    def register_hooks(self) -> None:
+        """Makes state dicts show and take the weight as codes, and take values for it."""
         save_in_parts(self)
         accept_high_precision(self)
 
@@ -84,7 +92,8 @@ class QuantizedLayer(nn.Module):
         Raises:
             ValueError: a negative length.
         """
-        for name, length in zip(("in_features", "out_features"), reversed(shape), strict=False):
+        lengths = shape if self.turned else reversed(shape)
+        for name, length in zip(("in_features", "out_features"), lengths, strict=False):
             if length < 0:
                 raise ValueError(f"{name} must be 0 or more, got {length}")
         values = torch.empty(shape, dtype=dtype, device="meta")
@@ -92,7 +101,8 @@ class QuantizedLayer(nn.Module):
         device = torch.empty(0, device=device).device
         if device.type != "meta":
             self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
-        self.bias = nn.Parameter(values.new_empty(shape[:-1], device=device)) if bias else None
+        outputs = shape[-1:] if self.turned else shape[:-1]
+        self.bias = nn.Parameter(values.new_empty(outputs, device=device)) if bias else None
         self.set_buffers(device)
         self.reset_parameters()
 
@@ -109,6 +119,15 @@ class QuantizedLayer(nn.Module):
             if self.keep_init and not values.is_meta:
                 weight.initial = values.to("cpu", copy=True)
         self.weight = nn.Parameter(weight, requires_grad)
+
+    def take_values(self, layer: nn.Module) -> None:
+        """Takes over weight, bias and mode of a layer that isn't quantized; the bias is the same parameter."""
+        weight = layer.get_parameter("weight")
+        self.set_weight(weight, requires_grad=weight.requires_grad)
+        self.bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
+        self.set_buffers(weight.device)
+        self.reset_buffers()
+        self.train(layer.training)
 
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
@@ -170,7 +189,7 @@ class QuantizedLayer(nn.Module):
             return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, turned=self.turned)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -179,10 +198,14 @@ class QuantizedLayer(nn.Module):
         Every rank draws the whole weight and keeps its rows, so ranks that are seeded alike get what one rank alone would.
         """
         bound = 1 / math.sqrt(self.weight.shape[-1]) if self.weight.shape[-1] else 0.0
-        for param in (self.weight, self.bias):
+        self.draw(*[lambda values: values.uniform_(-bound, bound)] * 2)
+
+    def draw(self, weight: Callable[[Tensor], Tensor], bias: Callable[[Tensor], Tensor]) -> None:
+        """Fills the parameters, each by a function that is given the whole one to write into, and resets the buffers."""
+        for param, function in ((self.weight, weight), (self.bias, bias)):
             if param is not None:
                 values = torch.empty(param.shape, dtype=param.dtype, device=sharding.local_of(param).device)
-                fill(param, values.uniform_(-bound, bound), keep_init=self.keep_init)
+                fill(param, function(values), keep_init=self.keep_init)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
