@@ -13,7 +13,7 @@ from blockfp.formats import Format
 
 from ..custom_ops import ops
 from . import fsdp, optable
-from .geometry import Base, Geometry, Origin
+from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
 if TYPE_CHECKING:
@@ -221,6 +221,8 @@ class QuantizedTensor(Wrapper):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        if self.geometry.copied is not None:
+            raise RuntimeError(COPIED)
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
