@@ -58,6 +58,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     if isinstance(local, CastWeight):
         local.values.copy_(values)
         return
+    local.geometry.copied = None
     requantize_([param], [values.to(local.device)])
     if keep_init:
         local.initial = values.to("cpu", copy=True)

@@ -214,7 +214,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
     for own, value in copies:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
-    q.initial = None
+    q.initial = q.geometry.copied = None
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:
