@@ -7,6 +7,7 @@ weights, under FSDP2 too.
 
 from .torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
+from .torch_backend.checkpoint.high_precision import high_precision_state_dict
 from .torch_backend.linear.delayed import update_scales
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import observe
@@ -42,6 +43,7 @@ __all__ = [
     "convert",
     "fake_quantize",
     "from_jax",
+    "high_precision_state_dict",
     "init_",
     "keep_products",
     "linear",

@@ -49,6 +49,14 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
 
 
+def stored_names(name: str, param: Tensor) -> list[str]:
+    """The names of `stored` in a state dict, for a parameter of this name; none where it isn't quantized."""
+    if not isinstance(sharding.local_of(param), QuantizedTensor):
+        return []
+    suffixes = [SUFFIXES[part.name] for part in lying(param)]
+    return [name + suffix for suffix in ("", *suffixes, f"{FORMAT}{_quantized(param).format}")]
+
+
 def nothing(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
     """What stands under a parameter's own name, and under that of its format."""
     return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)

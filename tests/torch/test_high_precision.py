@@ -1,0 +1,64 @@
+"""`high_precision_state_dict`: the values of the whole model, under the names that it had before, on every mesh."""
+
+import math
+
+import pytest
+import threaded
+import torch
+from resumed import MESHES, model_of, shard
+from torch import nn
+
+import blockfp.torch as bfp
+
+SHAPES = [(64, 128), (37, 64), (50, 64)]
+
+
+def _gathered(rank, mesh, format, expected, offload):
+    found = bfp.high_precision_state_dict(shard(model_of(format, SHAPES), mesh), cpu_offload=offload)
+    if offload and rank != 0:
+        assert found == {}
+        return
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if MESHES[mesh]])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3_32x32", "nvfp4_16x16", None])
+def test_sharded(mesh, format):
+    whole = model_of(format, SHAPES)
+    expected = bfp.high_precision_state_dict(whole)
+    assert list(expected) == [f"{i}.{name}" for i in range(len(SHAPES)) for name in ("weight", "bias")]
+    for i, layer in enumerate(whole):
+        assert torch.equal(expected[f"{i}.weight"], layer.weight.detach().dequantize() if format else layer.weight)
+    threaded.run(math.prod(MESHES[mesh][0]), _gathered, mesh, format, expected, mesh == "fsdp2")
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4"])
+def test_a_plain_model_takes_it_and_gives_it_back(recipe, weights):
+    plain, other = (nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 33)) for _ in range(2))
+    model = bfp.convert(plain, recipe, weights=weights)
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    state = bfp.high_precision_state_dict(model)
+    assert not any(other.load_state_dict(state))
+    again = bfp.convert(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 33)), recipe, weights=weights)
+    before = {name: value.clone() for name, value in again.named_buffers()}
+    assert not any(again.load_state_dict(other.state_dict()))
+    assert all(torch.equal(value, state[name]) for name, value in bfp.high_precision_state_dict(again).items())
+    # What only the recipe keeps is as it was.
+    assert all(torch.equal(value, before[name]) for name, value in again.named_buffers() if "1." not in name)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*\"0\.bias\""):
+        again.load_state_dict({name: value for name, value in state.items() if name != "0.bias"})
+    half = bfp.high_precision_state_dict(model, dtype=torch.bfloat16)
+    assert (half["0.weight"].dtype, half["0.bias"].dtype) == (torch.bfloat16, torch.float32)
+    with pytest.raises(TypeError, match=r"dtype must be one of .*got torch\.float64"):
+        bfp.high_precision_state_dict(model, dtype=torch.float64)
+
+
+def test_tied_weights_are_one_tensor():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+    state = bfp.high_precision_state_dict(bfp.convert(model, "mxfp8"))
+    assert state["0.weight"] is state["1.weight"]
