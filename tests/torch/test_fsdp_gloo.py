@@ -29,14 +29,12 @@ def two_ranks(rank):
 
 
 def data_parallel(rank):
-    """DistributedDataParallel averages the gradients of quantized weights, once it is told not to broadcast them."""
+    """DistributedDataParallel averages the gradients of quantized weights."""
     weights = quantized(weights_for([(50, 64), (33, 40)]), "mxfp8_e4m3_32x32")
     whole = [Side([q.clone() for q in weights]) for _ in range(2)]
     for other, model in enumerate(whole):
         model(inputs_for(other, 64)).backward()
-    with pytest.raises(NotImplementedError, match="init_sync=False"):
-        DistributedDataParallel(Side(weights))
-    model = DistributedDataParallel(Side(weights), init_sync=False)
+    model = DistributedDataParallel(Side(weights))
     model(inputs_for(rank, 64)).backward()
     for got, first, second in zip(model.parameters(), *(one.parameters() for one in whole), strict=True):
         torch.testing.assert_close(got.grad, (first.grad + second.grad) / 2)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp import layout, numerics
-from blockfp.bits import FLOAT_DTYPES
 
 from ..custom_ops import ops, products
+from .bucket import NOMINAL, flat
 from .geometry import COPIED, Base, Geometry
 from .refusals import FLAT, refusal, refused
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
-
-NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
-"""The dtypes that can be quantized, and dequantized to."""
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
 _VIEWS: set[Any] = set()
@@ -125,16 +122,14 @@ def _alias(q: QuantizedTensor) -> QuantizedTensor:
     return _map(q, aten.alias.default)
 
 
-@implements(aten.view.default, view=True)
-def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+@implements(aten.view.default)
+def _view(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
     # FSDP2 keeps `shard.view(-1)` and asks nothing of it; any other answer would make it look for a storage.
-    if tuple(shape) != tuple(q.shape) and not (tuple(shape) == (-1,) and q.geometry.base):
-        raise refused(
-            aten.view.default,
-            f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}",
-            FLAT,
-        )
-    return _alias(q)
+    if tuple(shape) == tuple(q.shape) or (tuple(shape) == (-1,) and q.geometry.base):
+        return run(aten.alias.default, (q,), {})
+    if tuple(shape) in ((-1,), (q.numel(),)):
+        return flat(q)
+    raise refused(aten.view.default, f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}", FLAT)
 
 
 @implements(aten.as_strided.default, view=True)

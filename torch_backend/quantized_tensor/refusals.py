@@ -46,9 +46,8 @@ _READ = (
 )
 
 FLAT = (
-    "flatten dequantize(), or quantize what is reshaped; torch.nn.utils.parameters_to_vector wants "
-    "blockfp.torch.high_precision_state_dict(model).values(), DistributedDataParallel init_sync=False: it would broadcast the "
-    "weights flat"
+    "flatten dequantize(), or quantize what is reshaped; to compute with all weights as one vector take "
+    "blockfp.torch.high_precision_state_dict(model).values()"
 )
 
 

@@ -1,0 +1,80 @@
+"""DistributedDataParallel that others construct, with its own arguments: rank 0's weights to the bit, and one step together."""
+
+import warnings
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import blockfp.torch as bfp
+
+
+def net(seed, recipe, weights, dtype):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 33)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bfp.convert(model, recipe, weights=weights)
+
+
+def contents(param):
+    if isinstance(param, bfp.QuantizedTensor):
+        return [part for part in (param.codes, param.scales, param.tensor_scale, param.initial) if part is not None]
+    return [param.values if isinstance(getattr(param, "values", None), torch.Tensor) else param.detach()]
+
+
+def assert_alike_on_all_ranks(model):
+    for param in model.parameters():
+        for part in contents(param):
+            own = part.detach().clone()
+            dist.broadcast(own, 0)
+            assert torch.equal(own, part)
+
+
+def wrapped(model, way):
+    if way == "replicate":
+        from torch.distributed._composable.replicate import replicate
+
+        return replicate(model)
+    return DistributedDataParallel(model)
+
+
+def _trains(rank):
+    for recipe in ("mxfp8", "fp8_current", "nvfp4"):
+        for weights, way in (("quantized", "ddp"), ("quantized", "replicate"), ("high_precision", "ddp")):
+            for dtype in (torch.float32, torch.bfloat16):
+                model, first = (net(seed, recipe, weights, dtype) for seed in (rank, 0))
+                parallel = wrapped(model, way)
+                if way == "replicate":
+                    # Which waits for the first forward.
+                    parallel(torch.ones(32, 64, dtype=dtype))
+                for param, reference in zip(model.parameters(), first.parameters(), strict=True):
+                    for part, expected in zip(contents(param), contents(reference), strict=True):
+                        assert torch.equal(part, expected), (recipe, weights, way)
+                optimizer = (bfp.AdamW if weights == "quantized" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+                for step in range(2):
+                    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(dtype)
+                    parallel(x).float().square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_alike_on_all_ranks(model)
+
+
+def test_rank_0s_weights_are_everybodys():
+    gloo.run(2, __file__, "_trains")
+
+
+def test_all_weights_as_one_vector():
+    """It can be laid out and taken apart again, and has no values to compute with."""
+    model, other = (net(seed, "nvfp4", "quantized", torch.float32) for seed in (0, 1))
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    assert vector.shape == (sum(param.numel() for param in model.parameters()),)
+    for use in (lambda: vector + 1, vector.norm, vector.double, lambda: vector[3:7]):
+        with pytest.raises(NotImplementedError, match=r"high_precision_state_dict\(model\)"):
+            use()
+    nn.utils.vector_to_parameters(vector, other.parameters())
+    for param, reference in zip(other.parameters(), model.parameters(), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(contents(param), contents(reference), strict=True))

@@ -1,0 +1,139 @@
+"""`Bucket`: quantized weights laid end to end, as DistributedDataParallel lays out what it broadcasts from rank 0.
+
+    q.view(-1)                     a bucket of one weight
+    cat([q.view(-1), plain, ..])   a bucket of several, which holds copies of them
+    broadcast(bucket)              their codes, scales and plain values in one run of bytes
+    bucket[i:j].view(q.shape)      one of them again, whole
+
+It has the length and the dtype of the values, and holds none: all else that is asked of it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from blockfp.bits import FLOAT_DTYPES
+
+from .refusals import FLAT, refused
+
+if TYPE_CHECKING:
+    from .tensor import QuantizedTensor
+
+aten = torch.ops.aten
+
+NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
+
+Piece = Tensor
+"""A whole quantized tensor, or a plain one of one axis."""
+
+
+class Bucket(Tensor):
+    """Whole quantized tensors and plain ones of one axis, end to end.
+
+    Attributes:
+        pieces: them.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(cls, pieces: Sequence[Piece]):
+        length = sum(piece.numel() for piece in pieces)
+        return Tensor._make_wrapper_subclass(cls, (length,), dtype=pieces[0].dtype, device=pieces[0].device)
+
+    def __init__(self, pieces: Sequence[Piece]):
+        self.pieces = tuple(pieces)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"Bucket({', '.join(map(repr, self.pieces))})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        handler = _TABLE.get(func)
+        if handler is None:
+            raise refused(func, "weights laid end to end have no values", FLAT)
+        return handler(*args, **(kwargs or {}))
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
+    if any(tensor.ndim != 1 for tensor in tensors):
+        raise refused(aten.cat.default, "blocks of several tensors are not those of one", FLAT)
+    pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
+    return Bucket([piece.detach().clone() for piece in pieces])
+
+
+def _view(bucket: Bucket, shape: Sequence[int]) -> Tensor:
+    (piece, *more) = bucket.pieces
+    if tuple(shape) in ((-1,), tuple(bucket.shape)):
+        return bucket
+    if more or tuple(shape) != tuple(piece.shape):
+        raise refused(aten.view.default, f"these are weights of shape {[tuple(p.shape) for p in bucket.pieces]}", FLAT)
+    return piece
+
+
+def _slice(bucket: Bucket, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    first, last, _ = slice(start, end).indices(bucket.shape[0])
+    ends = list(accumulate(piece.numel() for piece in bucket.pieces))
+    spans = zip([0, *ends], ends, bucket.pieces, strict=False)
+    inside = [piece for begin, stop, piece in spans if first <= begin < stop <= last]
+    if step != 1 or not inside or sum(piece.numel() for piece in inside) != last - first:
+        raise refused(aten.slice.Tensor, f"elements {first} .. {last} are not whole weights", FLAT)
+    return inside[0] if len(inside) == 1 and inside[0].ndim == 1 else Bucket(inside)
+
+
+def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: int, *options: Any, **more: Any) -> Any:
+    """Broadcasts codes, scales and plain values, and the originals that rank `root` keeps for its optimizer's masters."""
+
+    def send(parts: Sequence[Tensor]) -> Any:
+        sent = torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
+        _, work = torch.ops.c10d.broadcast_.default([sent], group, root, root_tensor, *options, **more)
+        work.wait()
+        for part, received in zip(parts, sent.split([part.nbytes for part in parts]), strict=True):
+            # A copy first: what follows bytes of another length may lie at an odd address.
+            part.copy_(received.clone().view(part.dtype).view(part.shape))
+        return work
+
+    pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
+    weights: list[Any] = [piece for piece in pieces if hasattr(piece, "codes")]
+    held = [0 if q.initial is None else 1 + NOMINAL.index(q.initial.dtype) for q in weights]
+    kinds = torch.tensor(held, dtype=torch.uint8, device=tensors[0].device)
+    send([kinds])
+    originals = []
+    for q, kind in zip(weights, kinds.tolist(), strict=True):
+        if kind:
+            values = torch.empty(q.shape, dtype=NOMINAL[kind - 1], device=q.device)
+            originals.append((q, values if q.initial is None else values.copy_(q.initial)))
+    parts = [part for q in weights for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+    plain = [piece for piece in pieces if not hasattr(piece, "codes")]
+    work = send([*parts, *plain, *(values for _, values in originals)])
+    for q in weights:
+        q.initial = None
+    for q, values in originals:
+        q.initial = values.to("cpu", copy=True)
+    return list(tensors), work
+
+
+def flat(q: QuantizedTensor) -> Bucket:
+    """A quantized tensor as a bucket of one."""
+    return Bucket([q])
+
+
+_TABLE: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda bucket: bucket,
+    aten.alias.default: lambda bucket: bucket,
+    aten.clone.default: lambda bucket, **_: Bucket([piece.clone() for piece in bucket.pieces]),
+    aten.cat.default: _cat,
+    aten.view.default: _view,
+    aten.slice.Tensor: _slice,
+}
+
+if torch.distributed.is_available():
+    _TABLE[torch.ops.c10d.broadcast_.default] = _broadcast
