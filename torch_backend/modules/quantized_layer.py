@@ -115,7 +115,7 @@ class QuantizedLayer(InParts):
             weight = CastWeight.from_values(values, format)
         else:
             weight = quantize(values, format)
-            if self.keep_init and not values.is_meta:
+            if self.keep_init and requires_grad and not values.is_meta:
                 weight.initial = values.to("cpu", copy=True)
         self.weight = nn.Parameter(weight, requires_grad)
 

@@ -142,8 +142,8 @@ class QuantizedTensor(Wrapper):
     def initial(self) -> Tensor | None:
         """The original values of exactly these rows, a plain CPU tensor, or None where they aren't kept.
 
-        An optimizer takes them as its master weights and sets None. They follow slices, copies and sharding, are never
-        written to, and are not saved. What overwrites the codes drops them, unless it brings others along.
+        An optimizer takes them as its master weights and sets None, as freezing the weight does. They follow slices, copies and
+        sharding, are never written to, and are not saved. What overwrites the codes drops them, unless it brings others along.
         """
         return self.geometry.initial
 
@@ -172,6 +172,22 @@ class QuantizedTensor(Wrapper):
         if self.requires_grad and torch.is_grad_enabled():
             return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return ops.dequantize_tensor(self, dtype)
+
+    @property
+    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return Tensor.requires_grad.__get__(self)  # pyright: ignore
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        """Freezes a weight or not; no optimizer makes a master of a frozen one, which gives its original values up."""
+        before = self.requires_grad
+        Tensor.requires_grad.__set__(self, value)  # pyright: ignore
+        if before and not value:
+            self.initial = None
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:
+        self.requires_grad = requires_grad
+        return self
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

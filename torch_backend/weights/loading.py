@@ -25,7 +25,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         param: a `QuantizedTensor`, a `CastWeight`, or a DTensor of one; the parameter itself, with all of its experts.
         tensor: float32, float16 or bfloat16: the whole weight, alike on every rank, or a DTensor placed like `param`. It may be
             on another device.
-        keep_init: keep this rank's original values, on the CPU, as `initial`.
+        keep_init: keep this rank's original values, on the CPU, as `initial`; a frozen parameter keeps none.
 
     Raises:
         TypeError: param is neither, or the dtype of tensor is none of these.
@@ -60,7 +60,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         return
     local.geometry.copied = None
     requantize_([param], [values.to(local.device)])
-    if keep_init:
+    if keep_init and (param.requires_grad or not isinstance(param, nn.Parameter)):
         local.initial = values.to("cpu", copy=True)
     local.geometry.loaded = True
 
