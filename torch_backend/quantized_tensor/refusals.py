@@ -51,10 +51,18 @@ FLAT = (
 )
 
 
+_GATHER = (
+    "blockfp.torch.high_precision_state_dict(model) has the values of whole weights, gathered as codes, which full_tensor() of a "
+    "DTensor doesn't give; to_local().dequantize() has those of this rank"
+)
+
+
 def refusal(func: Any) -> NotImplementedError:
     """What to raise for an operation that is not in the op table."""
     if func in PRODUCTS:
         return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
+    if func.namespace in ("_c10d_functional", "c10d"):
+        return refused(func, "codes travel together with their scales", _GATHER)
     if func in _STACKS:
         return refused(func, "blocks of several tensors are not those of one", _STACK)
     if func._schema.is_mutable:

@@ -1,0 +1,52 @@
+"""full_tensor() of a sharded quantized weight, and averages of weights: refused, with remedies that help."""
+
+import copy
+
+import pytest
+import threaded
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import blockfp.torch as bfp
+
+
+def net(weights):
+    torch.manual_seed(0)
+    return bfp.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "mxfp8", weights=weights)
+
+
+def _full_tensor(rank, model):
+    expected, model = model[0].weight.detach().dequantize(), fully_shard(copy.deepcopy(model))
+    with pytest.raises(NotImplementedError, match=r"all_gather.*high_precision_state_dict\(model\)"):
+        model[0].weight.full_tensor()
+    assert torch.equal(bfp.high_precision_state_dict(model)["0.weight"], expected)
+    assert torch.equal(model[0].weight.to_local().detach().dequantize(), expected.chunk(2)[rank])
+
+
+def test_full_tensor():
+    threaded.run(2, _full_tensor, net("quantized"))
+
+
+def test_averages():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    quantized, kept = net("quantized"), net("high_precision")
+    averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for model in (quantized, kept)]
+    averages[0].update_parameters(quantized)  # the first one copies
+    with pytest.raises(NotImplementedError, match=r"lerp.*AveragedModel.*weights=\"high_precision\""):
+        averages[0].update_parameters(quantized)
+    expected = [param.detach().clone() for param in kept.parameters()]
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    averages[1].update_parameters(kept)
+    kept(x).square().mean().backward()
+    optimizer.step()
+    averages[1].update_parameters(kept)
+    for average, old, param in zip(averages[1].parameters(), expected, kept.parameters(), strict=True):
+        torch.testing.assert_close(_values(average), (_values(old) + _values(param)) / 2)
+    # The average is quantized when it is used, as the weights are.
+    assert not torch.equal(averages[1](x), copy.deepcopy(kept)(x))
+
+
+def _values(param):
+    return param.detach().values if hasattr(param, "cut") else param.detach()
