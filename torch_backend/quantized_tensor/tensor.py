@@ -13,6 +13,7 @@ from blockfp.formats import Format
 
 from ..custom_ops import ops
 from . import fsdp, optable
+from .agreement import agree_before_gather
 from .geometry import Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
@@ -221,6 +222,7 @@ class QuantizedTensor(Wrapper):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        agree_before_gather()
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
