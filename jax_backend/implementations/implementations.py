@@ -12,7 +12,6 @@ from functools import cache
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from blockfp import numerics
