@@ -64,8 +64,8 @@ class QuantizedArray(NoValues):
     _source: ClassVar[jax.Array | None] = None
 
     _remedy: ClassVar[str] = (
-        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes an "
-        "optax optimizer one of quantized parameters"
+        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
+        "optax's optimizers take quantized parameters"
     )
 
     def __post_init__(self):
@@ -158,7 +158,7 @@ class QuantizedArray(NoValues):
         return self._source if self.tangent is None else self.tangent
 
     def view_codes(self) -> jax.Array:
-        """The codes as elements [..., rows, columns] of a dtype of JAX; times the scales of their blocks they are the values.
+        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
 
         float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
         copy; float4_e2m1fn is unpacked.

@@ -156,7 +156,7 @@ class QuantizedTensor(Tensor):
         self.geometry.loaded = values is not None
 
     def view_codes(self) -> Tensor:
-        """The codes as elements of a dtype of torch, in the same memory; times the scales of their blocks they are the values.
+        """The codes as elements of a torch dtype, in the same memory; times the scales of their blocks they are values.
 
         [..., rows, columns] of float8_e4m3fn, float8_e5m2 or int8 (64 times the value); of E2M1 [..., rows, ceil(columns / 2)]
         of float4_e2m1fn_x2, pairs in a byte.
@@ -167,8 +167,8 @@ class QuantizedTensor(Tensor):
         return views.view_codes(self.codes, self.format)
 
     def view_scales(self) -> Tensor:
-        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else
-        float32."""
+        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
+        else float32."""
         return views.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
