@@ -21,6 +21,7 @@ from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
 from . import flax_state, identity, plain_grad
+from .views import stored, view_codes, view_scales
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,8 +37,8 @@ class QuantizedArray(NoValues):
     array that was quantized outside is a constant then.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`.
         columns: length of the last axis, which packing hides; the only length that is static.
@@ -63,8 +64,8 @@ class QuantizedArray(NoValues):
     _source: ClassVar[jax.Array | None] = None
 
     _remedy: ClassVar[str] = (
-        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes an "
-        "optax optimizer one of quantized parameters"
+        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
+        "optax's optimizers take quantized parameters"
     )
 
     def __post_init__(self):
@@ -85,8 +86,8 @@ class QuantizedArray(NoValues):
         """A quantized array of codes and scales that are already there, checked.
 
         Args:
-            codes: uint8 [..., rows, bytes].
-            scales: uint8 or float32, as the format stores them, one for each block.
+            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
+            scales: as the format stores them, one for each block, or as `view_scales` gives them.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis.
@@ -98,6 +99,7 @@ class QuantizedArray(NoValues):
             ValueError: a shape doesn't fit, or the format is not known.
         """
         format = Format.parse(format)
+        codes, scales = stored(codes, scales, format)
         checks.check_place(columns, origin)
         numerics.check_codes(codes, columns, format)
         numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
@@ -155,6 +157,33 @@ class QuantizedArray(NoValues):
         """The array whose cotangent is this one's gradient: the tangent, or what was quantized in this trace; or None."""
         return self._source if self.tangent is None else self.tangent
 
+    def view_codes(self) -> jax.Array:
+        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+
+        float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
+        copy; float4_e2m1fn is unpacked.
+
+        Raises:
+            TypeError: 6-bit elements, which JAX has no dtype for.
+            ValueError: this is stored in parts for a mesh.
+        """
+        self._check_view()
+        return view_codes(self.codes, self.columns, self.format)
+
+    def view_scales(self) -> jax.Array:
+        """The scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+
+        Raises:
+            ValueError: this is stored in parts for a mesh.
+        """
+        self._check_view()
+        return view_scales(self.scales, self.format)
+
+    def _check_view(self) -> None:
+        if self.sharding is not None:
+            raise ValueError("what ranks store of an array is not the array: view that of blockfp.jax.unshard_params")
+        self._check_whole()
+
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
         """The values, rounded once to `dtype` (default: the original's).
 
@@ -198,7 +227,9 @@ class QuantizedArray(NoValues):
         format, axes = self.format, self.codes.ndim
         fits = self.codes.shape[-1] == layout.packed_columns(self.columns, format.element.bits)
         if not format.per_tensor:
-            fits = fits and self.scales.shape == layout.scales_shape((*self.codes.shape[:-1], self.columns), format, self.origin)
+            fits = fits and self.scales.shape == layout.scales_shape(
+                (*self.codes.shape[:-1], self.columns), format, self.origin
+            )
         if not fits:
             raise ValueError(
                 f"codes {self.codes.shape} and scales {self.scales.shape} of {format} are not those of {self.columns} columns "

@@ -2,7 +2,7 @@
 
 Those libraries see a pytree's leaves. Of what stands beside them, such as the format, they write nothing of their own accord,
 and codes of E5M2 have the shape and dtype of those of E4M3. So the format is in the name of the codes (Orbax and Flax write
-names), in bytes that `jax.export` asks for, and in a leaf in front of the others for Equinox, which writes leaves without names.
+names), in bytes that `jax.export` asks for, and for Equinox, which writes leaves without names, in a leaf in front of them.
 """
 
 from __future__ import annotations
