@@ -25,6 +25,7 @@ from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor
+from .torch_backend.weights.init import init_
 from .torch_backend.weights.loading import load_high_precision_
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "convert",
     "fake_quantize",
     "from_jax",
+    "init_",
     "keep_products",
     "linear",
     "load",

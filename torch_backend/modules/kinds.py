@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def check_layer(path: str, layer: nn.Module, kind: type[QuantizedLayer]) -> None
         raise ValueError(f"{where} has {', '.join(taken)}, which are names of a {kind.__name__}'s: rename them, {leave}")
 
 
-@lru_cache(maxsize=64)
+@cache
 def _names(kind: type[QuantizedLayer]) -> frozenset[str]:
     """What a kind has and its torch base lacks."""
     like = kind(1, 1, recipe="mxfp8", device="meta")
@@ -126,7 +126,7 @@ def quantized_class(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[Qu
     return kind if cls is nn.Linear else _derived(cls, kind)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _derived(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
     members: dict[str, Any] = {"made_of": cls, "__module__": cls.__module__}
     reset: Any = getattr(cls, "reset_parameters", None)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Linear(QuantizedLayer, nn.Linear):
     """x @ weight^T + bias, with weight [out, in] stored quantized and all three products as a recipe says (`linear`).
 
-    It is a `torch.nn.Linear`, so whatever looks for those finds it. What then multiplies with `weight` itself, and not by calling
-    the layer, gets an error: no product of it is unquantized unsaid.
+    It is a `torch.nn.Linear`, so whatever looks for those finds it. What then multiplies with `weight` itself, and not by
+    calling the layer, gets an error: no product of it is unquantized unsaid.
 
     Args:
         in_features, out_features: lengths.

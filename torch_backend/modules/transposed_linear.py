@@ -44,8 +44,8 @@ class TransposedLinear(QuantizedLayer):
         format = self.recipe.weight.format
         if format is not None and not format.square:
             raise ValueError(
-                f"recipe {self.recipe} stores weights in {format}, whose blocks have no exact transpose, and a weight [in, out] "
-                "needs one: use square blocks, one scale per tensor, or a torch.nn.Linear"
+                f"recipe {self.recipe} stores weights in {format}, whose blocks have no exact transpose, and a weight "
+                "[in, out] needs one: use square blocks, one scale per tensor, or a torch.nn.Linear"
             )
         self.make_parameters((in_features, out_features), bias, device, dtype)
 

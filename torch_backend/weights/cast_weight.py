@@ -26,6 +26,7 @@ from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.optable import viewing
+from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
 from ..quantized_tensor.tensor import QuantizedTensor
 from .requantize import Work, reduced_amaxes
 
@@ -48,6 +49,9 @@ _KEEP_CLASS = {
 }
 """What `fully_shard`, copies, moves and casts make of a `CastWeight` is one; all else gives plain tensors."""
 
+_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+"""What comes before a product: it is a `CastWeight` too, so that a product with it is seen."""
+
 
 class Cut(NamedTuple):
     """How tensor parallelism cut a weight, before FSDP2 divides it.
@@ -68,7 +72,9 @@ class Cut(NamedTuple):
 
 
 class CastWeight(Wrapper):
-    """Values of a weight, and the format in which they travel and are multiplied. Every operation acts on the values.
+    """Values of a weight, and the format in which they travel and are multiplied.
+
+    Every operation acts on the values, but for products with something else, which raise: they are the layer's to quantize.
 
     Attributes:
         values: the weight, a plain tensor.
@@ -154,8 +160,17 @@ class CastWeight(Wrapper):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in PRODUCTS and not all(isinstance(each, CastWeight) for each in _tensors(args, kwargs)):
+            raise NotImplementedError(
+                f"{func} with a weight that is to be quantized when it is multiplied would multiply it in high precision: "
+                f"{CALL_THE_LAYER}; weight.values are its values"
+            )
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if func in _TURNS:
+            with viewing(args[0]):
+                turned = CastWeight(result, args[0].format, tuple(result.shape))
+                return return_and_correct_aliasing(func, args, kwargs, turned)
         if func not in _KEEP_CLASS:
             return result
         weight: CastWeight = args[0]
@@ -204,6 +219,10 @@ class CastWeight(Wrapper):
         is_parameter = isinstance(self, torch.nn.Parameter)
         cut = None if self.cut is None else tuple(self.cut)
         return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
 
 
 def _lies(weight: CastWeight, cut: Cut, shards: int = 1) -> Sharding:
