@@ -20,8 +20,8 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
-from ..custom_ops import ops
 from ..custom_ops.operand_ops import part_count, quantize_operand, tensor_amax
+from ..custom_ops.overflow import scales_tell
 from ..custom_ops.products import product
 from ..quantized_tensor.keys import gradient_keys
 from .delayed import record
@@ -108,7 +108,7 @@ class LinearFunction(torch.autograd.Function):
         d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
         d_inputs = []
         for index, group in groups_of(gradient, ctx.counts):
-            key, overflow = None if keys is None else keys[index or 0], overflow_of(group)
+            key = None if keys is None else keys[index or 0]
             row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
             if needs_weight:
                 across = column if columnwise.format is not None else [group.mT]
@@ -116,7 +116,6 @@ class LinearFunction(torch.autograd.Function):
                 size = (ctx.shape[-1], group.shape[0])
                 each = _product("wgrad", operands, size, recipe, ctx.dtype)
                 del operands, across
-                each = passing_overflow(each, overflow)
                 if d_weight is None:
                     d_weight = each
                 else:
@@ -124,7 +123,7 @@ class LinearFunction(torch.autograd.Function):
                 del each
             del column
             if needs_x:
-                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), overflow))
+                d_inputs.append(_dgrad(row, group, parts, index, ctx, recipe))
             del row
         d_x = None
         if needs_x:
@@ -152,7 +151,7 @@ def _weight_parts(weight: Tensor, call: Call) -> tuple[Format | None, list[Tenso
     format = call.recipe.weight.format
     if call.stored is not None or format is None:
         return call.stored, [weight]
-    return format, ops.quantize(weight, format.name)
+    return format, quantize_operand(weight, format, None).row
 
 
 def quantized_whole(
@@ -162,15 +161,17 @@ def quantized_whole(
     row, column = rowwise.format, columnwise.format
     if row is None and column is None:
         return [x], []
-    per_tensor = all(format is None or format.per_tensor for format in (row, column))
+    per_tensor = {format.per_tensor for format in (row, column) if format is not None}
     row_key = key[0] if key is not None and rowwise.stochastic else None
     column_key = key[1] if key is not None and columnwise.stochastic else None
     amax = None
     # The kernel that takes an amax rounds to nearest, and rotated values have another one.
     plain = row_key is column_key is None and not columnwise.rotate
-    if scaling.multiplier is None and per_tensor and plain and x.is_cuda and torch.compiler.is_compiling() and x.numel():
+    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
         # There the compiler finds it while it makes x.
-        amax = tensor_amax(x)
+        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
+        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
+            amax = tensor_amax(x)
     found = quantize_operand(
         x,
         row,
@@ -242,19 +243,6 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
     ctx.step.add_(1)
     return keys[own]
-
-
-def overflow_of(gradient: Tensor) -> Tensor | None:
-    """Whether a float16 gradient holds an Inf, bool (); None for other dtypes, which need no loss scale."""
-    return gradient.isinf().any() if gradient.dtype is torch.float16 else None
-
-
-def passing_overflow(product: Tensor, overflow: Tensor | None) -> Tensor:
-    """The product of a gradient, NaN where that holds an Inf.
-
-    FP8 saturates Inf at its largest finite value, behind which a GradScaler would not see that the loss scale was too large.
-    """
-    return product if overflow is None else torch.where(overflow, torch.full_like(product, torch.nan), product)
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
