@@ -299,14 +299,14 @@ def readers(kind: str, path: Path, out: Path) -> dict[str, object]:
             bfp.load_checkpoint(path, model, bfp.AdamW(model.parameters(), lr=0.1))
 
         found = {
-            f"export {to}": command("export", path, out / f"{to}.safetensors", "--to", to)
+            f"export {to}": command("export", path, out / f"{to}.safetensors", "--to", to, "--force")
             for to in ("quantized", "high-precision")
         }
         return found if kind == "dcp" else found | {"load_checkpoint": load}
-    found = {"quantize": command("quantize", path, out / "q.safetensors", "--format", "nvfp4")}
+    found = {"quantize": command("quantize", path, out / "q.safetensors", "--format", "nvfp4", "--force")}
     found["check"] = command("check", path, "--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "kernels")
     if kind in ("safetensors", "parts"):
-        found["dequantize"] = command("dequantize", path, out / "d.safetensors")
+        found["dequantize"] = command("dequantize", path, out / "d.safetensors", "--force")
         found |= {"load": lambda: blockfp.load(path), "torch.load": lambda: bfp.load(path)}
         if "blockfp.jax" in sys.modules:
             found["jax.load"] = lambda: sys.modules["blockfp.jax"].load(path)
