@@ -171,7 +171,7 @@ def _overlap(boxes: np.ndarray) -> bool:
     return False
 
 
-# What a pickle of an index consists of. The number is that of the bytes that follow an opcode; "b", "n" and "q" of one, four and
+# What a pickle of an index consists of. The number is that of bytes that follow an opcode; "b", "n" and "q" of one, four and
 # eight bytes that say how many follow, "l" two lines. Nothing that makes large things of little.
 _OPCODES: dict[int, int | str] = dict.fromkeys(b"(.0N)]}l\x85\x86\x87\x88\x89tadeusRb\x81\x93\x94", 0)
 _OPCODES |= {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8, ord("h"): 1, ord("j"): 4, ord("q"): 1, ord("r"): 4}
