@@ -20,7 +20,7 @@ from blockfp.refusals import NoValues
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
-from . import flax_state, identity, plain_grad
+from . import callers, flax_state, identity, plain_grad
 from .views import stored, view_codes, view_scales
 
 
@@ -268,18 +268,23 @@ _REST = ("scales", "tensor_scale", "tangent")
 def _flatten(q: QuantizedArray):
     plain_grad.refuse()
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
-    return ((identity.to_leaf(static), *leaves) if identity.is_nameless() else leaves), static
+    caller = callers.known()
+    if caller is callers.OPTAX_ZEROS:
+        return (jax.ShapeDtypeStruct(q.shape, q.dtype),), None
+    return ((identity.to_leaf(static), *leaves) if caller is callers.EQUINOX_FILE else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
     static = identity.of(q)
     keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
-    if identity.is_nameless():
+    if callers.known() is callers.EQUINOX_FILE:
         keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
     return tuple(keyed), static
 
 
-def _unflatten(static: identity.Static, leaves) -> QuantizedArray:
+def _unflatten(static: identity.Static | None, leaves):
+    if static is None:
+        return leaves[0]
     *said, codes, scales, tensor_scale, tangent = leaves
     for leaf in said:
         identity.check_leaf(leaf, static)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -91,16 +90,6 @@ def of_bytes(data: bytes) -> Static:
         sharding = Sharding(tuple(sharding["shape"]), mesh, placements)
     format, dtype, origin = Format.parse(whole["format"]), np.dtype(whole["dtype"]), tuple(whole["origin"])
     return Static(format, whole["columns"], dtype, origin, sharding)
-
-
-def is_nameless() -> bool:
-    """Whether who flattens the caller's array is Equinox on its way to or from a file, which has leaves and no names."""
-    # This function, the array's flatten, a function of jax.tree_util, and whoever called that.
-    try:
-        caller = sys._getframe(3)
-    except ValueError:
-        return False
-    return caller.f_globals.get("__name__") == "equinox._serialisation"
 
 
 def to_leaf(static: Static) -> np.ndarray:
