@@ -151,6 +151,9 @@ class QuantizedLayer(nn.Module):
             if before is not None and after is not None and before.dtype != after.dtype:
                 # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
                 self._buffers[name] = before.to(after.device)
+        if any(before is not None and before.is_meta and not self._buffers[name].is_meta for name, before in state):  # pyright: ignore
+            # Memory that nobody else may write into: initializers of other libraries know parameters alone.
+            self.reset_buffers()
         # Others may be in their place now.
         self._mark_buffers()
         return self

@@ -212,7 +212,7 @@ def _together(rows: Iterable, alike: Callable) -> list[tuple[str, int, list]]:
     """(path with * for numbers, how many, rows) of rows whose paths differ in numbers alone, in order of appearance."""
     found: dict = {}
     for row in rows:
-        found.setdefault((re.sub(r"\d+", "*", row.path), alike(row)), []).append(row)
+        found.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", row.path), alike(row)), []).append(row)
     return [(path if len(same) > 1 else same[0].path, len(same), same) for (path, _), same in found.items()]
 
 
