@@ -16,6 +16,7 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..linear.scale_watch import watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
@@ -72,6 +73,13 @@ class QuantizedLayer(nn.Module):
         """Makes state dicts show and take the weight as codes, and take values for it."""
         save_in_parts(self)
         accept_high_precision(self)
+        if self.checked.delayed is not None:
+            watch(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.checked.delayed is not None:
+            watch(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
