@@ -45,14 +45,22 @@ def input_operands(
 
 
 def gradient_operands(
-    g: jax.Array, recipe: Recipe, placement: LayerPlacement, multiplier: jax.Array | None, key: jax.Array | None
+    g: jax.Array,
+    recipe: Recipe,
+    placement: LayerPlacement,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
 ) -> Pair:
     """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
     keys = (None, None)
     if key is not None:
         coordinate = placement.coordinate()
         keys = tuple(gradient_key(key, direction, coordinate) for direction in (ROWWISE, COLUMNWISE))
-    return _Operands(g, recipe, placement, True, multiplier, keys).make(recipe.gradient, recipe.gradient_columnwise)
+    casts = (recipe.gradient if rowwise else None, recipe.gradient_columnwise if columnwise else None)
+    return _Operands(g, recipe, placement, True, multiplier, keys).make(*casts)
 
 
 def quantize_operand(
