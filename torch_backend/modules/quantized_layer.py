@@ -22,15 +22,15 @@ from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.loading import accept_high_precision, load_high_precision_
-from ..weights.state_dict import save_in_parts
+from ..weights.loading import load_high_precision_
+from ..weights.module_state import InParts, keep_in_parts
 from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(InParts):
     """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
 
     Attributes:
@@ -71,8 +71,7 @@ class QuantizedLayer(nn.Module):
 
     def register_hooks(self) -> None:
         """Makes state dicts show and take the weight as codes, and take values for it."""
-        save_in_parts(self)
-        accept_high_precision(self)
+        keep_in_parts(self)
         if self.checked.delayed is not None:
             watch(self)
 

@@ -14,7 +14,7 @@ from blockfp.formats import Format
 from ..custom_ops import ops, views
 from . import fsdp, optable
 from .agreement import agree_before_gather
-from .geometry import Base, Geometry, Origin
+from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ class QuantizedTensor(Wrapper):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
         agree_before_gather()
+        if self.geometry.copied is not None:
+            raise RuntimeError(COPIED)
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
