@@ -457,9 +457,7 @@ def main() -> None:
             files = min(500, options.seed + options.files - seed)
             counted, findings, peak = in_child(files, seed, left, whole)
             total, found, largest = total + counted, found + findings, max(largest, peak)
-            print(f"{dict(total)}, {len(found)} findings, {time.monotonic() - began:.0f} s", flush=True)
-        for finding in found:
-            print(finding)
+            print(*findings, f"{dict(total)}, {time.monotonic() - began:.0f} s", sep="\n", flush=True)
         print(f"{dict(total)}; findings: {len(found)}; most memory: {largest / 2**20:.0f} MiB")
     sys.exit(bool(found))
 
