@@ -17,8 +17,8 @@ from blockfp import numerics
 from blockfp.formats import Format
 from blockfp.rounding import Key, key_words
 
-from . import implementations
-from .implementations import Choice
+from . import explicit, implementations
+from .choice import Choice
 
 
 @partial(jax.jit, static_argnames=("format", "choice", "eps", "nominal"))
@@ -109,12 +109,12 @@ def dequantize(
 @partial(jax.jit, static_argnames=("format", "columns"))
 def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
     """`numerics.transpose`."""
-    return numerics.transpose(codes, scales, format, columns=columns)
+    return implementations.transpose(codes, scales, format, columns)
 
 
 def straight_through(values: jax.Array, source: jax.Array) -> jax.Array:
     """`values`, with the derivative of `source`: its cotangent goes to `source` as it is, cast to its dtype."""
-    return _straight_through(values, source, source.dtype)
+    return _straight_through(explicit.lying_like(values, source), source, source.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

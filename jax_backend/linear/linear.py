@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from blockfp import recipes
 from blockfp.formats import FP8_E4M3
@@ -23,10 +24,11 @@ from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
 from ..arrays.array import QuantizedArray
-from ..implementations import ops, replication
+from ..implementations import explicit, ops, replication
 from ..params.params import dequantize_params, quantize_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
+from .lying import Lies
 from .operands import gradient_operands, input_operands
 from .products import Operand, product
 
@@ -39,6 +41,12 @@ class _How:
     placement: LayerPlacement
     dtype: np.dtype
     weight_dtype: np.dtype
+    lies: Lies | None
+
+    def gathered(self, weight: Operand) -> Operand:
+        """The weight as a product takes it: where several devices hold it, gathered as codes and scales."""
+        weight = self.placement.gathered(weight)
+        return weight if self.lies is None else self.lies.constrained(weight)
 
 
 def linear(
@@ -92,10 +100,21 @@ def linear(
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
-    y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
-    y = y.reshape(*placement.leading_axes(x, y), y.shape[-1])
+    mesh = explicit.mesh_of(x, weight, carrier, bias)
+    lies = None if mesh is None else Lies.of(x, weight)
+    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), lies)
+
+    def multiply(x, weight, carrier, bias, words, state):
+        tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
+        y, state = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
+        return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
+
+    operands = (x, weight, carrier, bias, words, state)
+    if mesh is None or lies is None:
+        y, state_out = multiply(*operands)
+    else:
+        specs = lies.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
     return y if state is None else (y, state_out)
 
 
@@ -158,7 +177,7 @@ def _linear(how: _How, x, weight, carrier, bias, key, state):
 
 def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
     assert row is not None
-    y = product(row, how.placement.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = product(row, how.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
     y = how.placement.sum_output(y)
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -197,7 +216,7 @@ def _backward(how: _How, kept, cotangents):
     assert column is not None
     fast = recipe.fast_accum
     summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
-    dx = product(gradient_row, across(placement.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
+    dx = product(gradient_row, across(how.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
     dx = replication.sum_like(placement.sum_input(passing_overflow(dx, g)), types.x, summed)
     dw = db = ds = None
     if types.carrier is not None:
