@@ -21,13 +21,15 @@ from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from . import explicit
 from .carriers import carrier_of
 
 Flat = Sequence[Any]
 
 
 def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
-    """`values`, whose tangent is the carrier's."""
+    """`values`, whose tangent is the carrier's, and which lie on an Explicit mesh as it does."""
+    values = explicit.lying_like(values, carrier)
     return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(values.dtype)])
 
 

@@ -18,7 +18,7 @@ from blockfp.formats import Format
 from blockfp.rounding import Key, key_words
 
 from . import implementations
-from .implementations import Choice
+from .choice import Choice
 
 
 @partial(jax.jit, static_argnames=("format", "choice", "eps", "nominal"))
@@ -109,7 +109,7 @@ def dequantize(
 @partial(jax.jit, static_argnames=("format", "columns"))
 def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
     """`numerics.transpose`."""
-    return numerics.transpose(codes, scales, format, columns=columns)
+    return implementations.transpose(codes, scales, format, columns)
 
 
 def key_array(key: Key | None) -> jax.Array | np.ndarray | None:

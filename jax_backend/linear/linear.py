@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from blockfp import recipes
 from blockfp.formats import FP8_E4M3
@@ -24,12 +25,13 @@ from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
 from ..arrays.array import QuantizedArray
-from ..implementations import ops, replication
+from ..implementations import explicit, ops, replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
 from ..params.params import dequantize_params, quantize_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
+from .lying import Lies
 from .operands import gradient_operands, input_operands
 from .products import Operand, product
 from .straight_through import (
@@ -54,6 +56,12 @@ class _How:
     placement: LayerPlacement
     dtype: np.dtype
     weight_dtype: np.dtype
+    lies: Lies | None
+
+    def gathered(self, weight: Operand) -> Operand:
+        """The weight as a product takes it: where several devices hold it, gathered as codes and scales."""
+        weight = self.placement.gathered(weight)
+        return weight if self.lies is None else self.lies.constrained(weight)
 
 
 def linear(
@@ -107,10 +115,22 @@ def linear(
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
-    y, state_out = either(partial(_plain, how), partial(_differentiable, how), tokens, weight, carrier, bias, words, state)
-    y = y.reshape(*placement.leading_axes(x, y), y.shape[-1])
+    mesh = explicit.mesh_of(x, weight, carrier, bias)
+    lies = None if mesh is None else Lies.of(x, weight)
+    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), lies)
+
+    def multiply(x, weight, carrier, bias, words, state):
+        tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
+        plain, differentiable = partial(_plain, how), partial(_differentiable, how)
+        y, state = either(plain, differentiable, tokens, weight, carrier, bias, words, state)
+        return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
+
+    operands = (x, weight, carrier, bias, words, state)
+    if mesh is None or lies is None:
+        y, state_out = multiply(*operands)
+    else:
+        specs = lies.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
     return y if state is None else (y, state_out)
 
 
@@ -173,7 +193,7 @@ def _plain(how: _How, x, weight, carrier, bias, key, state):
 
 def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
     assert row is not None
-    y = product(row, how.placement.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = product(row, how.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
     y = how.placement.sum_output(y)
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -259,7 +279,7 @@ def _backward(how: _How, known: tuple[_Kept, Points], wanted: Points, cotangents
     dx = dw = db = ds = None
     if gradient_row is not None:
         summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
-        dx = product(gradient_row, across(placement.gathered(kept.weight), recipe), how.dtype, fast="dgrad" in fast)
+        dx = product(gradient_row, across(how.gathered(kept.weight), recipe), how.dtype, fast="dgrad" in fast)
         dx = replication.sum_like(placement.sum_input(dx), types.x, summed)
     if gradient_column is not None:
         dw = product(gradient_column, column, how.weight_dtype, fast="wgrad" in fast)
