@@ -6,6 +6,7 @@ axes: what is gathered, which amaxes are reduced, where partial products are sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,7 +94,7 @@ def linear(
     placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
     how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
+    tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
     y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
     y = y.reshape(*placement.leading_axes(x, y), y.shape[-1])
     return y if state is None else (y, state_out)
