@@ -115,7 +115,14 @@ class QuantizedArray(NoValues):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that was quantized."""
+        """Shape of the array that was quantized.
+
+        Raises:
+            ValueError: an axis of something else stands where the columns were.
+        """
+        stored = layout.packed_columns(self.columns, self.format.element.bits)
+        if self.sharding is None and self.codes.shape[-1] != stored:
+            raise ValueError(self._misfit)
         return (*self.codes.shape[:-1], self.columns)
 
     @property
@@ -257,19 +264,17 @@ class QuantizedArray(NoValues):
 
     def _check_whole(self) -> None:
         """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
-        if self.sharding is not None:
-            return
-        format, axes = self.format, self.codes.ndim
-        fits = self.codes.shape[-1] == layout.packed_columns(self.columns, format.element.bits)
-        if not format.per_tensor:
-            fits = fits and self.scales.shape == layout.scales_shape(
-                (*self.codes.shape[:-1], self.columns), format, self.origin
-            )
-        if not fits:
-            raise ValueError(
-                f"codes {self.codes.shape} and scales {self.scales.shape} of {format} are not those of {self.columns} columns "
-                f"in {axes} axes: vmap takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
-            )
+        if self.sharding is None and not self.format.per_tensor:
+            expected = layout.scales_shape(self.shape, self.format, self.origin)
+            if self.scales.shape != expected:
+                raise ValueError(f"{self._misfit}: scales of {self.shape} have shape {expected}")
+
+    @property
+    def _misfit(self) -> str:
+        return (
+            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; vmap "
+            "takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+        )
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
@@ -291,7 +296,8 @@ class QuantizedArray(NoValues):
         if not hasattr(self.codes, "shape"):
             return f"QuantizedArray({self.format}, codes={self.codes!r}, scales={self.scales!r})"
         where = "" if self.sharding is None else f", sharding={self.sharding}"
-        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype}{where})"
+        shape = (*self.codes.shape[:-1], self.columns)
+        return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype}{where})"
 
 
 def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:

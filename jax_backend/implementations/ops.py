@@ -131,6 +131,11 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
                 "use jax.random.key(seed, impl='threefry2x32')"
             )
         key = jax.random.key_data(key)
+    elif isinstance(key, jax.Array) and key.ndim == 0:
+        raise ValueError(
+            f"key must be an integer seed, two uint32 words or a jax.random.key, got an array of {key.dtype} without axes: "
+            "jax.random.fold_in(jax.random.key(seed), step) makes a key of a step"
+        )
     if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, Tracer):
         key = np.asarray(key)
     words = key_words(key)

@@ -6,6 +6,7 @@ axes: what is gathered, which amaxes are reduced, where partial products are sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +121,7 @@ def linear(
     how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), lies)
 
     def multiply(x, weight, carrier, bias, words, state):
-        tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
+        tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
         plain, differentiable = partial(_plain, how), partial(_differentiable, how)
         y, state = either(plain, differentiable, tokens, weight, carrier, bias, words, state)
         return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
