@@ -22,7 +22,7 @@ from blockfp import layout, numerics
 
 from ..custom_ops import ops, products
 from .geometry import Base, Geometry
-from .refusals import FLAT, refusal, refused
+from .refusals import FLAT, FROZEN, refusal, refused
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
@@ -156,7 +156,7 @@ def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = No
 @implements(aten._to_copy.default)
 def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
     if dtype is not None and dtype != q.dtype:
-        raise refused(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype})")
+        raise refused(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype}); {FROZEN}")
     if where.get("layout") not in (None, torch.strided):
         raise refused(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
