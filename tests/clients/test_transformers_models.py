@@ -4,8 +4,11 @@ import copy
 import warnings
 
 import pytest
+import threaded
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
@@ -172,10 +175,60 @@ def test_gpt2_needs_formats_that_can_be_transposed():
     assert not bfp.summary(model).layers
 
 
-def test_gpt2_compiles_and_is_not_cut():
+def test_gpt2_compiles():
     model = bfp.convert(made(TIED["gpt2"]), "mxfp8", filter=lambda path, layer: path != "lm_head").transformer.h[0].mlp
     x = torch.randn(2, 3, 64)
-    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    eager = model(x)
+    eager.sum().backward()
+    gradient, model.c_fc.weight.grad = model.c_fc.weight.grad, None
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    compiled.sum().backward()
+    assert torch.equal(compiled, eager)
+    assert torch.equal(model.c_fc.weight.grad, gradient)
+
+
+def gpt2_step(rank, recipe, weights):
+    model = converted_gpt2(recipe, weights)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = loss_of(model)
+    loss.backward()
+    bfp.AdamW(model.parameters(), lr=1e-2).step()
+    return loss.item(), loss_of(model).item()
+
+
+def converted_gpt2(recipe, weights):
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**WORDS, n_embd=64, n_layer=1, n_head=4, n_positions=32)).eval()
+    # Ranks are threads, with one generator.
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.linspace(-0.1, 0.1, param.numel()).sin().mul(40).sin().mul(0.05).view(param.shape))
+    return bfp.convert(model, recipe, filter=lambda path, layer: path != "lm_head", weights=weights)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_gpt2_is_sharded_as_the_whole(recipe, weights):
+    model = converted_gpt2(recipe, weights)
+    first = loss_of(model)
+    first.backward()
+    bfp.AdamW(model.parameters(), lr=1e-2).step()
+    expected = (first.item(), loss_of(model).item())
+    for losses in threaded.run(2, gpt2_step, recipe, weights):
+        assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def cut(rank):
+    bfp.parallelize(converted_gpt2("mxfp8", "quantized").transformer.h[0].mlp.c_fc, init_device_mesh("cpu", (2,)), "column")
+
+
+def test_gpt2_is_not_cut():
+    for raised in threaded.errors(2, cut):
+        assert isinstance(raised, ValueError)
+        assert "a QuantizedConv1D, whose weight lies [in, out], can't be cut" in str(raised)
 
 
 @pytest.mark.parametrize("mean_resizing", [False, True])
