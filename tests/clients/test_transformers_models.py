@@ -120,6 +120,17 @@ def test_a_tied_head_that_a_filter_chose_is_an_error_and_nothing_is_changed(name
         bfp.convert(model, "mxfp8", filter=lambda path, layer: layer is not head)
 
 
+def test_a_head_that_the_model_will_tie_again_is_tied():
+    model = made(TIED["llama_tied"])
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    other = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="'lm_head' .with model.embed_tokens.weight."):
+        bfp.convert(model, "mxfp8")
+    assert type(model.lm_head) is nn.Linear
+    bfp.convert(other, "mxfp8", filter=lambda path, layer: True)
+    assert isinstance(other.lm_head, bfp.Linear)
+
+
 def test_experts_that_are_no_layers_are_named():
     sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
     model = made(lambda: MixtralForCausalLM(MixtralConfig(**WORDS, **sizes)))

@@ -112,7 +112,7 @@ class Summary:
 
     def __str__(self) -> str:
         head = ("weight", "layer", "recipe", "stored", "parameters", "bytes")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for path, count, alike in _together(self.layers, lambda one: (one.kind, one.recipe, one.stored, one.shape)):
             first = alike[0]
             totals = (_number(sum(one.parameters for one in alike)), _number(sum(one.bytes for one in alike)))
