@@ -218,7 +218,7 @@ _MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
 
 
 @register_flop_formula(torch.ops.blockfp.product)
-def _product_flops(a, a_format, b, b_format, n, k, *_, out_shape=None, **__) -> int:
+def _product_flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
     """What torch's counters count of the same product in high precision."""
     return 2 * math.prod(out_shape) * k
 

@@ -35,6 +35,11 @@ _UPDATE = (
     "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's"
 )
 
+_SEND = (
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), fully_shard shards "
+    "them, and blockfp.torch.high_precision_state_dict(model) gathers values"
+)
+
 _STACK = (
     "stack or join what dequantize() gives; for torch.func.stack_module_state or averages take "
     'blockfp.torch.high_precision_state_dict(model), or convert with weights="high_precision"'
@@ -43,6 +48,11 @@ _STACK = (
 _READ = (
     "call dequantize() on the quantized tensor first; where it isn't your own code (averages of weights, initializers of "
     'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function)'
+)
+
+FROZEN = (
+    "where code prepares a model for adapters (PEFT's prepare_model_for_kbit_training), freeze it with requires_grad_(False) "
+    "instead, which needs no cast"
 )
 
 FLAT = (
@@ -54,6 +64,8 @@ FLAT = (
 
 def refusal(func: Any) -> NotImplementedError:
     """What to raise for an operation that is not in the op table."""
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return refused(func, "codes and scales have to travel together", _SEND)
     if func in PRODUCTS:
         return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
     if func in _STACKS:
