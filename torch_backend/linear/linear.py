@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,10 +168,15 @@ def _run(
     arguments = (call, counts, *tensors, words, state.step, state.observed)
     function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        return _first(function.apply(x, weight, bias, *arguments))
     # Products choose their dtypes themselves.
     with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        return _first(function.apply(x, weight, bias, *arguments))
+
+
+def _first(outputs: Any) -> Tensor:
+    """y, beside which the function may have returned what gradients of gradients need."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:
