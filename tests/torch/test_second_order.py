@@ -124,21 +124,22 @@ def test_a_step_of_training_is_differentiated(name):
     assert_alike([part.grad for part in found], [part.grad for part in wanted], 0.05)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_one_layer_exactly(name):
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in ALL), ("mxfp8", torch.bfloat16)])
+def test_one_layer_exactly(name, dtype):
     """Both gradients, and both gradients' gradients, of one layer whose operands are the same in both."""
     recipe = ALL[name]
     results = []
-    for linear, dtype in ((by_blockfp(recipe), torch.float32), (by_hand(recipe), torch.float64)):
-        x, weight, _ = leaves(dtype)
-        gradient = values((37, 40), 3).to(dtype).requires_grad_()
+    for linear, own in ((by_blockfp(recipe), dtype), (by_hand(recipe), torch.float64)):
+        x, weight, gradient = (
+            part.detach().to(dtype).to(own).requires_grad_() for part in (*leaves(own)[:2], values((37, 40), 3))
+        )
         first = torch.autograd.grad(linear(x, weight), (x, weight), gradient, create_graph=True)
-        along = [values(part.shape, 4 + i).to(dtype) for i, part in enumerate(first)]
+        along = [values(part.shape, 4 + i).to(dtype).to(own) for i, part in enumerate(first)]
         second = torch.autograd.grad(first, (x, weight, gradient), along, retain_graph=True)
         alone = torch.autograd.grad(first[0], (weight, gradient), along[0], retain_graph=True)
         third = torch.autograd.grad(first[1], (x, gradient), along[1])
         results.append([*first, *second, *alone, *third])
-    assert_alike(*results, 2e-6)
+    assert_alike(*results, 2e-6 if dtype is torch.float32 else 4e-3)
 
 
 def test_third_order():
@@ -177,18 +178,16 @@ def test_layers_with_stored_weights():
     """In all ways in which a layer keeps and multiplies its weight, and where activations are made again."""
     x = values((37, 48), 0)
     found = []
-    for options in ({}, {"weights": "high_precision"}, {"checkpointed": True}, {"dtype": torch.bfloat16}):
-        dtype = options.get("dtype", torch.float32)
+    for options in ({}, {"weights": "high_precision"}, {"checkpointed": True}):
         model = layers("fp8_current", **{key: value for key, value in options.items() if key != "checkpointed"})
-        leaf = x.detach().to(dtype, copy=True).requires_grad_()
+        leaf = x.clone().requires_grad_()
         run = model
         if "checkpointed" in options:
             run = lambda x, model=model: checkpoint(model, x, use_reentrant=False)  # noqa: E731
         penalty_of(run, leaf).backward()
         found.append([*(param.grad for param in model.parameters()), leaf.grad])
-    for other in found[1:3]:
+    for other in found[1:]:
         assert_alike(other, [part.double() for part in found[0]], 1e-5)
-    assert_alike(found[3], [part.double() for part in found[0]], 0.2)
 
 
 def test_frozen_weights_and_inputs():

@@ -168,14 +168,12 @@ def _run(
     arguments = (call, counts, *tensors, words, state.step, state.observed)
     function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        return _first(function.apply(x, weight, bias, *arguments))
-    # Products choose their dtypes themselves.
-    with torch.autocast(device, enabled=False):
-        return _first(function.apply(x, weight, bias, *arguments))
-
-
-def _first(outputs: Any) -> Tensor:
-    """y, beside which the function may have returned what gradients of gradients need."""
+        outputs: Any = function.apply(x, weight, bias, *arguments)
+    else:
+        # Products choose their dtypes themselves.
+        with torch.autocast(device, enabled=False):
+            outputs = function.apply(x, weight, bias, *arguments)
+    # Beside y there may be what gradients of gradients need.
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 

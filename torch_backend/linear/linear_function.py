@@ -27,7 +27,7 @@ from ..quantized_tensor.keys import gradient_keys
 from .delayed import record
 from .observe import observe_operand
 from .parallel import Parallel
-from .second_order import Carrier, OfInput, StraightThrough, columnwise_values, values_of, wants_graph
+from .second_order import OfInput, StraightThrough, columnwise_values, taken, values_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.save_for_backward(*columns, *kept, *own)
             return y
         anchor = x.new_empty(0)
-        ctx.carrier = Carrier()
+        ctx.waiting = []
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*columns, *kept, *own, anchor)
         return y, anchor
@@ -111,8 +111,8 @@ class LinearFunction(torch.autograd.Function):
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
         if gradient is None:
-            return ctx.carrier.take(ctx.saved_tensors[-1].dtype), *([None] * 11)
-        if wants_graph():
+            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _with_graph(ctx, gradient)
         saved = list(ctx.saved_tensors)
         inputs = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts)
@@ -149,7 +149,7 @@ class LinearFunction(torch.autograd.Function):
         if needs_x:
             d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
             if carried is not None:
-                d_x = _plus(d_x, ctx.carrier.take(d_x.dtype))
+                d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
         d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
         return d_x, d_weight, d_bias, *([None] * 9)
 
@@ -181,12 +181,12 @@ def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
             d_x = torch.cat([one @ weight for one, weight in zip(g, weights, strict=True)]).to(gradient.dtype)
         if needs_weight:
             whole = torch.cat(x)
-            x = (OfInput.apply(saved[-1], whole, ctx.carrier) if needs_x else whole).split(lengths)
+            x = (OfInput.apply(saved[-1], whole, ctx.waiting) if needs_x else whole).split(lengths)
             g = StraightThrough.apply(gradient, torch.cat(across)).split(lengths)
             each = [one.mT @ other for one, other in zip(g, x, strict=True)]
             d_weight = (each[0] if ctx.counts is None else torch.stack(each)).to(ctx.dtype)
     if d_x is not None and needs_weight:
-        d_x = _plus(d_x, ctx.carrier.take(d_x.dtype))
+        d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
     d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
     return d_x, d_weight, d_bias, *([None] * 9)
 

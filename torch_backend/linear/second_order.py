@@ -9,7 +9,7 @@ operations that autograd knows; each operand has its value from its codes, and i
     g    the gradient that the backward got, which has a graph
     w    the weight, which the forward saves anyway
     x    gone: the forward kept its codes alone. It returned an empty second output, whose gradient brings the one of x to the
-         forward's own node, which passes it on (`Carrier`)
+         forward's own node, which passes it on (`OfInput`)
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ from blockfp.formats import Format
 from blockfp.recipes import Cast
 
 from ..custom_ops import ops
-
-
-def wants_graph() -> bool:
-    """Whether a backward, which asks, is itself to be differentiated. Compiled code has no such backwards."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:
@@ -68,35 +63,28 @@ class StraightThrough(torch.autograd.Function):
 
 
 class OfInput(torch.autograd.Function):
-    """A value that stands for the input of a forward that kept none, for whose node its gradient waits in the carrier."""
+    """A value that stands for the input of a forward that kept none, for whose node its gradient waits in a list.
+
+    Autograd runs that node after all that brings gradients, and each run has a number.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, carrier: Carrier) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.carrier = carrier
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, waiting: list[tuple[int, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.waiting = waiting
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.carrier.put(gradient)
+        ctx.waiting.append((torch._C._current_graph_task_id(), gradient))
         return gradient.new_empty(0), None, None
 
 
-class Carrier:
-    """Gradients of one forward's input, from the backwards of its backwards."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[int, Tensor]] = []
-
-    def put(self, gradient: Tensor) -> None:
-        """Keeps a gradient until the forward's node runs, which autograd does after all that may bring one."""
-        self.waiting.append((torch._C._current_graph_task_id(), gradient))
-
-    def take(self, dtype: torch.dtype) -> Tensor | None:
-        """The sum of this run's gradients. Those of other runs, which didn't come as far as the node, are dropped."""
-        task, waiting = torch._C._current_graph_task_id(), self.waiting
-        self.waiting = []
-        own = [gradient for number, gradient in waiting if number == task]
-        return sum(own[1:], own[0]).to(dtype) if own else None
+def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | None:
+    """The sum of this run's gradients, of those that wait. Others came from runs that ended before the forward's node."""
+    task = torch._C._current_graph_task_id()
+    own = [gradient for number, gradient in waiting if number == task]
+    waiting.clear()
+    return sum(own[1:], own[0]).to(dtype) if own else None
 
 
 def once_differentiable(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -105,7 +93,7 @@ def once_differentiable(reason: str) -> Callable[[Callable[..., Any]], Callable[
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def run(ctx: Any, *gradients: Tensor | None) -> Any:
-            if not wants_graph():
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return backward(ctx, *gradients)
             with torch.no_grad():
                 results = backward(ctx, *gradients)
