@@ -139,9 +139,10 @@ def _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps
 
 def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
     """Each direction's format and parts."""
-    first = 0 if row is None else part_count(row)
-    both = ((row, parts[:first]), (column, parts[first:]))
-    return [(format, own) for format, own in both if format is not None]
+    if row is None or column is None:
+        return [(row or column, parts)]  # pyright: ignore[reportReturnType]
+    first = part_count(row)
+    return [(row, parts[:first]), (column, parts[first:])]
 
 
 def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> tuple[Format | None, Format | None]:

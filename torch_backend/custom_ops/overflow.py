@@ -39,7 +39,7 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
     if not x.numel() or not directions:
         return
     if x.device.type == "cpu":
-        if _overflows(x, directions, amax):
+        if _overflows(x, directions[0], amax):
             for format, parts in directions:
                 _factor(format, parts).fill_(_NAN if _bytes(format) else math.nan)
         return
@@ -68,12 +68,12 @@ def scales_tell(format: Format | None) -> bool:
     return _bytes(format) and format.element.max >= 2
 
 
-def _overflows(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor | None) -> bool:
+def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tensor | None) -> bool:
     if amax is not None:
         return int(amax) >= INFINITY
-    format, parts = directions[0]
-    factor = _factor(format, parts)
-    if _bytes(format):
+    format, parts = direction
+    factor = parts[2] if format.scale.two_level else parts[1]
+    if factor.dtype is torch.uint8:
         suspect = int(factor.max()) >= _OF_INF
     elif factor.numel() == 1:
         suspect = float(factor) == 1

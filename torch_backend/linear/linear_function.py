@@ -27,6 +27,7 @@ from ..quantized_tensor.keys import gradient_keys
 from .delayed import record
 from .observe import observe_operand
 from .parallel import Parallel
+from .second_order import OfInput, StraightThrough, columnwise_values, taken, values_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class LinearFunction(torch.autograd.Function):
         key: Tensor | None,
         step: Tensor | None,
         observed: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         recipe = call.recipe
         format, parts = _weight_parts(weight, call)
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
@@ -84,19 +85,38 @@ class LinearFunction(torch.autograd.Function):
             del row, column, operands
         if call.needs[1] and columnwise.format is None:
             columns = [x]
-        ctx.save_for_backward(*columns, *(parts if call.needs[0] else ()))
-        ctx.columns, ctx.call, ctx.counts, ctx.format = len(columns), call, counts, format
+        kept = parts if call.needs[0] else []
+        ctx.call, ctx.counts, ctx.format, ctx.columns, ctx.parts = call, counts, format, len(columns), len(kept)
+        y = outputs[0] if counts is None else torch.cat(outputs)
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
-        return outputs[0] if counts is None else torch.cat(outputs)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*columns, *kept)
+            return y
+        # What gradients of gradients go to: a weight of which `kept` are the codes alone, and x.
+        ctx.weight_beside = bool(kept) and call.stored is None and format is not None
+        own = [weight] if ctx.weight_beside else []
+        if not (call.needs[0] and call.needs[1]):
+            ctx.save_for_backward(*columns, *kept, *own)
+            return y
+        anchor = x.new_empty(0)
+        ctx.waiting = []
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*columns, *kept, *own, anchor)
+        return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        if gradient is None:
+            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _with_graph(ctx, gradient)
         saved = list(ctx.saved_tensors)
-        inputs, parts = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts), saved[ctx.columns :]
+        inputs = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts)
+        parts = saved[ctx.columns : ctx.columns + ctx.parts]
         del saved
         if not torch.compiler.is_compiling():
             # From here on each copy lives until its product is done.
@@ -128,8 +148,73 @@ class LinearFunction(torch.autograd.Function):
         d_x = None
         if needs_x:
             d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
+            if carried is not None:
+                d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
         d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
         return d_x, d_weight, d_bias, *([None] * 9)
+
+
+def _plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
+    return d_x if carried is None else d_x + carried
+
+
+def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward where it is to be differentiated (`second_order`)."""
+    call: Call = ctx.call
+    recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+    saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
+    columns, parts = saved[: ctx.columns], saved[ctx.columns : ctx.columns + ctx.parts]
+    with torch.no_grad():
+        rows, across = _gradient_values(ctx, gradient.detach())
+        x = [
+            columnwise_values(one, recipe.input_columnwise, length)
+            for one, length in zip(_columns(columns, recipe.input_columnwise.format, ctx.counts), lengths, strict=needs_weight)
+        ]
+        w = _weight_values(parts, ctx, recipe) if needs_x else None
+    d_x = d_weight = None
+    # Products choose their dtypes themselves.
+    with torch.autocast(gradient.device.type, enabled=False):
+        if w is not None:
+            w = StraightThrough.apply(saved[ctx.columns + ctx.parts] if ctx.weight_beside else parts[0], w)
+            weights = [w] if ctx.counts is None else w.unbind()
+            g = StraightThrough.apply(gradient, torch.cat(rows)).split(lengths)
+            d_x = torch.cat([one @ weight for one, weight in zip(g, weights, strict=True)]).to(gradient.dtype)
+        if needs_weight:
+            whole = torch.cat(x)
+            x = (OfInput.apply(saved[-1], whole, ctx.waiting) if needs_x else whole).split(lengths)
+            g = StraightThrough.apply(gradient, torch.cat(across)).split(lengths)
+            each = [one.mT @ other for one, other in zip(g, x, strict=True)]
+            d_weight = (each[0] if ctx.counts is None else torch.stack(each)).to(ctx.dtype)
+    if d_x is not None and needs_weight:
+        d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
+    d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+    return d_x, d_weight, d_bias, *([None] * 9)
+
+
+def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; those that are not wanted are of no use."""
+    recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
+    rowwise = recipe.gradient if needs_x else HIGH_PRECISION
+    columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
+    keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
+    scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+    rows, across = [], []
+    for index, group in groups_of(gradient, ctx.counts):
+        key = None if keys is None else keys[index or 0]
+        row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
+        rows.append(values_of(row, rowwise.format, group.shape[1]))
+        across.append(columnwise_values(column if columnwise.format else [group.mT], columnwise, group.shape[0]))
+    return rows, across
+
+
+def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
+    """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
+    columnwise = recipe.weight_columnwise.format
+    if ctx.format is not None or columnwise is None:
+        return values_of(parts, ctx.format, ctx.shape[-1])
+    matrices = parts[0].unbind() if parts[0].ndim > 2 else (parts[0],)
+    each = [values_of(quantize_operand(one, None, columnwise).column, columnwise, ctx.shape[-2]).mT for one in matrices]
+    return torch.stack(each) if parts[0].ndim > 2 else each[0]
 
 
 class Scaling(NamedTuple):

@@ -37,6 +37,7 @@ from .linear_function import (
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
 from .place import ROWS, Place
+from .second_order import once_differentiable
 
 
 class ParallelFunction(torch.autograd.Function):
@@ -94,6 +95,9 @@ class ParallelFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable(
+        "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out create_graph"
+    )
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, _parallel(call), call.needs

@@ -16,6 +16,7 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..linear.pipelines import keep_state
 from ..linear.scale_watch import watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
@@ -72,13 +73,22 @@ class QuantizedLayer(InParts):
     def register_hooks(self) -> None:
         """Makes state dicts show and take the weight as codes, and take values for it."""
         keep_in_parts(self)
-        if self.checked.delayed is not None:
-            watch(self)
+        self._announce()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells what looks after a layer's state that there is one more: made, copied or unpickled."""
         if self.checked.delayed is not None:
             watch(self)
+        if self.checked.delayed is not None or self._stochastic:
+            keep_state()
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
@@ -138,10 +148,7 @@ class QuantizedLayer(InParts):
 
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
-        delayed, stochastic = (
-            self.checked.delayed,
-            self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic,
-        )
+        delayed, stochastic = self.checked.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
