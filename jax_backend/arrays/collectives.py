@@ -98,9 +98,10 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
     # Made of the codes, so that it varies over the mesh axes that they do.
     shape = q.shape[::-1] if columnwise else q.shape
     whole = jnp.zeros_like(q.codes, dtype=q.dtype, shape=shape)
+    like = [jax.typeof(whole)]
 
     def rule(_, carrier, tangent):
-        return linear_map(forward, lambda _, __, cotangents: sharded.scatter_sum(cotangents[0], plan), (), tangent, [jax.typeof(whole)])
+        return linear_map(forward, lambda _, __, cotangents: sharded.scatter_sum(cotangents[0], plan), (), tangent, like)
 
     def forward(_, tangent):
         raise NotImplementedError(

@@ -29,8 +29,8 @@ Flat = Sequence[Any]
 
 def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
     """`values`, whose tangent is the carrier's, and which lie on an Explicit mesh as it does."""
-    values = explicit.lying_like(values, carrier)
-    return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(values.dtype)])
+    values, dtype = explicit.lying_like(values, carrier), values.dtype
+    return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(dtype)])
 
 
 def without_gradient(x: jax.Array, why: str) -> jax.Array:
@@ -226,7 +226,10 @@ def _either_jvp(primals, tangents, *, jaxpr, differentiable):
 
 
 def _either_batch(args, dims, *, jaxpr, differentiable):
-    each = [jax.vmap(function, in_axes=dims, axis_size=_batch_size(args, dims)) for function in (jaxpr_as_fun(jaxpr), differentiable)]
+    each = [
+        jax.vmap(function, in_axes=dims, axis_size=_batch_size(args, dims))
+        for function in (jaxpr_as_fun(jaxpr), differentiable)
+    ]
     out = _either_p.bind(*args, jaxpr=jax.make_jaxpr(each[0])(*args), differentiable=each[1])
     return out, [0] * len(out)
 

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from blockfp import recipes
-from blockfp.formats import FP8_E4M3
+from blockfp.formats import FP8_E4M3, Format
 from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
@@ -30,6 +30,7 @@ from ..implementations import explicit, ops, replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
 from ..params.params import dequantize_params, quantize_weight
+from . import overflow
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
 from .lying import Lies
@@ -183,7 +184,11 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
     weight = jnp.asarray(weight)
     carrier = carrier_of(weight) if isinstance(weight, Tracer) else None
     stopped = lax.stop_gradient(weight)
-    return stopped if format is None else quantize_weight(stopped, format), carrier
+    return stopped if format is None else _quantized_here(stopped, format), carrier
+
+
+def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
+    return overflow.show(quantize_weight(weight, format), overflow.is_finite(weight))
 
 
 def _plain(how: _How, x, weight, carrier, bias, key, state):
@@ -338,4 +343,4 @@ def across(weight: Operand, recipe: Recipe) -> Operand:
         exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
         return dequantize_params(weight, "bfloat16" if exact else "float32").mT
     format = recipe.weight_columnwise.format
-    return weight.mT if format is None else quantize_weight(weight.mT, format)
+    return weight.mT if format is None else _quantized_here(weight.mT, format)

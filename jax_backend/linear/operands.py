@@ -16,6 +16,7 @@ from blockfp.scaling import eps_for
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, of_parts
 from ..implementations import implementations, ops
+from . import overflow
 from .layer_placement import LayerPlacement
 from .products import Operand
 
@@ -86,6 +87,14 @@ class _Operands:
         self.over = (placement.tensor,) if travels and placement.tensor else ()
 
     def make(self, row: Cast | None, column: Cast | None) -> Pair:
+        pair = self._quantized(row, column)
+        if not any(isinstance(operand, QuantizedArray) for operand in pair):
+            return pair
+        finite = overflow.is_finite(self.x, frozenset(self.over))
+        row_operand, column_operand = (overflow.show(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
+        return row_operand, column_operand
+
+    def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
             if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)

@@ -27,6 +27,7 @@ from blockfp.scaling import eps_for
 from ..arrays.array import of_parts
 from ..implementations import implementations, ops
 from ..implementations.settling import settle
+from . import overflow
 
 
 def tile_rows(recipe: Recipe) -> int:
@@ -160,8 +161,13 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         scaling: keys and scales.
         direction: `rounding.ROWWISE`, or `rounding.COLUMNWISE`: each tile is transposed first.
     """
-    columnwise, format = direction == COLUMNWISE, cast.format
     x = tiles.split(x)
+    q = _quantized(x, tiles, cast, scaling, direction)
+    return q if cast.format is None else overflow.show(q, overflow.is_finite(x))
+
+
+def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
+    columnwise, format = direction == COLUMNWISE, cast.format
     rows = x.shape[1]
     if columnwise and not (cast.rotate or cast.stochastic or format is None or has_tensor_scale(format)):
         # Kernels read the tiles as they are.
