@@ -88,7 +88,7 @@ def check_matrix(shape: Sequence[int]) -> None:
 def check_codes(codes: Array, columns: int, format: Format) -> None:
     """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":
-        raise TypeError(f"codes must be uint8, got {bits.dtype_name(codes)}")
+        raise TypeError(f"codes must be uint8 or {format.element.native_dtype} for {format}, got {bits.dtype_name(codes)}")
     expected = layout.packed_columns(columns, format.element.bits)
     if len(codes.shape) < 2 or codes.shape[-1] != expected:
         raise ValueError(
@@ -101,7 +101,8 @@ def check_scales(
 ) -> None:
     """Raises TypeError or ValueError where scales don't fit an array of `shape` in this format."""
     if bits.dtype_name(scales) != format.scale.dtype:
-        raise TypeError(f"scales of {format} must be {format.scale.dtype}, got {bits.dtype_name(scales)}")
+        names = " or ".join(dict.fromkeys((format.scale.dtype, format.scale.native_dtype)))
+        raise TypeError(f"scales of {format} must be {names}, got {bits.dtype_name(scales)}")
     expected = layout.scales_shape(shape, format, origin)
     if tuple(scales.shape) != expected:
         raise ValueError(

@@ -74,7 +74,7 @@ def find(folder: Path, step: int | None = None) -> Path:
 
 
 def is_own(checkpoint: Path) -> bool:
-    """Whether a folder has a manifest, or a name of folders that must have one: step-.., or what it is called until it is whole."""
+    """Whether a folder has a manifest, or the name of one that must: step-.., or what that is called until it is whole."""
     names = {checkpoint.absolute().name, checkpoint.resolve().name}
     called = any(pattern.fullmatch(name) for pattern in (_WHOLE, _LEFT_BEHIND) for name in names)
     return called or os.path.lexists(checkpoint / MANIFEST)

@@ -236,6 +236,8 @@ def open_whole(path: Path) -> Model:
         files = sorted(set(where.values()))
         if not all(map(untrusted.is_plain_name, files)):
             raise ValueError("it names files outside its folder")
+        if not all(name.endswith(".safetensors") for name in files):
+            raise ValueError("it names files that don't end in .safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
     model = store.together(index, [open_model(index.with_name(name)) for name in files])

@@ -2,14 +2,13 @@
 
 Those libraries see a pytree's leaves. Of what stands beside them, such as the format, they write nothing of their own accord,
 and codes of E5M2 have the shape and dtype of those of E4M3. So the format is in the name of the codes (Orbax and Flax write
-names), in bytes that `jax.export` asks for, and in a leaf in front of the others for Equinox, which writes leaves without names.
+names), in bytes that `jax.export` asks for, and for Equinox, which writes leaves without names, in a leaf in front of them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -91,16 +90,6 @@ def of_bytes(data: bytes) -> Static:
         sharding = Sharding(tuple(sharding["shape"]), mesh, placements)
     format, dtype, origin = Format.parse(whole["format"]), np.dtype(whole["dtype"]), tuple(whole["origin"])
     return Static(format, whole["columns"], dtype, origin, sharding)
-
-
-def is_nameless() -> bool:
-    """Whether who flattens the caller's array is Equinox on its way to or from a file, which has leaves and no names."""
-    # This function, the array's flatten, a function of jax.tree_util, and whoever called that.
-    try:
-        caller = sys._getframe(3)
-    except ValueError:
-        return False
-    return caller.f_globals.get("__name__") == "equinox._serialisation"
 
 
 def to_leaf(static: Static) -> np.ndarray:

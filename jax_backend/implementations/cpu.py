@@ -151,7 +151,9 @@ def _eager(*operands, call: _Call):
 
 
 def _batched(operands, axes, *, call: _Call):
-    moved = [jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    moved = [
+        jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)
+    ]
     results = _carry_out.bind(*moved, call=call)
     return results, [0] * len(results)
 
@@ -208,9 +210,7 @@ def _over(*arrays: jax.Array | None) -> frozenset[str]:
 
 def amax(x: jax.Array, format: Format, *, asked: bool) -> Amax:
     """`numerics.amax`."""
-    blocks, nan, tensor = (
-        vary(part, varying(x)) for part in _carry_out.bind(x, call=_Call("amax", x.ndim, format, asked))
-    )
+    blocks, nan, tensor = (vary(part, varying(x)) for part in _carry_out.bind(x, call=_Call("amax", x.ndim, format, asked)))
     return Amax(blocks, None if format.element.has_nan else nan, tensor if format.scale.two_level else None)
 
 

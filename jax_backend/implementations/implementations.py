@@ -9,26 +9,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from blockfp import numerics
 from blockfp.formats import Format
 
-from . import definition
+from . import definition, explicit
+from .choice import Choice
 
 NAMES = ("ffi", "pallas", "xla")
 """The implementations, in the order in which they are chosen."""
-
-
-class Choice(NamedTuple):
-    """An implementation, and whether the caller asked for it; a static argument of the jitted operations."""
-
-    name: str
-    asked: bool
 
 
 def choose(
@@ -108,6 +100,10 @@ def _on_cpu(choice: Choice) -> bool:
 
 def amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
     """`numerics.amax` by the chosen implementation."""
+    return explicit.run(choice, lambda choice, x: _amax(choice, x, format), lambda: explicit.of_amax(x, format), x)
+
+
+def _amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
     if _on_cpu(choice):
         from . import cpu
 
@@ -133,6 +129,14 @@ def quantize(
     nominal: str | None,
 ) -> numerics.Quantized:
     """`numerics.quantize` by the chosen implementation; `amax` as for `ops.quantize`."""
+
+    def run(choice, x, key, amax):
+        return _quantize(choice, x, key, amax, format, eps, nominal)
+
+    return explicit.run(choice, run, lambda: explicit.of_quantized(x, format), x, key, amax)
+
+
+def _quantize(choice: Choice, x, key, amax, format: Format, eps: float, nominal: str | None) -> numerics.Quantized:
     if _on_cpu(choice):
         from . import cpu
 
@@ -162,6 +166,14 @@ def quantize_columnwise(
     rotated: bool,
 ) -> numerics.Quantized:
     """`quantize` of x.mT by the chosen implementation, rotated first where `rotated` says so."""
+
+    def run(choice, x, key, amax):
+        return _quantize_columnwise(choice, x, key, amax, format, eps, rotated)
+
+    return explicit.run(choice, run, lambda: explicit.of_quantized(x, format, transposed=True), x, key, amax)
+
+
+def _quantize_columnwise(choice: Choice, x, key, amax, format: Format, eps: float, rotated: bool) -> numerics.Quantized:
     if _on_cpu(choice):
         from . import cpu
 
@@ -192,6 +204,19 @@ def quantize_both(
     rotated: bool,
 ) -> tuple[numerics.Quantized, numerics.Quantized]:
     """`quantize` and `quantize_columnwise` by the chosen implementation; a key has two words for each."""
+
+    def run(choice, x, key, amax):
+        return _quantize_both(choice, x, key, amax, format, eps, rotated)
+
+    def specs():
+        return explicit.of_quantized(x, format), explicit.of_quantized(x, format, transposed=True)
+
+    return explicit.run(choice, run, specs, x, key, amax)
+
+
+def _quantize_both(
+    choice: Choice, x, key, amax, format: Format, eps: float, rotated: bool
+) -> tuple[numerics.Quantized, numerics.Quantized]:
     if _on_cpu(choice):
         from . import cpu
 
@@ -216,6 +241,16 @@ def dequantize(
     choice: Choice, codes, scales, tensor_scale, format: Format, dtype: str, columns: int, origin: tuple[int, int]
 ) -> jax.Array:
     """`numerics.dequantize` by the chosen implementation."""
+
+    def run(choice, codes, scales, tensor_scale):
+        return _dequantize(choice, codes, scales, tensor_scale, format, dtype, columns, origin)
+
+    return explicit.run(choice, run, lambda: explicit.of_values(codes, columns), codes, scales, tensor_scale)
+
+
+def _dequantize(
+    choice: Choice, codes, scales, tensor_scale, format: Format, dtype: str, columns: int, origin: tuple[int, int]
+) -> jax.Array:
     if _on_cpu(choice):
         from . import cpu
 
@@ -234,6 +269,17 @@ def dequantize(
         return arrays.dequantize_batched(codes, scales, tensor_scale, format, dtype, columns)
 
     return _run(choice, kernel, define, codes, scales, tensor_scale)
+
+
+def transpose(codes: jax.Array, scales: jax.Array, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
+    """`numerics.transpose`."""
+
+    def run(choice, codes, scales):
+        return numerics.transpose(codes, scales, format, columns=columns)
+
+    return explicit.run(
+        Choice("xla", False), run, lambda: explicit.of_transposed(codes, scales, format, columns), codes, scales
+    )
 
 
 def _refused(

@@ -61,7 +61,9 @@ def _checked(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None
     if format.per_tensor and scales.ndim == codes.ndim and scales.shape[-2:] == (1, 1) and scales.size > 1:
         own = codes.ndim - 2
     if own and any(part is not None and part.shape[:own] != codes.shape[:own] for part in (scales, tensor_scale)):
-        raise ValueError(f"a stack of {format} has one scale per tensor for each matrix, got codes {codes.shape}, {scales.shape}")
+        raise ValueError(
+            f"a stack of {format} has one scale per tensor for each matrix, got codes {codes.shape}, {scales.shape}"
+        )
     each = [None if part is None else jax.ShapeDtypeStruct(part.shape[own:], part.dtype) for part in (scales, tensor_scale)]
     checks.check_scales(*each, (*codes.shape[own:-1], static.columns), format, static.origin)
     return QuantizedArray(codes, scales, tensor_scale, *static)

@@ -15,7 +15,7 @@ from samples import sample
 from typer.testing import CliRunner
 
 import blockfp
-from blockfp import cli, numerics, store
+from blockfp import backends, cli, numerics, store
 from blockfp.crosscheck import Definition
 from blockfp.formats import FORMATS, NAMES
 from blockfp.modelfile import Entry, open_model, write_safetensors
@@ -70,7 +70,7 @@ def test_info():
 
 
 def test_info_says_what_is_not_here(monkeypatch):
-    monkeypatch.setitem(cli.BACKENDS, "jax", cli._installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    monkeypatch.setitem(cli.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
     result = run("info")
     assert "not here: no_such_library is not installed" in plain(result.stdout)
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
 
 
 def test_a_backend_that_is_not_here(model, monkeypatch):
-    monkeypatch.setitem(cli.BACKENDS, "jax", cli._installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    monkeypatch.setitem(cli.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
     refused(run("check", model, "--backend", "jax"), "--backend jax: not here: no_such_library is not installed")
     result = run("check", model, "--format", "mxfp8_e4m3")
     assert result.exit_code == 0

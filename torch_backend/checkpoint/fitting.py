@@ -14,6 +14,7 @@ from blockfp.manifest import BadCheckpoint
 from blockfp.recipes import STATE
 
 from ..optimizer.adamw import misfit
+from ..quantized_tensor.agreement import kind_of, recipe_of
 from . import model_names
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ def names_of(index: Metadata, part: str) -> dict[str, Any]:
     """What a checkpoint has under "model", "optimizer" or "extra", by name."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """What each parameter of a model is, and the recipe of each layer that has one: what ranks must have alike."""
+    found = {name: kind_of(param) for name, param in model_names.parameters(model).items()}
+    recipes = {f"the recipe of {name or 'the model'}": recipe_of(module) for name, module in model_names.modules(model).items()}
+    return found | {name: recipe for name, recipe in recipes.items() if recipe is not None}
 
 
 def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:

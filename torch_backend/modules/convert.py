@@ -71,7 +71,7 @@ def convert(
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer's path and of the layer, got {filter!r}")
     chosen = _chosen(model, recipe, filter)
-    tied = _tied(model, chosen)
+    tied = _tied(model, chosen, declared=filter is None)
     if tied and filter is not None:
         path, elsewhere = next(iter(tied.items()))
         raise ValueError(
@@ -106,9 +106,12 @@ def _chosen(
     return chosen
 
 
-def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen]) -> dict[str, str]:
-    """Paths of chosen layers whose weight belongs to what isn't converted too, and the name of that."""
-    named = tied_elsewhere(model)
+def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
+    """Paths of chosen layers whose weight belongs to what isn't converted too, and the name of that.
+
+    declared: also of those that aren't tied now, but that the model says it will tie.
+    """
+    named = tied_elsewhere(model) if declared else {}
     owners: dict[Tensor, str] = {}
     for path, module in model.named_modules():
         if module not in chosen:
@@ -159,11 +162,11 @@ def _commit(made: dict[nn.Module, QuantizedLayer]) -> None:
         if old.grad is not None and new.weight.grad is None:
             new.weight.grad = old.grad
         assert isinstance(layer, QuantizedLayer)
-        before = list(layer._state_dict_hooks)
+        hooks = dict(layer._state_dict_hooks)
+        layer._state_dict_hooks.clear()
         layer.register_hooks()
-        for hook in before:
-            # A hook that was there sees what is saved, not a tensor that holds codes.
-            layer._state_dict_hooks.move_to_end(hook)
+        # Behind blockfp's own: a hook that was there sees what is saved, not a tensor that holds codes.
+        layer._state_dict_hooks.update(hooks)
 
 
 def _leave_fast_paths(model: nn.Module) -> None:

@@ -52,7 +52,7 @@ def why_not(module: nn.Module, param: Tensor) -> str:
 EMBEDDING = "an embedding is looked up, not multiplied"
 
 
-def check_layer(path: str, layer: nn.Module, kind: type[QuantizedLayer]) -> None:
+def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[TransposedLinear]) -> None:
     """Whether a layer that has a kind can become it, with nothing of it lost.
 
     Raises:
@@ -97,7 +97,7 @@ def check_layer(path: str, layer: nn.Module, kind: type[QuantizedLayer]) -> None
 
 
 @cache
-def _names(kind: type[QuantizedLayer]) -> frozenset[str]:
+def _names(kind: type[Linear] | type[TransposedLinear]) -> frozenset[str]:
     """What a kind has and its torch base lacks."""
     like = kind(1, 1, recipe="mxfp8", device="meta")
     plain = nn.Linear(1, 1, device="meta")

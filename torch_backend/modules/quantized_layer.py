@@ -16,6 +16,8 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..linear.pipelines import keep_state
+from ..linear.scale_watch import watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
@@ -71,6 +73,22 @@ class QuantizedLayer(InParts):
     def register_hooks(self) -> None:
         """Makes state dicts show and take the weight as codes, and take values for it."""
         keep_in_parts(self)
+        self._announce()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells what looks after a layer's state that there is one more: made, copied or unpickled."""
+        if self.checked.delayed is not None:
+            watch(self)
+        if self.checked.delayed is not None or self._stochastic:
+            keep_state()
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
@@ -130,10 +148,7 @@ class QuantizedLayer(InParts):
 
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
-        delayed, stochastic = (
-            self.checked.delayed,
-            self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic,
-        )
+        delayed, stochastic = self.checked.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
@@ -150,6 +165,9 @@ class QuantizedLayer(InParts):
             if before is not None and after is not None and before.dtype != after.dtype:
                 # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
                 self._buffers[name] = before.to(after.device)
+        if any(before is not None and before.is_meta and not self._buffers[name].is_meta for name, before in state):  # pyright: ignore
+            # Memory that nobody else may write into: initializers of other libraries know parameters alone.
+            self.reset_buffers()
         # Others may be in their place now.
         self._mark_buffers()
         return self

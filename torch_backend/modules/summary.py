@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from ..quantized_tensor import sharding
@@ -111,7 +112,7 @@ class Summary:
 
     def __str__(self) -> str:
         head = ("weight", "layer", "recipe", "stored", "parameters", "bytes")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for path, count, alike in _together(self.layers, lambda one: (one.kind, one.recipe, one.stored, one.shape)):
             first = alike[0]
             totals = (_number(sum(one.parameters for one in alike)), _number(sum(one.bytes for one in alike)))
@@ -156,11 +157,11 @@ def summary(model: nn.Module) -> Summary:
     layers, left, others, other_bytes = [], [], 0, 0
     for param, where in owners.items():
         path, module = where[0]
-        sizes = (tuple(param.shape), param.numel(), nbytes(param))
+        sizes = ((), 0, 0) if is_lazy(param) else (tuple(param.shape), param.numel(), nbytes(param))
         if isinstance(module, QuantizedLayer) and param is module.weight and module.recipe.weight.format is not None:
             layer = path.removesuffix("weight").rstrip(".")
             layers.append(QuantizedWeight(layer, type(module).__name__, str(module.recipe), _stored(param), *sizes))
-        elif sum(length > 1 for length in param.shape) < 2:
+        elif sum(length > 1 for length in sizes[0]) < 2:
             others, other_bytes = others + sizes[1], other_bytes + sizes[2]
         else:
             reason, unasked = _reason(param, where, named)
@@ -188,9 +189,11 @@ def _reason(param: Tensor, where: list[tuple[str, nn.Module]], named: dict[str, 
         return "its recipe keeps weights in high precision", False
     if parametrize.is_parametrized(module) or ".parametrizations." in f".{path}":
         return "a parametrization computes the weight of it", False
-    if base_kind(module) is None or not path.endswith("weight"):
+    if base_kind(module) is None:
         reason = why_not(module, param)
         return reason, reason != EMBEDDING
+    if path.rpartition(".")[2] != "weight":
+        return f"it is not the weight that a {type(module).__name__} multiplies with", False
     return "filter or recipe left it, or it came after convert", False
 
 
@@ -209,11 +212,19 @@ def nbytes(param: Tensor) -> int:
 
 
 def _together(rows: Iterable, alike: Callable) -> list[tuple[str, int, list]]:
-    """(path with * for numbers, how many, rows) of rows whose paths differ in numbers alone, in order of appearance."""
+    """(path, how many, rows) of rows whose paths differ in numbers alone, which are * there; in order of appearance."""
     found: dict = {}
     for row in rows:
-        found.setdefault((re.sub(r"\d+", "*", row.path), alike(row)), []).append(row)
-    return [(path if len(same) > 1 else same[0].path, len(same), same) for (path, _), same in found.items()]
+        found.setdefault((re.sub(_NUMBER, "*", row.path), alike(row)), []).append(row)
+    return [(_common([row.path for row in same]), len(same), same) for same in found.values()]
+
+
+_NUMBER = r"(?<![^.])\d+(?![^.])"
+
+
+def _common(paths: list[str]) -> str:
+    steps = [set(step) for step in zip(*(path.split(".") for path in paths), strict=True)]
+    return ".".join(step.pop() if len(step) == 1 else "*" for step in steps)
 
 
 def _times(path: str, count: int) -> str:

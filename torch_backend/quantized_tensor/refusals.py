@@ -35,6 +35,11 @@ _UPDATE = (
     "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's"
 )
 
+_SEND = (
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), fully_shard shards "
+    "them, and blockfp.torch.high_precision_state_dict(model) gathers values"
+)
+
 _STACK = (
     "stack or join what dequantize() gives; for torch.func.stack_module_state or averages take "
     'blockfp.torch.high_precision_state_dict(model), or convert with weights="high_precision"'
@@ -52,13 +57,15 @@ FLAT = (
 
 
 _GATHER = (
-    "blockfp.torch.high_precision_state_dict(model) has the values of whole weights, gathered as codes, which full_tensor() of a "
-    "DTensor doesn't give; to_local().dequantize() has those of this rank"
+    "blockfp.torch.high_precision_state_dict(model) has the values of whole weights, gathered as codes, which full_tensor() of "
+    "a DTensor doesn't give; to_local().dequantize() has those of this rank"
 )
 
 
 def refusal(func: Any) -> NotImplementedError:
     """What to raise for an operation that is not in the op table."""
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return refused(func, "codes and scales have to travel together", _SEND)
     if func in PRODUCTS:
         return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
     if func.namespace in ("_c10d_functional", "c10d"):

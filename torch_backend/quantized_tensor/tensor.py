@@ -11,8 +11,9 @@ from torch import Tensor
 from blockfp import checks, numerics
 from blockfp.formats import Format
 
-from ..custom_ops import ops
+from ..custom_ops import ops, views
 from . import fsdp, optable
+from .agreement import agree_before_gather
 from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
@@ -28,8 +29,8 @@ class QuantizedTensor(Wrapper):
     a device, and go in and out of compiled functions.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`. In a compiled function it can be read on arguments and parameters, not on a tensor made there.
 
@@ -86,8 +87,8 @@ class QuantizedTensor(Wrapper):
         """A quantized tensor of codes and scales that are already there; they are not copied.
 
         Args:
-            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`).
-            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`).
+            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`), or as `view_codes` gives them.
+            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`), or as `view_scales` gives them.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis, which packing hides.
@@ -109,6 +110,7 @@ class QuantizedTensor(Wrapper):
                 raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
+        codes, scales = views.stored(codes, scales, format)
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
@@ -156,6 +158,22 @@ class QuantizedTensor(Wrapper):
             )
         self.geometry.initial = None if values is None else values.detach()
         self.geometry.loaded = values is not None
+
+    def view_codes(self) -> Tensor:
+        """The codes as elements of a torch dtype, in the same memory; times the scales of their blocks they are values.
+
+        [..., rows, columns] of float8_e4m3fn, float8_e5m2 or int8 (64 times the value); of E2M1 [..., rows, ceil(columns / 2)]
+        of float4_e2m1fn_x2, pairs in a byte.
+
+        Raises:
+            TypeError: 6-bit elements, which torch has no dtype for.
+        """
+        return views.view_codes(self.codes, self.format)
+
+    def view_scales(self) -> Tensor:
+        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
+        else float32."""
+        return views.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, rounded once to `dtype`; the gradient passes through unchanged.
@@ -237,6 +255,7 @@ class QuantizedTensor(Wrapper):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        agree_before_gather()
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)

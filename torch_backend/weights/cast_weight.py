@@ -22,6 +22,7 @@ from blockfp.steps import Quantize
 
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp
+from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.optable import viewing
@@ -126,6 +127,7 @@ class CastWeight(Wrapper):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+        agree_before_gather()
         base = (
             Base(self.whole, (0, 0))
             if self.cut is None
