@@ -28,7 +28,7 @@ from collections import Counter
 from pathlib import Path
 
 SECONDS = 10
-"""The most of a processor's time that a reader may take for one of these files, which have a few kilobytes; waiting, six times."""
+"""Of a processor that a reader may take for one of these files, which have a few kilobytes; waiting, six times as many."""
 
 MEMORY = 512 * 2**20
 """What a reader may allocate beyond what the process has before it: the bound of docs/checkpoints.md."""
