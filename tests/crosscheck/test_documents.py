@@ -46,6 +46,14 @@ def test_examples_run(tmp_path, example):
     assert run(tmp_path, example, *short)
 
 
+def test_what_is_promised_is_held():
+    """Each test that docs/promises.md names is there."""
+    promised = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "promises.md").read_text()))
+    there = {name for path in ROOT.glob("tests/*/test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
+    assert promised
+    assert promised <= there, promised - there
+
+
 def test_the_numerics_describe_every_format():
     text = (ROOT / "docs" / "numerics.md").read_text()
     for name in NAMES:

@@ -229,16 +229,15 @@ def test_an_index_that_would_run_something_is_refused(saved):
         read_index(saved / "step-00000002")
 
 
-def test_ten_kills_at_random_moments(tmp_path):
-    """After each, the last whole checkpoint loads, and is the one of its step to the bit."""
+def test_kills_at_random_moments(tmp_path):
+    """After each, of one process and of two, the last whole checkpoint loads, and is the one of its step to the bit."""
     program = Path(__file__).with_name("killed_while_saving.py")
     environment = {**os.environ, "PYTHONPATH": str(program.parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, program, tmp_path, "3"], env=environment, capture_output=True, text=True, timeout=100
-    )
+    command = [sys.executable, program, tmp_path, "--kills", "6", "--both"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     rounds = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(rounds) == 10
+    assert len(rounds) == 12
     # Some of the kills hit a checkpoint half written, and there was something to lose.
     assert any(".tmp" in line for line in rounds)
     assert any("," in line.split("]")[0] for line in rounds)

@@ -142,6 +142,8 @@ def save_checkpoint(
     model, keep, checkpoint, state = ranks.alike(arguments, process_group)
     ranks.together(contents, process_group)
     ranks.on_all(lambda: manifest.begin(checkpoint), process_group)
+    if not wait:
+        ranks.say_nothing_of_groups()
     with _given_up_on_error(checkpoint), _as_not_saved(checkpoint), ranks.without_groups_quietly():
         make_whole(state)
         writer = WholeOrNothing(checkpoint, keep)
@@ -155,7 +157,6 @@ def save_checkpoint(
             if value.ndim == 0 and sharding.mesh_of(value) is not None:
                 holder[name] = value.clone()
         group = process_group or ranks.own_group()
-        ranks.say_nothing_of_groups()
         future = dcp.async_save(state, storage_writer=writer, process_group=group)  # pyright: ignore[reportAssignmentType]
     _behind.append(Saving(checkpoint, future, process_group))
     return _behind[-1]

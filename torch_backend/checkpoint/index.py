@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +173,11 @@ def _overlap(boxes: np.ndarray) -> bool:
     return False
 
 
-# What a pickle of an index consists of. The number is that of bytes that follow an opcode; "b", "n" and "q" of one, four and
-# eight bytes that say how many follow, "l" two lines. Nothing that makes large things of little.
-_OPCODES: dict[int, int | str] = dict.fromkeys(b"(.0N)]}l\x85\x86\x87\x88\x89tadeusRb\x81\x93\x94", 0)
-_OPCODES |= {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8, ord("h"): 1, ord("j"): 4, ord("q"): 1, ord("r"): 4}
-_OPCODES |= {0x80: 1, 0x95: 8, 0x8A: "b", ord("X"): "n", 0x8C: "b", 0x8D: "q", ord("c"): "l"}
+# What a pickle of an index consists of: opcodes that are followed by nothing or by so many bytes, and those that say how many
+# follow, in so many bytes of their own. Nothing that makes large things of little.
+_FIXED = re.compile(rb"(?:[(0N)\]}l\x85-\x89tadeusRb\x81\x93\x94]|[\x80Khq].|M..|[Jj].{4}|[G\x95].{8})++", re.DOTALL)
+_COUNTED = {0x8A: 1, ord("X"): 4, 0x8C: 1, 0x8D: 8}
+_STOP, _GLOBAL, _LONG_BINPUT = b".cr"
 
 
 def _check_opcodes(content: bytes) -> None:
@@ -184,28 +186,21 @@ def _check_opcodes(content: bytes) -> None:
     The unpickler makes room for every place up to the one that is named, so four bytes could ask for gigabytes.
     """
     at, end = 0, len(content)
-    opcodes = [_OPCODES.get(i, -1) for i in range(256)]
     while at < end:
-        code = content[at]
-        follows = opcodes[code]
-        at += 1
-        if isinstance(follows, int):
-            if follows < 0:
-                raise ValueError(f"it has the opcode {code:#x}, which an index has no use for")
-            if code == 0x72 and int.from_bytes(content[at : at + 4], "little") > end:
-                raise ValueError("it keeps more objects than it has bytes")
-            if code == 0x2E:
-                return
-            at += follows
-        elif follows == "l":
-            for _ in range(2):
-                line = content.find(b"\n", at)
-                if line < 0:
-                    raise ValueError("it is cut short")
-                at = line + 1
-        else:
-            width = {"b": 1, "n": 4, "q": 8}[follows]
+        if fixed := _FIXED.match(content, at):
+            at = fixed.end()
+            continue
+        code, at = content[at], at + 1
+        if code == _STOP:
+            return
+        if width := _COUNTED.get(code):
             at += width + int.from_bytes(content[at : at + width], "little")
+        elif code == _GLOBAL and (line := content.find(b"\n", at) + 1) and (line := content.find(b"\n", line) + 1):
+            at = line
+        elif code == _LONG_BINPUT and int.from_bytes(content[at : at + 4], "little") <= end:
+            at += 4
+        else:
+            raise ValueError(f"it has the opcode {code:#x}, or what follows it, for which an index has no use")
     raise ValueError("it is cut short")
 
 
@@ -326,7 +321,15 @@ def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _size(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
+    if not isinstance(value, tuple):
+        raise ValueError(f"{value!r} is no shape")
+    return _checked_size(value)
+
+
+@lru_cache(maxsize=65536)
+def _checked_size(value: tuple[Any, ...]) -> torch.Size:
+    """The pieces of an index have few sizes and places, and each of them many times."""
+    if len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
         raise ValueError(f"{value!r} is no shape")
     if math.prod(size or 1 for size in value) >= 2**60:
         raise ValueError(f"shape {tuple(value)} is larger than any memory")
