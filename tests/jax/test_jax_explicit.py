@@ -134,3 +134,37 @@ def test_what_jax_can_not_add_is_its_own_error(mesh):
     w = jax.device_put(jnp.ones((16, 32)), NamedSharding(jax.make_mesh((8,), ("other",)), P("other")))
     with pytest.raises(ValueError, match="mesh"):
         jax.jit(lambda x, w: bfp.linear(x, w, recipe="mxfp8"))(x, w)
+
+
+@pytest.mark.parametrize("spec", [P("d", None), P("d"), P(None, "d"), P("d", "e"), P()])
+@pytest.mark.parametrize("axis_type", jax.sharding.AxisType.__members__.values(), ids=str)
+def test_named_shardings_are_what_jax_takes(spec, axis_type):
+    if axis_type == jax.sharding.AxisType.Manual:
+        pytest.skip("only inside shard_map")
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
+    x = sample("gaussian", (64, 96))
+    tree = {name: bfp.quantize(x, name) for name in ("mxfp8_e4m3", "nvfp4", "fp8_e4m3", "fp8_e4m3_128x128")} | {"plain": x}
+    lie = bfp.named_shardings(tree, mesh, spec)
+    placed = jax.device_put(tree, lie)
+    assert jax.tree.structure(placed) == jax.tree.structure(tree)
+    assert placed["plain"].sharding == NamedSharding(mesh, spec)
+    if spec != P():
+        assert not placed["mxfp8_e4m3"].codes.sharding.is_fully_replicated
+    assert placed["nvfp4"].tensor_scale.sharding.is_fully_replicated
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, each) for each in (placed, tree)))
+    values = jax.jit(lambda q: q.dequantize())(placed["nvfp4"])
+    np.testing.assert_array_equal(values, tree["nvfp4"].dequantize())
+
+    def build(part, lies):
+        host = np.asarray(part)
+        return jax.make_array_from_callback(host.shape, lies, lambda index: host[index])
+
+    chex.assert_trees_all_equal(jax.tree.map(build, tree, lie), placed)
+
+
+def test_named_shardings_of_what_does_not_fit(mesh):
+    q = bfp.quantize(jnp.ones((64, 96)), "nvfp4")
+    with pytest.raises(ValueError, match=r"names 'x', and the mesh has 'd', 'e'"):
+        bfp.named_shardings({"w": q}, mesh, P("x"))
+    with pytest.raises(ValueError, match="has 3 entries for an array of shape"):
+        bfp.named_shardings({"w": q}, mesh, P(None, None, "d"))
