@@ -196,6 +196,51 @@ def measure_peers(rows: int, columns: int) -> tuple[dict[str, float], list[str]]
     return rates, notes
 
 
+CAST_SHAPE = (2048, 2048)
+CAST_FORMATS = ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "fp8_e4m3", "fp8_e4m3_128x128", "mxfp4_e2m1", "nvfp4")
+
+
+def jax_casts() -> dict[str, dict[str, float]]:
+    """Milliseconds of one quantize by format: a copy of as many bytes, the NumPy face, jitted JAX by the kernels and by XLA."""
+    try:
+        import jax
+
+        import blockfp
+        import blockfp.jax as bfp
+    except ImportError:
+        return {}
+
+    x = gaussian(*CAST_SHAPE)
+    array = jax.numpy.asarray(x)
+    found = {}
+    for name in CAST_FORMATS:
+        calls = {"copy": lambda: np.copy(x), "NumPy face": lambda name=name: blockfp.quantize(x, name)}
+        for label, asked in (("JAX", None), ("JAX, the definition", "xla")):
+            quantize = jax.jit(lambda a, name=name, asked=asked: bfp.quantize(a, name, implementation=asked))
+            calls[label] = lambda quantize=quantize: jax.block_until_ready(quantize(array))
+        found[name] = {label: stopwatch.seconds(call) * 1e3 for label, call in calls.items()}
+    return found
+
+
+def compile_times() -> dict[str, dict[str, float]]:
+    """Seconds from `jax.jit` to a compiled step of a scanned transformer by recipe, its lines of StableHLO, and XLA's alone.
+
+    The best of three; the first row is the step that isn't quantized.
+    """
+    try:
+        import scanned_transformer
+    except ImportError:
+        return {}
+
+    found = {}
+    for recipe in ("none", "mxfp8", "fp8_current", "fp8_block", "mxfp6", "mxfp4", "nvfp4"):
+        kernels = scanned_transformer.compiled(recipe, implementation=None)
+        found[recipe] = {"seconds": kernels.seconds, "lines": kernels.lines}
+        if recipe in ("mxfp8", "fp8_block", "nvfp4"):
+            found[recipe]["definition"] = scanned_transformer.compiled(recipe, implementation="xla", times=1).seconds
+    return found
+
+
 def import_times() -> dict[str, float]:
     """Seconds that each import takes in a fresh interpreter, less the interpreter's own start; the best of five."""
 
@@ -290,11 +335,38 @@ def tables(result: dict[str, Any]) -> str:
     lines += _by_format(result, "dequantize")
     lines += ["", "What others offer, GB/s:", "", "| call | GB/s |", "|---|---|"]
     lines += [f"| {name} | {value:.2f} ({value / copy:.2f}) |" for name, value in result["peers"].items()]
+    lines += jax_tables(result)
     lines += ["", "| import | seconds |", "|---|---|"]
     lines += [f"| `{name}` | {value:.2f} |" for name, value in result["imports"].items()]
     lines += ["", "| one call on a bfloat16 [16, 64] array, MXFP8 | microseconds |", "|---|---|"]
     lines += [f"| `{name}` | {value:.1f} |" for name, value in result["overheads"].items()]
     return "\n".join(lines)
+
+
+def jax_tables(result: dict[str, Any]) -> list[str]:
+    """JAX's casts and compile times as Markdown."""
+    lines: list[str] = []
+    casts = result.get("jax_casts")
+    if casts:
+        labels = list(next(iter(casts.values())))
+        shape = "x".join(map(str, CAST_SHAPE))
+        lines += ["", f"Quantize of bfloat16 {shape}, the copy and all results in new memory, ms:", ""]
+        lines += [f"| format | {' | '.join(labels)} |", "|---" * (len(labels) + 1) + "|"]
+        lines += [f"| `{name}` | {' | '.join(f'{row[label]:.2f}' for label in labels)} |" for name, row in casts.items()]
+    compiled = result.get("compile_times")
+    if compiled:
+        plain = compiled["none"]["seconds"]
+        lines += [
+            "",
+            "Tracing, lowering and compiling `value_and_grad` of 12 scanned transformer layers (D = 64), best of three:",
+            "",
+            "| recipe | seconds | of the unquantized step's | lines of StableHLO | seconds by the definition alone (once) |",
+            "|---|---|---|---|---|",
+        ]
+        for name, row in compiled.items():
+            alone = f"{row['definition']:.1f}" if "definition" in row else ""
+            lines.append(f"| {name} | {row['seconds']:.2f} | {row['seconds'] / plain:.2f} | {row['lines']:.0f} | {alone} |")
+    return lines
 
 
 def _by_format(result: dict[str, Any], direction: str) -> list[str]:
@@ -330,11 +402,15 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(NAMES), metavar="NAME", help="default: all")
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--jax", action="store_true", help="measure JAX's casts and compile times only, and print them")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md and benchmarks/results/")
     arguments = parser.parse_args()
     formats = [Format.parse(name) for name in arguments.formats]
     shape = (arguments.rows, arguments.columns)
     print(native.status())
+    if arguments.jax:
+        print("\n".join(jax_tables({"jax_casts": jax_casts(), "compile_times": compile_times()})))
+        return
     rates, notes = measure_formats(formats, *shape)
     peers, more_notes = measure_peers(*shape)
     result = {
@@ -348,6 +424,8 @@ def main() -> None:
             backend: {name: measured._asdict() for name, measured in by_format.items()} for backend, by_format in rates.items()
         },
         "peers": peers,
+        "jax_casts": jax_casts(),
+        "compile_times": compile_times(),
         "imports": import_times(),
         "overheads": call_overheads(),
     }

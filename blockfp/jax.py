@@ -11,7 +11,14 @@ from .jax_backend.linear.grouped import grouped_linear
 from .jax_backend.linear.linear import linear
 from .jax_backend.params.optimizer import adam, adamw, apply_updates, with_masters
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
-from .jax_backend.params.placing import partition_specs, shard_params, shard_state, unshard_params, unshard_state
+from .jax_backend.params.placing import (
+    named_shardings,
+    partition_specs,
+    shard_params,
+    shard_state,
+    unshard_params,
+    unshard_state,
+)
 from .jax_backend.params.restoring import rebuild_params
 
 __all__ = [
@@ -31,6 +38,7 @@ __all__ = [
     "grouped_linear",
     "linear",
     "load",
+    "named_shardings",
     "partition_specs",
     "quantize",
     "quantize_both",

@@ -382,8 +382,8 @@ def quantize(
         format: a `Format` or its name, see `blockfp.formats.NAMES`.
         key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
             stochastically.
-        implementation: "ffi" (the CUDA library), "pallas" or "xla", all with the same bits; by default the first of them
-            that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
+        implementation: "ffi" (the CPU or CUDA library), "pallas" or "xla", all with the same bits; by default the first of
+            them that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
 
     Raises:
         TypeError: x is not an array of a supported dtype.

@@ -15,6 +15,8 @@ from ..arrays.array import QuantizedArray
 from ..arrays.views import view_codes, view_scales
 from ..implementations import implementations, replication
 
+from . import partitioned
+
 Operand = jax.Array | QuantizedArray
 
 TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
@@ -43,7 +45,8 @@ def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
         return run
 
     if not implementations._has_gpu():
-        return on("cpu")(a, b)
+        run = on("cpu")
+        return partitioned.product(a, b, run) if partitioned.applies(a, b) else run(a, b)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 

@@ -23,6 +23,7 @@ from blockfp.steps import grid_span
 from ..arrays import stores
 from ..arrays.array import QuantizedArray, is_quantized
 from ..arrays.meshes import axis_names, core_mesh, sharding_of
+from ..implementations import explicit
 from .params import shares_scale
 from .trees import check_alike, map_with_path
 
@@ -87,6 +88,48 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
         for leaf, s, spec in zip(leaves, shardings, structure.flatten_up_to(specs), strict=True)
     ]
     return structure.unflatten(placed)
+
+
+def named_shardings(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
+    """Where each part of a tree's leaves lies if the leaves are cut as PartitionSpecs say, for JAX's own functions.
+
+    `jax.device_put(q, NamedSharding(mesh, spec))` gives one sharding to codes, scales and the scale of a whole tensor alike,
+    which only fits where all of them have these axes and can be cut evenly. This tree has one for each: it is what
+    `jax.device_put`, `jit(in_shardings=, out_shardings=)` and, part by part, `jax.make_array_from_callback` take. The arrays
+    stay whole to the program, and XLA cuts what is made of them; for `jax.shard_map` and uneven cuts take `shard_params`.
+
+    Args:
+        tree: parameters, whole; or their shapes.
+        mesh: the devices.
+        specs: a tree of PartitionSpecs, or one for whole subtrees.
+
+    Returns:
+        The tree with a NamedSharding for each array. Along an axis that the mesh doesn't cut evenly a part lies whole.
+
+    Raises:
+        ValueError: a spec that doesn't fit its leaf or names an axis that the mesh lacks, or a leaf of `shard_params`.
+
+    Example:
+        >>> params = jax.device_put(params, bfp.named_shardings(params, mesh, P("data")))
+    """
+
+    def lie(path: str, leaf, spec):
+        def part(x) -> NamedSharding:
+            entries = (*spec, *(None,) * (x.ndim - len(spec)))[: x.ndim]
+            return NamedSharding(mesh, explicit.even(entries, x.shape, mesh))
+
+        if not is_quantized(leaf):
+            return NamedSharding(mesh, spec)
+        if leaf.sharding is not None:
+            raise ValueError(f"lies on a mesh already ({leaf.sharding}): unshard_params first")
+        if len(spec) > leaf.ndim:
+            raise ValueError(f"spec {spec} has {len(spec)} entries for an array of shape {leaf.shape}")
+        unknown = [name for entry in spec for name in axis_names(entry) if name not in mesh.shape]
+        if unknown:
+            raise ValueError(f"spec {spec} names {unknown[0]!r}, and the mesh has {', '.join(map(repr, mesh.axis_names))}")
+        return jax.tree.map(part, leaf)
+
+    return map_with_path(lie, tree, _broadcast(specs, tree))
 
 
 def _put(stored: QuantizedArray, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> QuantizedArray:

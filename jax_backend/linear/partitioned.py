@@ -1,0 +1,147 @@
+"""Products of quantized operands in programs that XLA splits over devices: what travels is codes and scales.
+
+With Auto axes only XLA knows where operands lie, and for a weight that has to be gathered it would gather what it multiplies,
+the values. So the product is one operation to it, decoding included, and says what it wants (`custom_partitioning`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from blockfp.formats import Format
+
+from ..arrays.array import QuantizedArray
+from ..implementations import explicit
+
+
+def applies(a: Any, b: Any) -> bool:
+    """Whether XLA will split the program that this product is in, and both operands are quantized matrices.
+
+    What isn't traced runs operation by operation, as it lies.
+    """
+    if not all(isinstance(x, QuantizedArray) and x.codes.ndim == 2 and x.sharding is None for x in (a, b)):
+        return False
+    mesh = jax.typeof(b.codes).sharding.mesh
+    return isinstance(b.codes, Tracer) and mesh.size > 1 and len(mesh.auto_axes) == len(mesh.axis_names)
+
+
+def product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array]) -> jax.Array:
+    """local(a, b), a product a [m, k] @ b [n, k]^T, of what each device needs of the operands."""
+    formats, dtypes, columns = (a.format, b.format), (a.dtype, b.dtype), a.columns
+
+    def multiply(leaves, k: int) -> jax.Array:
+        operands = []
+        for i, format in enumerate(formats):
+            codes, scales, tensor_scale = leaves[3 * i : 3 * i + 3]
+            of_tensor = tensor_scale.reshape(()) if format.scale.two_level else None
+            operands.append(QuantizedArray(codes, scales, of_tensor, format, k, dtypes[i]))
+        return local(*operands)
+
+    def whole(*leaves):
+        return multiply(leaves, columns)
+
+    def partition(mesh, arguments, result):
+        lies = _Split.of(mesh, [(x.shape[0], *_spec(x.sharding)) for x in (arguments[0], arguments[3])], columns, formats)
+
+        def part(*leaves):
+            y = multiply(leaves, columns // lies.parts)
+            return lax.psum(y, lies.summed) if lies.summed else y
+
+        operands = [spec for rows, format in zip(lies.rows, formats, strict=True) for spec in lies.operand(rows, format)]
+        placed = tuple(NamedSharding(mesh, spec) for spec in operands)
+        return mesh, part, NamedSharding(mesh, PartitionSpec(*lies.rows)), placed
+
+    def propagate(mesh, arguments, result):
+        return NamedSharding(mesh, PartitionSpec(_spec(arguments[0].sharding)[0], None))
+
+    split = custom_partitioning(whole)
+    rule = "m a0, a1 a2, a3, n b0, b1 b2, b3 -> m n"
+    split.def_partition(partition=partition, infer_sharding_from_operands=propagate, sharding_rule=rule)
+    leaves = []
+    for x in (a, b):
+        leaves += [x.codes, x.scales, jnp.ones((1,)) if x.tensor_scale is None else x.tensor_scale.reshape(1)]
+    leaves = [x.astype(jnp.float32) if i % 3 == 2 else x for i, x in enumerate(leaves)]
+    # As a jaxpr, in which JAX sees that lowering it takes the devices.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    return _multiply.bind(*leaves, whole=whole, split=jax.make_jaxpr(split)(*shapes))
+
+
+_multiply = Primitive("blockfp_product")
+
+
+@_multiply.def_abstract_eval
+def _abstract(*leaves, whole, split):
+    (y,) = split.out_avals
+    return jax.core.ShapedArray(y.shape, y.dtype)
+
+
+@_multiply.def_impl
+def _eager(*leaves, whole, split):
+    return whole(*leaves)
+
+
+def _batched(leaves, axes, *, whole, split):
+    return jax.vmap(whole, in_axes=tuple(axes))(*leaves), 0
+
+
+def _lower(context, *leaves, whole, split):
+    # An exported program can't call back.
+    if context.module_context.lowering_parameters.for_export:
+        return mlir.lower_fun(whole, multiple_results=False)(context, *leaves)
+    return mlir.lower_fun(lambda *leaves: jaxpr_as_fun(split)(*leaves)[0], multiple_results=False)(context, *leaves)
+
+
+batching.primitive_batchers[_multiply] = _batched
+mlir.register_lowering(_multiply, _lower)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a product is split: the mesh axes of m and n, and those of k, over which its parts are summed."""
+
+    rows: tuple[Any, Any]
+    k: Any
+    summed: tuple[str, ...]
+    parts: int
+
+    @classmethod
+    def of(cls, mesh, operands, columns: int, formats) -> _Split:
+        """Of operands (rows, mesh axes of rows, of k): a cut of k stays where both have it, and n's gives way to m's."""
+        sizes = dict(mesh.shape)
+        (m, am, ak), (n, bn, bk) = operands
+        k = ak if ak == bk and all(_even(columns, 1, ak, format, sizes) for format in formats) else None
+        summed = explicit.names_of(k)
+        am = explicit.without(am, set(summed))
+        am = am if _even(m, 0, am, formats[0], sizes) else None
+        bn = explicit.without(bn, {*summed, *explicit.names_of(am)})
+        bn = bn if _even(n, 0, bn, formats[1], sizes) else None
+        return cls((am, bn), k, summed, math.prod(sizes[name] for name in summed))
+
+    def operand(self, rows, format: Format) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Where an operand's codes, scales and tensor scale have to lie."""
+        codes = PartitionSpec(rows, self.k)
+        return codes, PartitionSpec() if format.per_tensor else codes, PartitionSpec()
+
+
+def _spec(sharding) -> tuple:
+    spec = tuple(sharding.spec)
+    return (*spec, *(None,) * (2 - len(spec)))
+
+
+def _even(size: int, dim: int, entry: Any, format: Format, sizes: dict[str, int]) -> bool:
+    """Whether an axis can be cut so that each device has whole blocks and whole bytes."""
+    ranks = math.prod(sizes[name] for name in explicit.names_of(entry))
+    block = (format.block or (1, 1))[dim]
+    return ranks == 1 or size % (ranks * (math.lcm(block, 4) if dim else block)) == 0

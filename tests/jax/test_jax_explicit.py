@@ -1,0 +1,170 @@
+"""Meshes as `jax.make_mesh` makes them, with Explicit axes: every cast, cut anywhere, and `linear` with its gradients."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from samples import bits_of, sample
+
+import blockfp.jax as bfp
+from blockfp import numerics
+from blockfp.formats import Format
+
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+    pytest.mark.usefixtures("little_optimization"),
+]
+# Cut along blocks and inside them, evenly for some of codes, scales and values and not for others.
+CUTS = [((128, 256), P("d")), ((128, 256), P(None, "d")), ((128, 256), P("d", "e")), ((72, 40), P(None, ("d", "e")))]
+ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp6_e3m2_32x32", "mxint8", "nvfp4")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    mesh = jax.make_mesh((4, 2), ("d", "e"))
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,) * 2
+    return mesh
+
+
+def assert_same(got, expected):
+    pairs = [(g, e) for g, e in zip(got, expected, strict=True) if e is not None]
+    chex.assert_trees_all_equal(*([bits_of(np.asarray(x)) for x in side] for side in zip(*pairs, strict=True)))
+
+
+def parts(q):
+    return q.codes, q.scales, q.tensor_scale
+
+
+@pytest.mark.parametrize("format", ONE_OF_EACH)
+@pytest.mark.parametrize("cut", range(len(CUTS)))
+def test_every_cast_of_every_cut(format, cut, mesh):
+    (shape, spec), format = CUTS[cut], Format.parse(format)
+    x = sample("bf16_valued", shape)
+    placed = jax.device_put(x, NamedSharding(mesh, spec))
+
+    @jax.jit
+    def run(x):
+        q = bfp.quantize(x, format)
+        transposed = q.mT if format.square or format.per_tensor else None
+        return q, q.dequantize("bfloat16"), bfp.quantize_columnwise(x, format), bfp.quantize_both(x, format), transposed
+
+    q, values, column, both, transposed = run(placed)
+    expected, turned = numerics.quantize(x, format), numerics.quantize(x.T, format)
+    assert_same(parts(q), expected)
+    assert_same((values,), (numerics.dequantize(*expected, format, "bfloat16", columns=shape[1]),))
+    for got, want in ((column, turned), (both[0], expected), (both[1], turned), (transposed, turned)):
+        if got is not None:
+            assert_same(parts(got), want)
+    # Types say where results lie, and a gradient lies as what it is of.
+    if cut < 3:
+        assert jax.typeof(q.codes).sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
+    gradient = jax.jit(jax.grad(lambda x: (bfp.quantize(x, format).dequantize() * x).sum()))(placed)
+    assert jax.typeof(gradient) == jax.typeof(placed)
+    np.testing.assert_allclose(gradient, x + numerics.dequantize(*expected, format, "float32", columns=shape[1]), rtol=1e-6)
+
+
+def test_eager_calls_keys_and_leading_axes(mesh):
+    x = sample("gaussian", (4, 32, 64))
+    placed = jax.device_put(x, NamedSharding(mesh, P("e", None, "d")))
+    for format in ("mxfp4_e2m1", "nvfp4"):
+        q, expected = bfp.quantize(placed, format, key=5), numerics.quantize(x, format, key=5)
+        assert_same(parts(q), expected)
+        assert_same((q.dequantize(),), (numerics.dequantize(*expected, format, "float32", columns=64),))
+        with jax.set_mesh(mesh):
+            assert_same(parts(bfp.quantize(placed, format)), numerics.quantize(x, format))
+
+
+# x, w, y; and whether the weight has to travel.
+LAYERS = {
+    "data": (P("d"), P(), P("d", None, None), False),
+    "fsdp": (P("d"), P("d"), P("d", None, None), True),
+    "fsdp along in": (P("d"), P(None, "d"), P("d", None, None), True),
+    "data and columns": (P("d"), P("e"), P("d", None, "e"), False),
+    "data and rows": (P("d", None, "e"), P(None, "e"), P("d", None, None), False),
+    "fsdp and columns": (P("d"), P(("e", "d")), P("d", None, "e"), True),
+    "columns": (P(), P("d"), P(None, None, "d"), False),
+}
+CUT_IN = {P(): (1, 1), P("d"): (4, 1), P(None, "d"): (1, 4), P("e"): (2, 1), P(None, "e"): (1, 2), P(("e", "d")): (8, 1)}
+
+
+@pytest.mark.parametrize(
+    ("layer", "recipe"),
+    [
+        *((layer, "mxfp8") for layer in LAYERS),
+        *((layer, recipe) for layer in ("fsdp", "data and rows") for recipe in ("fp8_current", "fp8_block")),
+        ("fsdp", "nvfp4"),
+    ],
+)
+def test_linear_and_its_gradients(layer, recipe, mesh):
+    lie_x, lie_w, lies_y, travels = LAYERS[layer]
+    x, w = (jnp.asarray(sample("gaussian", shape)) for shape in ((4, 32, 256), (128, 256)))
+    key = 3 if recipe == "nvfp4" else None
+
+    def loss(w, x):
+        y = bfp.linear(x, w, recipe=recipe, key=key)
+        return (y**2).sum(), y
+
+    step = jax.jit(bfp.value_and_grad(loss, (0, 1), has_aux=True))
+    whole = bfp.quantize_params(w, recipe)
+    expected = step(whole, x)
+
+    def place(leaf):
+        lies = NamedSharding(mesh, lie_w)
+        even = leaf.ndim == 2 and all(n % size == 0 for n, size in zip(leaf.shape, CUT_IN[lie_w], strict=True))
+        return jax.device_put(leaf, lies if even else NamedSharding(mesh, P()))
+
+    placed = jax.tree.map(place, whole), jax.device_put(x, NamedSharding(mesh, lie_x))
+    program = step.lower(*placed).compile()
+    got = program(*placed)
+    assert got[0][1].sharding.spec == lies_y
+    chex.assert_trees_all_close(*(jax.tree.map(np.asarray, tree) for tree in (got, expected)), rtol=2e-5, atol=2e-2)
+    gathered = set(re.findall(r"= (\w+)\[[\d,]*\][^=\n]* all-gather\(", program.as_text()))
+    # fp32 scales of FP8 blocks are the only floats.
+    assert gathered <= ({"u8", "f32"} if recipe == "fp8_block" else {"u8"})
+    assert ("u8" in gathered) == travels
+
+
+def test_what_jax_can_not_add_is_its_own_error(mesh):
+    x = jax.device_put(jnp.ones((8, 32)), NamedSharding(mesh, P("d")))
+    w = jax.device_put(jnp.ones((16, 32)), NamedSharding(jax.make_mesh((8,), ("other",)), P("other")))
+    with pytest.raises(ValueError, match="mesh"):
+        jax.jit(lambda x, w: bfp.linear(x, w, recipe="mxfp8"))(x, w)
+
+
+@pytest.mark.parametrize("spec", [P("d", None), P("d"), P(None, "d"), P("d", "e"), P()])
+@pytest.mark.parametrize("axis_type", jax.sharding.AxisType.__members__.values(), ids=str)
+def test_named_shardings_are_what_jax_takes(spec, axis_type):
+    if axis_type == jax.sharding.AxisType.Manual:
+        pytest.skip("only inside shard_map")
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(axis_type,) * 2)
+    x = sample("gaussian", (64, 96))
+    tree = {name: bfp.quantize(x, name) for name in ("mxfp8_e4m3", "nvfp4", "fp8_e4m3", "fp8_e4m3_128x128")} | {"plain": x}
+    lie = bfp.named_shardings(tree, mesh, spec)
+    placed = jax.device_put(tree, lie)
+    assert jax.tree.structure(placed) == jax.tree.structure(tree)
+    assert placed["plain"].sharding == NamedSharding(mesh, spec)
+    if spec != P():
+        assert not placed["mxfp8_e4m3"].codes.sharding.is_fully_replicated
+    assert placed["nvfp4"].tensor_scale.sharding.is_fully_replicated
+    chex.assert_trees_all_equal(*(jax.tree.map(np.asarray, each) for each in (placed, tree)))
+    values = jax.jit(lambda q: q.dequantize())(placed["nvfp4"])
+    np.testing.assert_array_equal(values, tree["nvfp4"].dequantize())
+
+    def build(part, lies):
+        host = np.asarray(part)
+        return jax.make_array_from_callback(host.shape, lies, lambda index: host[index])
+
+    chex.assert_trees_all_equal(jax.tree.map(build, tree, lie), placed)
+
+
+def test_named_shardings_of_what_does_not_fit(mesh):
+    q = bfp.quantize(jnp.ones((64, 96)), "nvfp4")
+    with pytest.raises(ValueError, match=r"names 'x', and the mesh has 'd', 'e'"):
+        bfp.named_shardings({"w": q}, mesh, P("x"))
+    with pytest.raises(ValueError, match="has 3 entries for an array of shape"):
+        bfp.named_shardings({"w": q}, mesh, P(None, None, "d"))
