@@ -237,8 +237,8 @@ class QuantizedArray(NoValues):
     @property
     def _misfit(self) -> str:
         return (
-            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; vmap "
-            "takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; "
+            "vmap takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
         )
 
     def replace(self, **changes) -> QuantizedArray:
