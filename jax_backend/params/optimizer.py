@@ -232,7 +232,7 @@ def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
         return
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r}")
-    if not 0 <= value < below:
+    if not 0 <= float(value) < below:
         raise ValueError(f"{name} must be 0 or more{'' if below == math.inf else f' and below {below}'}, got {value!r}")
 
 
