@@ -16,7 +16,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_input(x: Array) -> None:
-    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes."""
+    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes, or is masked."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x must not be a masked array, whose masked values would be quantized too: pass x.filled(..) or x.data")
     dtype = bits.dtype_name(x)
     if dtype not in bits.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(bits.FLOAT_DTYPES)}, got dtype {dtype}: cast it first")

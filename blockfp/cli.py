@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-from . import __version__, backends, cuda, products, saving
+from . import __version__, backends, cuda, manifest, products, saving, untrusted
 from .atomic import replacing
 from .backends import BACKENDS
 from .crosscheck import check
@@ -47,7 +47,7 @@ class _SayingErrors(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # of a reader that has seen enough, such as head
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             raise _refused(str(error) or repr(error)) from error
 
 
@@ -57,8 +57,8 @@ err = Console(stderr=True)
 
 
 def say(text: str, style: str = "", console: Console = out) -> None:
-    """Prints text as it is: no markup in it, no wrapping, so that lines can be searched for."""
-    console.print(Text(text, style), soft_wrap=True)
+    """Prints a line as it is: no markup in it, no wrapping, so that it can be searched for; nothing that a terminal obeys."""
+    console.print(Text(untrusted.printable(text), style), soft_wrap=True)
 
 
 def main() -> None:
@@ -117,7 +117,8 @@ def info() -> None:
     lines["CUDA kernels"] = cuda.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")
-    say("\nproducts of quantized operands a [m, k] and b [n, k]:")
+    say("")
+    say("products of quantized operands a [m, k] and b [n, k]:")
     for device, operands, how in products.table():
         say(f"{device:17} {operands:66} {how}")
 
@@ -205,7 +206,7 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
             for tensor in model.tensors:
                 if tensor.skipped:
                     continue
-                progress.update(task, description=escape(tensor.name))
+                progress.update(task, description=escape(untrusted.printable(tensor.name)))
                 x = tensor.read()
                 findings.inputs[path, tensor.name] = hashlib.sha256(x.tobytes()).hexdigest()
                 running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
@@ -364,6 +365,8 @@ def export_command(
             export.export_quantized(model, target, file_bytes, done)
         else:
             of_codes = export.export_values(model, target, dtype, file_bytes, done)
+    if not (model.path / manifest.MANIFEST).exists():
+        say(f"{model.path} has no checksums: whether its files are what was saved is not known", "yellow")
     if of_codes:
         say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:

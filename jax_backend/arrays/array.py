@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
@@ -20,6 +21,8 @@ from blockfp.refusals import NoValues
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
+from ..implementations.carriers import Watch, carrier_of, is_carrier
+from ..implementations.derivatives import straight_through, without_gradient
 from . import callers, flax_state, identity, plain_grad
 from .views import stored, view_codes, view_scales
 
@@ -31,10 +34,11 @@ class QuantizedArray(NoValues):
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
     because JAX rebuilds trees with placeholders in them: `from_parts` does.
 
-    Codes are integers and carry no gradient. `value_and_grad` and `grad` of this package differentiate with respect to
-    quantized arrays: they put zeros beside the codes (`tangent`), which take the gradient across every boundary. Without
-    them gradients are straight-through within one trace, where `quantize(x, ...).dequantize()` has the derivative of x; an
-    array that was quantized outside is a constant then.
+    Derivatives are straight-through: those of the array that was quantized, at every order, in reverse and forward mode. Codes
+    are integers and have none, so a carrier stands beside them, which has no bytes (`tangent`): wherever the array is known
+    to be differentiated, and under `value_and_grad` and `grad` of this package. Where JAX traces a function by itself (jit,
+    checkpoint, scan, ..) that isn't known yet: the array has its derivative in that function, and codes that leave it raise
+    TypeError when they are differentiated, unless `with_carrier` went before. An array that was quantized outside is a constant.
 
     Attributes:
         codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
@@ -46,7 +50,7 @@ class QuantizedArray(NoValues):
         origin: (row, column) of the first element in the unsharded matrix.
         sharding: how the unsharded array lies on a mesh, or None. With one, the parts are what a rank stores inside shard_map
             (see `sharded`), all ranks' one after another outside, and `origin` is not used.
-        tangent: zeros of the array's shape and dtype whose cotangent is its gradient; None but under `value_and_grad`.
+        tangent: the carrier of the derivative, of the array's shape; None where nothing is differentiated.
     """
 
     codes: jax.Array
@@ -59,9 +63,9 @@ class QuantizedArray(NoValues):
     sharding: Sharding | None = None
     tangent: jax.Array | None = None
 
-    # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
-    # have to be stored, which is what quantizing is there to avoid.
-    _source: ClassVar[jax.Array | None] = None
+    # The carrier of an array of which it isn't known whether it is differentiated, and who watches that; set on instances. It
+    # is no leaf, so that arrays that were made under jit are made like others.
+    _unsettled: ClassVar[tuple[jax.Array, Watch] | None] = None
 
     _remedy: ClassVar[str] = (
         "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
@@ -106,6 +110,7 @@ class QuantizedArray(NoValues):
         dtype = np.dtype(dtype)
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        scales, tensor_scale = (_constant(part) for part in (scales, tensor_scale))
         return cls(codes, scales, tensor_scale, format, columns, dtype, origin)
 
     @property
@@ -147,7 +152,12 @@ class QuantizedArray(NoValues):
         rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
         sharding = None if self.sharding is None else self.sharding.transposed()
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
-        return flipped if self.carrier is None else flipped._with_source(self.carrier.mT)
+        if self.tangent is not None:
+            return flipped.replace(tangent=jnp.swapaxes(self.tangent, -1, -2))
+        if self._unsettled is None:
+            return flipped
+        carrier, watch = self._unsettled
+        return flipped._with_unsettled(jnp.swapaxes(carrier, -1, -2), watch)
 
     @property
     def T(self) -> QuantizedArray:
@@ -161,8 +171,33 @@ class QuantizedArray(NoValues):
 
     @property
     def carrier(self) -> jax.Array | None:
-        """The array whose cotangent is this one's gradient: the tangent, or what was quantized in this trace; or None."""
-        return self._source if self.tangent is None else self.tangent
+        """What has the derivative of the array that was quantized, where that may have one; or None."""
+        if self.tangent is not None or self._unsettled is None:
+            return self.tangent
+        return self._unsettled[0]
+
+    def with_carrier(self) -> QuantizedArray:
+        """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
+
+        What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
+        `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
+
+        Example:
+            >>> pack = jax.jit(lambda x: bfp.quantize(x, "mxfp8_e4m3").with_carrier())
+            >>> jax.grad(lambda x: pack(x).dequantize().sum())(x)
+        """
+        if self.tangent is not None:
+            return self
+        if self._unsettled is None:
+            zeros = jnp.zeros_like(self.codes, dtype=self.dtype, shape=self.shape)
+            return self.replace(tangent=carrier_of(zeros))
+        carrier, watch = self._unsettled
+        watch.live = True
+        return replace(self, tangent=carrier)
+
+    def without_carrier(self) -> QuantizedArray:
+        """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
+        return replace(self, tangent=None)
 
     def view_codes(self) -> jax.Array:
         """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
@@ -225,7 +260,7 @@ class QuantizedArray(NoValues):
                 origin=self.origin,
                 choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
             )
-        return values if self.carrier is None else ops.straight_through(values, self.carrier)
+        return values if self.carrier is None else straight_through(values, self.carrier)
 
     def _check_whole(self) -> None:
         """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
@@ -243,11 +278,18 @@ class QuantizedArray(NoValues):
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
-        return replace(self, **changes)
+        changed = replace(self, **changes)
+        if self._unsettled is None or changed.tangent is not None:
+            return changed
+        return changed._with_unsettled(*self._unsettled)
 
-    def _with_source(self, source: jax.Array) -> QuantizedArray:
-        object.__setattr__(self, "_source", source)
+    def _with_unsettled(self, carrier: jax.Array, watch: Watch) -> QuantizedArray:
+        object.__setattr__(self, "_unsettled", (carrier, watch))
         return self
+
+    def _escapes(self) -> None:
+        if self._unsettled is not None and self.tangent is None:
+            self._unsettled[1].escaped = True
 
     def __repr__(self) -> str:
         # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
@@ -263,6 +305,25 @@ def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
+def _constant(scales):
+    if scales is None or not jnp.issubdtype(scales.dtype, jnp.floating):
+        return scales
+    return without_gradient(
+        scales, "scales given to from_parts have no gradient: multiply with them, or pass jax.lax.stop_gradient(scales)"
+    )
+
+
+def carried(q: QuantizedArray, x) -> QuantizedArray:
+    """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
+    q = q.without_carrier()
+    if not isinstance(x, Tracer):
+        return q
+    watch = Watch()
+    carrier = carrier_of(x, watch)
+    watch.made()
+    return q.replace(tangent=carrier) if watch.live else q._with_unsettled(carrier, watch)
+
+
 def is_quantized(leaf: object) -> bool:
     """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
     return isinstance(leaf, QuantizedArray)
@@ -273,6 +334,7 @@ _REST = ("scales", "tensor_scale", "tangent")
 
 def _flatten(q: QuantizedArray):
     plain_grad.refuse()
+    q._escapes()
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
     caller = callers.known()
     if caller is callers.OPTAX_ZEROS:
@@ -281,6 +343,7 @@ def _flatten(q: QuantizedArray):
 
 
 def _flatten_with_keys(q: QuantizedArray):
+    q._escapes()
     static = identity.of(q)
     keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
     if callers.known() is callers.EQUINOX_FILE:
@@ -295,6 +358,8 @@ def _unflatten(static: identity.Static | None, leaves):
     for leaf in said:
         identity.check_leaf(leaf, static)
     format, columns, dtype, origin, sharding = static
+    # Of an array that isn't traced (any more), or a shape, nothing is differentiated.
+    tangent = None if is_carrier(tangent) and not isinstance(tangent, Tracer) else tangent
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
@@ -339,8 +404,7 @@ def quantize(
     numerics.check_input(x)
     format = Format.parse(format)
     choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
-    q = of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x)
-    return q._with_source(x) if isinstance(x, Tracer) else q
+    return carried(of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x), x)
 
 
 def fake_quantize(

@@ -22,8 +22,9 @@ from blockfp import adamw as formulas
 from blockfp import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, is_quantized
+from ..arrays.array import QuantizedArray, carried, is_quantized
 from ..implementations import replication
+from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
 from .trees import describe, map_with_path
 
@@ -272,7 +273,7 @@ def _new_master(path: str, param, original):
     if getattr(original, "shape", None) != param.shape:
         raise ValueError(f"the original of a parameter of shape {param.shape} must have that shape, got {describe(original)}")
     if is_quantized(original):
-        return dequantize_params(original.replace(tangent=None), jnp.float32)
+        return dequantize_params(original, jnp.float32)
     return jnp.array(original, jnp.float32)
 
 
@@ -319,10 +320,16 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
         return moved - weight
     if not is_quantized(param):
         return Replacement(moved.astype(param.dtype))
+    if param.sharding is not None:
+        moved = without_gradient(moved, _NO_GRADIENT)
     new = _requantized(param, moved)
     if param.sharding is not None:
         still = _everywhere(still, param)
-    return Replacement(jax.tree.map(lambda old, new: jnp.where(still, old, new), param.replace(tangent=None), new))
+    new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
+    return Replacement(carried(new, moved) if param.sharding is None else new)
+
+
+_NO_GRADIENT = "an update of a sharded quantized weight has no derivative: differentiate through updates of unsharded ones"
 
 
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:

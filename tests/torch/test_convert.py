@@ -69,8 +69,11 @@ def test_shared_layers_and_weights_stay_shared():
     assert len(list(model.parameters())) == 3
 
 
-def test_a_layer_alone_is_returned():
-    assert isinstance(bfp.convert(nn.Linear(8, 4), "mxfp8"), bfp.Linear)
+def test_a_layer_alone_is_converted_where_it_stands():
+    layer = nn.Linear(8, 4)
+    assert bfp.convert(layer, "mxfp8") is layer
+    assert type(layer) is bfp.Linear
+    assert isinstance(layer, nn.Linear)
 
 
 def tied():
@@ -85,7 +88,7 @@ def tied():
         (nn.GELU(), "mxfp8", ValueError, "no torch.nn.Linear"),
         (Model(), "mxfp9", ValueError, "mxfp9"),
         (Model(), lambda path: None, ValueError, "leave all"),
-        (tied(), "mxfp8", ValueError, "embedding.weight is the weight of a linear layer"),
+        (tied(), "mxfp8", ValueError, "to convert, .*: head shares its weight with embedding.weight"),
         ("model", "mxfp8", TypeError, "got str"),
     ],
 )

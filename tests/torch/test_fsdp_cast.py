@@ -97,7 +97,9 @@ def test_alone_it_is_its_values():
     values = weights_for([(50, 64)])[0]
     weight = torch.nn.Parameter(CastWeight.from_values(values, "mxfp8_e4m3_32x32"))
     assert isinstance(weight, CastWeight)
-    assert torch.equal(weight @ values.mT, values @ values.mT)
+    assert torch.equal(weight @ weight.mT, values @ values.mT)
+    with pytest.raises(NotImplementedError, match=r"would multiply it in high precision: call the layer itself.*values are"):
+        weight @ values.mT
     assert type(weight.detach() * 2) is torch.Tensor
     for got, want in zip(parts_of(weight.quantized()), parts_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
         assert torch.equal(got, want)

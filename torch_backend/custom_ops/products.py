@@ -10,6 +10,7 @@ the rowwise codes exist, in the product that contracts its rows. What that needs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils.flop_counter import register_flop_formula
 
 from blockfp import cuda, layout, numerics
 from blockfp.formats import Format
@@ -213,6 +215,12 @@ def _nvfp4(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast
 
 
 _MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
+
+
+@register_flop_formula(torch.ops.blockfp.product)
+def _product_flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
+    """What torch's counters count of the same product in high precision."""
+    return 2 * math.prod(out_shape) * k
 
 
 @torch.library.register_fake("blockfp::product", lib=_library)

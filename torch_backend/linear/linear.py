@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,17 +94,19 @@ def apply(
     key: Key | None = None,
     counts: Sequence[int] | None = None,
     parallel: Parallel | None = None,
+    turned: bool = False,
 ) -> Tensor:
     """`linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
+    With `turned`, weight is [in, out], in a format whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    _check_tensors(x, weight, bias, grouped=counts is not None)
+    _check_tensors(x, weight, bias, grouped=counts is not None, turned=turned)
     # Not reshape: of no elements it can't infer a length.
     rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
-    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared)
+    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared, turned)
     leading = list(x.shape[:-1])
     if parallel is not None and shared is not None and shared.sequence:
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
@@ -112,17 +114,17 @@ def apply(
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
 
 
-def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool) -> None:
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, turned: bool) -> None:
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
-    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-1]:
-        lies = "[groups, out, in]" if grouped else "[out, in]"
+    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if turned else -1]:
+        lies = "[groups, out, in]" if grouped else "[in, out]" if turned else "[out, in]"
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:-1]:
-        raise ValueError(f"bias must have shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}")
+    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if turned else weight.shape[:-1]):
+        raise ValueError(f"bias must have shape {tuple(outputs)}, got {tuple(bias.shape)}")
     if x.device != weight.device or (bias is not None and x.device != bias.device):
         lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")
         raise ValueError(
@@ -140,6 +142,7 @@ def _run(
     key: Key | None,
     counts: Sequence[int] | None,
     parallel: Parallel | None,
+    turned: bool,
 ) -> Tensor:
     device = x.device.type
     # torch has none for meta.
@@ -152,6 +155,8 @@ def _run(
         stored = weight.format if parallel is None else recipe.weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
+    if turned:
+        weight = weight.mT
     if autocast:
         bias = None if bias is None else bias.to(dtype)
         weight = weight.to(dtype) if recipe.weight.format is None else weight
@@ -168,10 +173,13 @@ def _run(
     arguments = (call, counts, *tensors, words, state.step, state.observed)
     function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
-    # Products choose their dtypes themselves.
-    with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        outputs: Any = function.apply(x, weight, bias, *arguments)
+    else:
+        # Products choose their dtypes themselves.
+        with torch.autocast(device, enabled=False):
+            outputs = function.apply(x, weight, bias, *arguments)
+    # Beside y there may be what gradients of gradients need.
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:

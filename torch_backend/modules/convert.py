@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from .kinds import base_kind, check_layer, quantized_class
 from .linear import Linear
-from .quantized_layer import Weights
+from .quantized_layer import QuantizedLayer, Weights
+from .summary import Summary, summary, tied_elsewhere
+from .transposed_linear import TransposedLinear
+
+
+class _Chosen(NamedTuple):
+    path: str
+    recipe: Recipe
+    kind: type[Linear] | type[TransposedLinear]
 
 
 def convert(
@@ -22,7 +33,17 @@ def convert(
     compute: Compute = "quantized",
     keep_init: bool = True,
 ) -> nn.Module:
-    """Replaces every `torch.nn.Linear` of a model by a `Linear` with its values, in place.
+    """Makes every `torch.nn.Linear` of a model a `Linear` with its values, where it stands.
+
+    So are subclasses of `torch.nn.Linear` with its own forward, and transformers' `Conv1D`: they become a class derived from
+    `Linear` (for a `Conv1D` from a layer that multiplies so) and from their own. A layer stays the same object: its hooks, its
+    attributes, its bias and whatever refers to it stay, and its weight is a new parameter. `summary` says what was done, and
+    what was left and why.
+
+    A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
+    there is no filter. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
+    parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
+    converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
 
     Call it before `fully_shard`, before compiling, and before building the optimizer, which must see the new parameters.
 
@@ -34,12 +55,13 @@ def convert(
         weights, compute, keep_init: see `Linear`.
 
     Returns:
-        The model; a new layer if the model itself is a linear layer.
+        The model.
 
     Raises:
         TypeError: model is not a module, or filter no function.
-        ValueError: there is nothing to convert, a layer's weight is shared with a module that is not converted, or the model is
-            sharded already.
+        ValueError: there is nothing to convert, the weight of a layer that filter chose is shared with a module that is not
+            converted, a layer would lose something (parametrizations, weight norm, pruning, hooks of its weight, methods that
+            were put into it), or the model is sharded already. The model is as it was then.
 
     Example:
         >>> convert(model, "mxfp8", filter=lambda path, layer: path != "head")
@@ -48,48 +70,138 @@ def convert(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a layer's path and of the layer, got {filter!r}")
-    chosen: dict[nn.Linear, Recipe] = {}
+    chosen = _chosen(model, recipe, filter)
+    tied = _tied(model, chosen, declared=filter is None)
+    if tied and filter is not None:
+        path, elsewhere = next(iter(tied.items()))
+        raise ValueError(
+            f"{elsewhere} is the weight of a linear layer too, {path!r}: quantizing that would untie them; leave the layer as "
+            "it is with filter=, or untie them yourself first"
+        )
+    chosen = {layer: one for layer, one in chosen.items() if one.path not in tied}
+    if not chosen:
+        left = f": {', '.join(tied)} shares its weight with {', '.join(tied.values())}" if tied else ""
+        raise ValueError(f"model holds no torch.nn.Linear to convert, or filter and recipe leave all of them as they are{left}")
+    for layer, one in chosen.items():
+        check_layer(one.path, layer, one.kind)
+    _commit(_made(chosen, weights, compute, keep_init))
+    _leave_fast_paths(model)
+    _warn(summary(model), tied)
+    return model
+
+
+def _chosen(
+    model: nn.Module, recipe: Recipe | str | ByPath, filter: Callable[[str, nn.Module], bool] | None
+) -> dict[nn.Module, _Chosen]:
+    chosen: dict[nn.Module, _Chosen] = {}
+    # What attention multiplies with itself isn't its layers' to quantize.
+    taken = {child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()}
     for path, module in model.named_modules():
-        # Subclasses have a forward of their own.
-        if type(module) is not nn.Linear or (filter is not None and not filter(path, module)):
+        kind = None if module in taken else base_kind(module)
+        if kind is None or (filter is not None and not filter(path, module)):
             continue
         one = recipes.resolve(recipe, path)
         if one is not None:
-            _check_plain(path, module)
-            chosen[module] = one
-    if not chosen:
-        raise ValueError("model holds no torch.nn.Linear to convert, or filter and recipe leave all of them as they are")
-    _check_shared(model, chosen)
-    replacements: dict[nn.Linear, Linear] = {}
-    by_weight: dict[Tensor, Linear] = {}
+            chosen[module] = _Chosen(path, one, kind)
+    return chosen
+
+
+def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
+    """Paths of chosen layers whose weight belongs to what isn't converted too, and the name of that.
+
+    declared: also of those that aren't tied now, but that the model says it will tie.
+    """
+    named = tied_elsewhere(model) if declared else {}
+    owners: dict[Tensor, str] = {}
+    for path, module in model.named_modules():
+        if module not in chosen:
+            for name, param in module.named_parameters(recurse=False):
+                owners.setdefault(param, f"{path}.{name}".lstrip("."))
+    tied = {}
     for layer, one in chosen.items():
-        new = Linear.from_linear(layer, one, weights=weights, compute=compute, keep_init=keep_init)
-        first = by_weight.setdefault(layer.weight, new)
-        if first.recipe.weight != new.recipe.weight:
+        weight = layer._parameters.get("weight")
+        elsewhere = named.get(f"{one.path}.weight") if weight is None else owners.get(weight, named.get(f"{one.path}.weight"))
+        if elsewhere is not None:
+            tied[one.path] = elsewhere
+    return tied
+
+
+def _made(
+    chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool
+) -> dict[nn.Module, QuantizedLayer]:
+    """A new layer for each; those that share a weight share the new one. Nothing of the model is changed."""
+    made: dict[nn.Module, QuantizedLayer] = {}
+    by_weight: dict[Tensor, QuantizedLayer] = {}
+    for layer, one in chosen.items():
+        options = {"weights": weights, "compute": compute, "keep_init": keep_init}
+        try:
+            new = one.kind.from_linear(layer, one.recipe, **options)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            raise ValueError(f"{one.path!r}: {error}") from None
+        first = by_weight.setdefault(layer.get_parameter("weight"), new)
+        if first.recipe.weight != new.recipe.weight or first.turned != new.turned:
             raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
         new.weight = first.weight
-        replacements[layer] = new
-    for module in list(model.modules()):
-        # A module may hold the same layer under several names.
-        for name, child in list(module._modules.items()):
-            if isinstance(child, nn.Linear) and child in replacements:
-                setattr(module, name, replacements[child])
-    return replacements.get(model, model) if isinstance(model, nn.Linear) else model
+        made[layer] = new
+    return made
 
 
-def _check_plain(path: str, layer: nn.Linear) -> None:
-    if type(layer.weight) is not nn.Parameter:
-        raise ValueError(f"the weight of {path!r} is a {type(layer.weight).__name__}: convert the model before it is sharded")
+def _commit(made: dict[nn.Module, QuantizedLayer]) -> None:
+    """Makes each layer what was made for it, where it stands: references, hooks and attributes stay what they are."""
+    for layer, new in made.items():
+        old = layer.get_parameter("weight")
+        # A class may set attributes in its own way.
+        vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
+        layer.__class__ = quantized_class(type(layer), type(new))
+        layer._parameters["weight"] = new.weight
+        layer._buffers.update(new._buffers)
+        layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)
+        for name, value in vars(old).items():
+            # Marks of other libraries, such as that a weight is initialized or takes no weight decay.
+            vars(new.weight).setdefault(name, value)
+        if old.grad is not None and new.weight.grad is None:
+            new.weight.grad = old.grad
+        assert isinstance(layer, QuantizedLayer)
+        hooks = dict(layer._state_dict_hooks)
+        layer._state_dict_hooks.clear()
+        layer.register_hooks()
+        # Behind blockfp's own: a hook that was there sees what is saved, not a tensor that holds codes.
+        layer._state_dict_hooks.update(hooks)
 
 
-def _check_shared(model: nn.Module, chosen: dict[nn.Linear, Recipe]) -> None:
-    weights = {layer.weight: layer for layer in chosen}
-    for path, module in model.named_modules():
-        if module in chosen:
-            continue
-        for name, param in module.named_parameters(recurse=False):
-            if param in weights:
-                raise ValueError(
-                    f"{path}.{name} is the weight of a linear layer too: quantizing that would untie them; leave the layer "
-                    "as it is with filter=, or untie them yourself first"
-                )
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Tells torch's encoders that theirs would not call the layers they hold."""
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    for encoder in encoders:
+        if _quantized(encoder):
+            encoder.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and _quantized(module):
+            module.use_nested_tensor = False
+
+
+def _quantized(module: nn.Module) -> bool:
+    return any(isinstance(inner, QuantizedLayer) for inner in module.modules())
+
+
+def _warn(done: Summary, tied: dict[str, str]) -> None:
+    if tied:
+        each = ", ".join(f"{path!r} (with {elsewhere})" for path, elsewhere in tied.items())
+        warnings.warn(
+            f"blockfp.torch.convert left layers in high precision whose weight another module shares: {each}. Nothing is to be "
+            f"done where that is meant; filter=lambda path, layer: path not in {sorted(tied)} says so.",
+            UserWarning,
+            stacklevel=3,
+        )
+    if done.unasked > done.in_matrices / 10:
+        most = sorted((left for left in done.left if left.unasked), key=lambda left: -left.parameters)
+        each = "; ".join(f"{left.path} {list(left.shape)}: {left.reason}" for left in most[:3])
+        more = f" and {len(most) - 3} more" if len(most) > 3 else ""
+        warnings.warn(
+            f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices as they are, "
+            f"which nobody asked for: {each}{more}. blockfp.torch.summary(model) shows all of it. Only layers are converted "
+            "(those that filter= is asked about): torch.nn.Linear, its subclasses with its own forward, and transformers' "
+            "Conv1D. Experts that are parameters of one module can be held by bfp.GroupedLinear, or by a layer for each.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -153,6 +153,8 @@ def _check(module: nn.Module, style: Style | None) -> None:
         if type(module) not in SHARED_NORMS:
             raise ValueError(f"a norm must be one of {[norm.__name__ for norm in SHARED_NORMS]} to be shared, got a {kind}")
         return
+    if module.turned:
+        raise ValueError(f"a {kind}, whose weight lies [in, out], can't be cut: use torch.nn.Linear for it, and convert that")
     styles = ("column", "row", "experts") if module.weight.ndim > 2 else ("column", "row")
     if style not in styles:
         raise ValueError(f"style of a {kind} must be one of {styles}, got {style!r}")
@@ -187,5 +189,5 @@ def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
         part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)
     }
     initial = None if q.initial is None else q.initial[region.slices].clone()
-    geometry = Geometry(region.origin, initial=initial)
+    geometry = Geometry(region.origin, initial=initial, cut=True)
     return q.with_parts(own["codes"], own["scales"], own.get("tensor_scale"), columns=region.shape[-1], geometry=geometry)

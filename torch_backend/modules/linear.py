@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Linear(QuantizedLayer):
+class Linear(QuantizedLayer, nn.Linear):
     """x @ weight^T + bias, with weight [out, in] stored quantized and all three products as a recipe says (`linear`).
+
+    It is a `torch.nn.Linear`, so whatever looks for those finds it. What then multiplies with `weight` itself, and not by
+    calling the layer, gets an error: no product of it is unquantized unsaid.
 
     Args:
         in_features, out_features: lengths.
@@ -76,11 +79,8 @@ class Linear(QuantizedLayer):
             linear.in_features, linear.out_features, bias=False, recipe=recipe, device="meta", weights=weights,
             compute=compute, keep_init=keep_init,
         )  # fmt: skip
-        layer.set_weight(linear.weight, requires_grad=linear.weight.requires_grad)
-        layer.bias = linear.bias
-        layer.set_buffers(linear.weight.device)
-        layer.reset_buffers()
-        return layer.train(linear.training)
+        layer.take_values(linear)
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,22 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..linear.pipelines import keep_state
+from ..linear.scale_watch import watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.loading import accept_high_precision, load_high_precision_
-from ..weights.state_dict import save_in_parts
+from ..weights.loading import load_high_precision_
+from ..weights.module_state import InParts, keep_in_parts
 from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(InParts):
     """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
 
     Attributes:
@@ -41,7 +43,10 @@ class QuantizedLayer(nn.Module):
         observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        turned: whether the weight lies [in, out] instead.
     """
+
+    turned: ClassVar[bool] = False
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -53,7 +58,8 @@ class QuantizedLayer(nn.Module):
     step: Tensor | None
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
-        super().__init__()
+        # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
+        nn.Module.__init__(self)
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
         self.recipe = recipes.parse(recipe)
@@ -62,8 +68,27 @@ class QuantizedLayer(nn.Module):
         self.observed: Tensor | None = None
         self.parallel: Parallel | None = None
         self.data_rank = 0
-        save_in_parts(self)
-        accept_high_precision(self)
+        self.register_hooks()
+
+    def register_hooks(self) -> None:
+        """Makes state dicts show and take the weight as codes, and take values for it."""
+        keep_in_parts(self)
+        self._announce()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells what looks after a layer's state that there is one more: made, copied or unpickled."""
+        if self.checked.delayed is not None:
+            watch(self)
+        if self.checked.delayed is not None or self._stochastic:
+            keep_state()
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
@@ -84,7 +109,8 @@ class QuantizedLayer(nn.Module):
         Raises:
             ValueError: a negative length.
         """
-        for name, length in zip(("in_features", "out_features"), reversed(shape), strict=False):
+        lengths = shape if self.turned else reversed(shape)
+        for name, length in zip(("in_features", "out_features"), lengths, strict=False):
             if length < 0:
                 raise ValueError(f"{name} must be 0 or more, got {length}")
         values = torch.empty(shape, dtype=dtype, device="meta")
@@ -92,7 +118,8 @@ class QuantizedLayer(nn.Module):
         device = torch.empty(0, device=device).device
         if device.type != "meta":
             self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
-        self.bias = nn.Parameter(values.new_empty(shape[:-1], device=device)) if bias else None
+        outputs = shape[-1:] if self.turned else shape[:-1]
+        self.bias = nn.Parameter(values.new_empty(outputs, device=device)) if bias else None
         self.set_buffers(device)
         self.reset_parameters()
 
@@ -110,12 +137,18 @@ class QuantizedLayer(nn.Module):
                 weight.initial = values.to("cpu", copy=True)
         self.weight = nn.Parameter(weight, requires_grad)
 
+    def take_values(self, layer: nn.Module) -> None:
+        """Takes over weight, bias and mode of a layer that isn't quantized; the bias is the same parameter."""
+        weight = layer.get_parameter("weight")
+        self.set_weight(weight, requires_grad=weight.requires_grad)
+        self.bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
+        self.set_buffers(weight.device)
+        self.reset_buffers()
+        self.train(layer.training)
+
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
-        delayed, stochastic = (
-            self.checked.delayed,
-            self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic,
-        )
+        delayed, stochastic = self.checked.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
@@ -132,6 +165,9 @@ class QuantizedLayer(nn.Module):
             if before is not None and after is not None and before.dtype != after.dtype:
                 # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
                 self._buffers[name] = before.to(after.device)
+        if any(before is not None and before.is_meta and not self._buffers[name].is_meta for name, before in state):  # pyright: ignore
+            # Memory that nobody else may write into: initializers of other libraries know parameters alone.
+            self.reset_buffers()
         # Others may be in their place now.
         self._mark_buffers()
         return self
@@ -170,7 +206,7 @@ class QuantizedLayer(nn.Module):
             return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, turned=self.turned)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -179,10 +215,14 @@ class QuantizedLayer(nn.Module):
         Every rank draws the whole weight and keeps its rows, so ranks that are seeded alike get what one rank alone would.
         """
         bound = 1 / math.sqrt(self.weight.shape[-1]) if self.weight.shape[-1] else 0.0
-        for param in (self.weight, self.bias):
+        self.draw(*[lambda values: values.uniform_(-bound, bound)] * 2)
+
+    def draw(self, weight: Callable[[Tensor], Tensor], bias: Callable[[Tensor], Tensor]) -> None:
+        """Fills the parameters, each by a function that is given the whole one to write into, and resets the buffers."""
+        for param, function in ((self.weight, weight), (self.bias, bias)):
             if param is not None:
                 values = torch.empty(param.shape, dtype=param.dtype, device=sharding.local_of(param).device)
-                fill(param, values.uniform_(-bound, bound), keep_init=self.keep_init)
+                fill(param, function(values), keep_init=self.keep_init)
         self.reset_buffers()
 
     def reset_buffers(self) -> None:

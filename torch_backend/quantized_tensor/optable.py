@@ -19,20 +19,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp import layout, numerics
+from blockfp.bits import FLOAT_DTYPES
 
 from ..custom_ops import ops, products
-from .geometry import Base, Geometry
+from .geometry import COPIED, Base, Geometry
+from .refusals import FLAT, refusal, refused
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
+NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
+
 _TABLE: dict[Any, Callable[..., Any]] = {}
 _VIEWS: set[Any] = set()
 
 
-def _implements(*functions, view: bool = False):
+def implements(*functions, view: bool = False):
     """Enters the decorated handler, which takes the op's own arguments, into the table.
 
     view: the result shares memory with the first argument, which autograd and functionalization must be told.
@@ -58,7 +63,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
         if func._can_decompose():
             return func.decompose(*args, **kwargs)
-        raise _refusal(func, "it needs values", "call dequantize() on the quantized tensor first")
+        raise refusal(func)
     if func not in _VIEWS:
         return handler(*args, **kwargs)
     with viewing(args[0]):
@@ -71,10 +76,6 @@ def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if normal else nullcontext()
 
 
-def _refusal(func: Any, reason: str, remedy: str) -> NotImplementedError:
-    return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
-
-
 def _parts(q: QuantizedTensor) -> list[Tensor]:
     return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
 
@@ -84,13 +85,15 @@ def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geo
     return q.with_parts(function(q.codes), function(q.scales), tensor_scale, geometry=geometry)
 
 
-@_implements(ops.dequantize_tensor)
+@implements(ops.dequantize_tensor)
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    if q.geometry.copied is not None:
+        raise RuntimeError(COPIED)
     origin = list(q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
 
 
-@_implements(products.product)
+@implements(products.product)
 def _product(
     a: Sequence[Tensor],
     a_format: str | None,
@@ -117,28 +120,28 @@ def _product(
 # ---- the same tensor again
 
 
-@_implements(aten.detach.default, aten.alias.default, view=True)
+@implements(aten.detach.default, aten.alias.default, view=True)
 def _alias(q: QuantizedTensor) -> QuantizedTensor:
     return _map(q, aten.alias.default)
 
 
-@_implements(aten.view.default, view=True)
+@implements(aten.view.default, view=True)
 def _view(q: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
     # FSDP2 keeps `shard.view(-1)` and asks nothing of it; any other answer would make it look for a storage.
     if tuple(shape) != tuple(q.shape) and not (tuple(shape) == (-1,) and q.geometry.base):
-        raise _refusal(
+        raise refused(
             aten.view.default,
             f"blocks of the shape {tuple(q.shape)} are no blocks of {tuple(shape)}",
-            "reshape before quantizing (and give DistributedDataParallel init_sync=False: it would broadcast the weights flat)",
+            FLAT,
         )
     return _alias(q)
 
 
-@_implements(aten.as_strided.default, view=True)
+@implements(aten.as_strided.default, view=True)
 def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int], storage_offset: int | None = None):
     # What functionalization asks for where a compiled function returns an alias of its argument, and FSDP2 of a whole weight.
     if tuple(shape) != tuple(q.shape) or tuple(stride) != q.stride() or storage_offset:
-        raise _refusal(
+        raise refused(
             aten.as_strided.default,
             f"strides {tuple(stride)} say nothing about codes and blocks",
             "slice whole rows, and where a compiled function returns a slice of its argument, slice outside it",
@@ -149,52 +152,60 @@ def _as_strided(q: QuantizedTensor, shape: Sequence[int], stride: Sequence[int],
 # ---- copies
 
 
-@_implements(aten.clone.default)
+@implements(aten.clone.default)
 def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = None) -> QuantizedTensor:
     initial = None if q.initial is None else q.initial.clone()
     geometry = q.geometry.copy(initial=initial)
     return _map(q, lambda part: aten.clone.default(part, memory_format=torch.contiguous_format), geometry)
 
 
-@_implements(aten._to_copy.default)
+@implements(aten._to_copy.default)
 def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
-    if dtype is not None and dtype != q.dtype:
-        raise _refusal(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype})")
+    dtype = q.dtype if dtype is None else dtype
+    if dtype not in NOMINAL:
+        names = ", ".join(map(str, NOMINAL))
+        raise refused(aten._to_copy.default, f"the nominal dtype can't be {dtype}", f"cast to one of {names}, or dequantize()")
     if where.get("layout") not in (None, torch.strided):
-        raise _refusal(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
+        raise refused(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
-    return _map(q, lambda part: aten._to_copy.default(part, **where), q.geometry.copy(initial=q.initial))
+    moved = [aten._to_copy.default(part, **where) for part in _parts(q)]
+    tensor_scale = moved[2] if len(moved) > 2 else None
+    return q.with_parts(moved[0], moved[1], tensor_scale, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
 
 
-@_implements(aten._pin_memory.default)
+@implements(aten._pin_memory.default)
 def _pin_memory(q: QuantizedTensor, device: torch.device | None = None) -> QuantizedTensor:
     return _map(q, lambda part: aten._pin_memory.default(part, device), q.geometry.copy(initial=q.initial))
 
 
-@_implements(aten.is_pinned.default)
+@implements(aten.is_pinned.default)
 def _is_pinned(q: QuantizedTensor, device: torch.device | None = None) -> bool:
     return all(aten.is_pinned.default(part, device) for part in _parts(q))
 
 
-@_implements(aten.record_stream.default)
+@implements(aten.record_stream.default)
 def _record_stream(q: QuantizedTensor, stream: torch.Stream) -> None:
     for part in _parts(q):
         aten.record_stream.default(part, stream)
 
 
-@_implements(aten.copy_.default)
+@implements(aten.copy_.default)
 def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     from .tensor import QuantizedTensor
 
     op = aten.copy_.default
+    if not isinstance(source, QuantizedTensor) and isinstance(destination, QuantizedTensor) and _keeps(destination, source):
+        destination.geometry.copied = source.detach().clone()
+        return destination
     if not isinstance(source, QuantizedTensor):
-        raise _refusal(
+        raise refused(
             op,
             f"the source holds {source.dtype} values, and the scales of a shard may depend on what other ranks hold",
-            "use blockfp.torch.load_high_precision_(parameter, values), or copy quantize(values, format) into it",
+            "use blockfp.torch.load_high_precision_(parameter, values) (for an initializer blockfp.torch.init_(parameter, "
+            "function)), or copy quantize(values, format) into it",
         )
     if not isinstance(destination, QuantizedTensor):
-        raise _refusal(op, f"the destination holds {destination.dtype} values", "copy source.dequantize() into it")
+        raise refused(op, f"the destination holds {destination.dtype} values", "copy source.dequantize() into it")
     for name in ("format", "shape", "dtype"):
         ours, theirs = getattr(destination, name), getattr(source, name)
         if ours != theirs:
@@ -209,12 +220,24 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         )
     else:
         destination.geometry.initial = None if source.initial is None else source.initial.clone()
+        destination.geometry.copied = source.geometry.copied
         destination.geometry.loaded = source.geometry.loaded
     aten.copy_.default(destination.codes, source.codes, non_blocking)
     aten.copy_.default(scales, source.scales, non_blocking)
     if destination.tensor_scale is not None and source.tensor_scale is not None:
         aten.copy_.default(destination.tensor_scale, source.tensor_scale, non_blocking)
     return destination
+
+
+def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+
+    torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
+    """
+    geometry = shard.geometry
+    if geometry.gathered or not (geometry.cut or geometry.base) or source.dtype not in NOMINAL or shard.is_meta:
+        return False
+    return source.shape == shard.shape or (source.ndim == shard.ndim + 1 and source.shape[0] == 0)
 
 
 def _phase(q: QuantizedTensor) -> tuple[int, int]:
@@ -225,7 +248,7 @@ def _phase(q: QuantizedTensor) -> tuple[int, int]:
 # ---- new memory: for codes where it is to hold this tensor or a part of it, else for values
 
 
-@_implements(aten.empty_like.default)
+@implements(aten.empty_like.default)
 def _empty_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
     if dtype is not None:
         return torch.empty(q.shape, dtype=dtype, **_on_device_of(q, where))
@@ -233,12 +256,12 @@ def _empty_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_
     return _map(q, lambda part: aten.empty_like.default(part, **like), q.geometry.copy(initial=None))
 
 
-@_implements(aten.new_zeros.default)
+@implements(aten.new_zeros.default)
 def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
     if dtype is not None:
         return torch.zeros(tuple(shape), dtype=dtype, **_on_device_of(q, where))
     if len(shape) != q.ndim or tuple(shape[1:]) != tuple(q.shape[1:]):
-        raise _refusal(
+        raise refused(
             aten.new_zeros.default,
             f"a buffer of shape {tuple(shape)} is no run of the first axis of {tuple(q.shape)}",
             "shard on dim 0 only (a shard_placement_fn of fully_shard must return Shard(0)), or name a dtype for values",
@@ -256,12 +279,12 @@ def _new_zeros(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype |
     )
 
 
-@_implements(aten.new_empty.default)
+@implements(aten.new_empty.default)
 def _new_empty(q: QuantizedTensor, shape: Sequence[int], *, dtype: torch.dtype | None = None, **where: Any) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype or q.dtype, **_on_device_of(q, where))
 
 
-@_implements(aten.zeros_like.default)
+@implements(aten.zeros_like.default)
 def _zeros_like(q: QuantizedTensor, *, dtype: torch.dtype | None = None, memory_format=None, **where: Any) -> Tensor:
     return torch.zeros(q.shape, dtype=dtype or q.dtype, **_on_device_of(q, where))
 
@@ -273,23 +296,23 @@ def _on_device_of(q: QuantizedTensor, where: dict[str, Any]) -> dict[str, Any]:
 # ---- the transposed matrix
 
 
-@_implements(aten.t.default)
+@implements(aten.t.default)
 def _t(q: QuantizedTensor) -> QuantizedTensor:
     return _swap_matrix(q)
 
 
-@_implements(aten.transpose.int)
+@implements(aten.transpose.int)
 def _transpose(q: QuantizedTensor, dim0: int, dim1: int) -> QuantizedTensor:
     if {dim0 % q.ndim, dim1 % q.ndim} != {q.ndim - 2, q.ndim - 1}:
-        raise _refusal(aten.transpose.int, f"axes {dim0} and {dim1} are not the matrix", "swap the last two axes")
+        raise refused(aten.transpose.int, f"axes {dim0} and {dim1} are not the matrix", "swap the last two axes")
     return _swap_matrix(q)
 
 
-@_implements(aten.permute.default)
+@implements(aten.permute.default)
 def _permute(q: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor:
     swapped = [*range(q.ndim - 2), q.ndim - 1, q.ndim - 2]
     if [dim % q.ndim for dim in dims] != swapped:
-        raise _refusal(aten.permute.default, f"{tuple(dims)} moves more than the matrix", "swap the last two axes")
+        raise refused(aten.permute.default, f"{tuple(dims)} moves more than the matrix", "swap the last two axes")
     return _swap_matrix(q)
 
 
@@ -304,23 +327,23 @@ def _swap_matrix(q: QuantizedTensor) -> QuantizedTensor:
 # ---- parts
 
 
-@_implements(aten.slice.Tensor, view=True)
+@implements(aten.slice.Tensor, view=True)
 def _slice(q: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1):
     axis = dim % q.ndim
     first, last, _ = slice(start, end).indices(q.shape[axis])
     if step != 1:
-        raise _refusal(aten.slice.Tensor, f"a slice with step {step} cuts blocks apart", "slice with step 1")
+        raise refused(aten.slice.Tensor, f"a slice with step {step} cuts blocks apart", "slice with step 1")
     return _narrow(q, axis, first, max(first, last))
 
 
-@_implements(aten.split.Tensor, view=True)
+@implements(aten.split.Tensor, view=True)
 def _split(q: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     length = q.shape[dim]
     starts = range(0, length, size) if length else (0,)
     return _divide(q, dim, [(start, min(start + size, length)) for start in starts])
 
 
-@_implements(aten.split_with_sizes.default, view=True)
+@implements(aten.split_with_sizes.default, view=True)
 def _split_with_sizes(q: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
     if sum(sizes) != q.shape[dim]:
         raise ValueError(f"split sizes {list(sizes)} must add up to {q.shape[dim]}, the length of axis {dim}")
@@ -356,7 +379,7 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
         if (first, last) != (0, q.shape[axis]):
             geometry = q.geometry.part(axis, first, last, q.ndim)
     elif first or axis:
-        raise _refusal(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
+        raise refused(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
     elif last == 0 and q.format.block is not None:
         scales = aten.slice.Tensor(q.scales, 0, 0, 0)
     return q.with_parts(codes, scales, tensor_scale, columns=columns, geometry=geometry)
@@ -369,7 +392,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     bits = q.format.element.bits
     together = {8: 1, 6: 4, 4: 2}[bits]
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
-        raise _refusal(
+        raise refused(
             aten.slice.Tensor,
             f"columns {first} .. {last} of {q.shape[-1]} cut blocks of {block} or packed bytes apart",
             f"slice columns at multiples of {block}, or dequantize() first",
@@ -377,11 +400,11 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     return layout.packed_columns(first, bits), layout.packed_columns(last, bits)
 
 
-@_implements(aten.select.int, view=True)
+@implements(aten.select.int, view=True)
 def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     axis = dim % q.ndim
     if axis >= q.ndim - 2:
-        raise _refusal(aten.select.int, "one row or column is no matrix", "slice one with q[i : i + 1]")
+        raise refused(aten.select.int, "one row or column is no matrix", "slice one with q[i : i + 1]")
     codes = aten.select.int(q.codes, axis, index)
     scales = aten.select.int(q.scales, axis, index if q.format.block else 0)
     tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
@@ -390,6 +413,6 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     return q.with_parts(codes, scales, tensor_scale, geometry=geometry)
 
 
-@_implements(aten.unbind.int, view=True)
+@implements(aten.unbind.int, view=True)
 def _unbind(q: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
     return [_select(q, dim, index) for index in range(q.shape[dim])]

@@ -13,7 +13,10 @@ from ..custom_ops import (
     op_sharding,  # noqa: F401  (DTensor learns of the ops)
     ops,
 )
-from . import sharding
+from . import (
+    filling,  # noqa: F401  (parameters learn to be overwritten)
+    sharding,
+)
 from .keys import key_tensor
 from .tensor import QuantizedTensor
 

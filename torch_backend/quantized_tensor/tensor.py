@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from blockfp import checks, numerics
-from blockfp.bits import FLOAT_DTYPES
 from blockfp.formats import Format
 
 from ..custom_ops import ops, views
 from . import fsdp, optable
-from .geometry import Base, Geometry, Origin
+from .agreement import agree_before_gather
+from .geometry import COPIED, Base, Geometry, Origin
+from .identity import NO_POINTER, Wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(Wrapper):
     """Codes and scales in any format, as a tensor of the original's shape and dtype.
 
     It holds no values of that dtype: operations on values raise, `dequantize()` gives them. Made by `quantize`, or by
@@ -36,6 +37,9 @@ class QuantizedTensor(Tensor):
     `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact and not requantized, for
     square blocks and one scale per tensor; other blocks raise ValueError. Slices of rows, and of whole blocks along the last
     axis, share memory with the whole. `fully_shard` shards it, and gathers codes and scales.
+
+    `nbytes` is what codes and scales take. `element_size()` is that of the nominal dtype. `to(dtype)`, and `data` set to such a
+    copy, change the nominal dtype alone. `data_ptr()` tells weights apart (equal where they share codes), and is no pointer.
     """
 
     codes: Tensor
@@ -187,6 +191,21 @@ class QuantizedTensor(Tensor):
             return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return ops.dequantize_tensor(self, dtype)
 
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
+
+    def memory(self) -> Tensor:
+        return self.codes
+
+    def shift(self) -> int:
+        return NO_POINTER
+
+    def take(self, other: QuantizedTensor) -> None:
+        self.codes, self.scales, self.tensor_scale = other.codes, other.scales, other.tensor_scale
+        self.format, self.geometry = other.format, other.geometry
+
     def share_memory_(self) -> QuantizedTensor:
         """Moves codes and scales to memory that other processes can map, as `Tensor.share_memory_` does."""
         for part in (self.codes, self.scales, self.tensor_scale):
@@ -220,6 +239,9 @@ class QuantizedTensor(Tensor):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        agree_before_gather()
+        if self.geometry.copied is not None:
+            raise RuntimeError(COPIED)
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
@@ -241,8 +263,7 @@ class QuantizedTensor(Tensor):
         return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
 
 
-DTYPES = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
-"""The dtypes that can be quantized, and dequantized to."""
+DTYPES = optable.NOMINAL
 
 
 class _Dequantize(torch.autograd.Function):

@@ -22,8 +22,11 @@ from blockfp.steps import Quantize
 
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp
+from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.geometry import Base, Geometry
+from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.optable import viewing
+from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
 from ..quantized_tensor.tensor import QuantizedTensor
 from .requantize import Work, reduced_amaxes
 
@@ -46,6 +49,9 @@ _KEEP_CLASS = {
 }
 """What `fully_shard`, copies, moves and casts make of a `CastWeight` is one; all else gives plain tensors."""
 
+_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+"""What comes before a product: it is a `CastWeight` too, so that a product with it is seen."""
+
 
 class Cut(NamedTuple):
     """How tensor parallelism cut a weight, before FSDP2 divides it.
@@ -65,8 +71,10 @@ class Cut(NamedTuple):
     length: int
 
 
-class CastWeight(Tensor):
-    """Values of a weight, and the format in which they travel and are multiplied. Every operation acts on the values.
+class CastWeight(Wrapper):
+    """Values of a weight, and the format in which they travel and are multiplied.
+
+    Every operation acts on the values, but for products with something else, which raise: they are the layer's to quantize.
 
     Attributes:
         values: the weight, a plain tensor.
@@ -119,6 +127,7 @@ class CastWeight(Tensor):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+        agree_before_gather()
         base = (
             Base(self.whole, (0, 0))
             if self.cut is None
@@ -151,8 +160,17 @@ class CastWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in PRODUCTS and not all(isinstance(each, CastWeight) for each in _tensors(args, kwargs)):
+            raise NotImplementedError(
+                f"{func} with a weight that is to be quantized when it is multiplied would multiply it in high precision: "
+                f"{CALL_THE_LAYER}; weight.values are its values"
+            )
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        if func in _TURNS:
+            with viewing(args[0]):
+                turned = CastWeight(result, args[0].format, tuple(result.shape))
+                return return_and_correct_aliasing(func, args, kwargs, turned)
         if func not in _KEEP_CLASS:
             return result
         weight: CastWeight = args[0]
@@ -169,6 +187,15 @@ class CastWeight(Tensor):
 
         with viewing(weight):
             return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+
+    def memory(self) -> Tensor:
+        return self.values
+
+    def shift(self) -> int:
+        return 0
+
+    def take(self, other: CastWeight) -> None:
+        self.values, self.format, self.whole, self.cut = other.values, other.format, other.whole, other.cut
 
     def share_memory_(self) -> CastWeight:
         """Moves the values to memory that other processes can map, as `Tensor.share_memory_` does."""
@@ -192,6 +219,10 @@ class CastWeight(Tensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         cut = None if self.cut is None else tuple(self.cut)
         return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
 
 
 def _lies(weight: CastWeight, cut: Cut, shards: int = 1) -> Sharding:

@@ -1,0 +1,112 @@
+"""`summary`: what is counted, what is said of the rest, and when `convert` warns."""
+
+import pytest
+import torch
+import torch.distributed as dist  # noqa: F401
+import threaded
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import blockfp.torch as bfp
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 32))
+        self.scale = nn.Parameter(torch.randn(1, 1, 32))
+
+
+def model():
+    return nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(16, 32),
+            "layers": nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32)) for _ in range(3)),
+            "norm": nn.LayerNorm(32),
+            "head": nn.Linear(32, 16, bias=False),
+        }
+    )
+
+
+def test_the_table():
+    done = bfp.summary(bfp.convert(model(), "mxfp8", filter=lambda path, layer: path != "head"))
+    assert [one.path for one in done.layers] == [f"layers.{i}.{j}" for i in range(3) for j in range(2)]
+    first = done.layers[0]
+    assert (first.kind, first.recipe, first.stored, first.shape) == ("Linear", "mxfp8", "mxfp8_e4m3_32x32", (64, 32))
+    assert (first.parameters, first.bytes) == (64 * 32, 64 * 32 + 2)
+    assert {left.path: (left.unasked, left.bytes) for left in done.left} == {
+        "embedding.weight": (False, 4 * 16 * 32),
+        "head.weight": (False, 4 * 16 * 32),
+    }
+    assert (done.others, done.other_bytes) == (3 * 96 + 64, 4 * (3 * 96 + 64))
+    assert done.parameters == sum(param.numel() for param in model().parameters())
+    assert done.bytes == sum(one.bytes for one in (*done.layers, *done.left)) + done.other_bytes
+    assert (done.quantized, done.in_matrices) == (3 * 2 * 2048, 3 * 2 * 2048 + 512)
+    assert done.share == done.quantized / done.in_matrices
+    lines = str(done).splitlines()
+    assert lines[2].split() == ["layers.*.0", "(3", "times)", "Linear", "mxfp8", "mxfp8_e4m3_32x32", "6,144", "6,150"]
+    assert "quantized: 12,288 of 12,800 parameters in matrices (96.0%; embeddings aside)" in lines
+    assert "left: head.weight [16, 32]: filter or recipe left it, or it came after convert" in lines
+    assert repr(done) == str(done)
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp6", "fp8_current"])
+def test_bytes_are_those_in_memory(recipe, weights):
+    layer = bfp.Linear(64, 32, bias=False, recipe=recipe, weights=weights)
+    (one,) = bfp.summary(layer).layers
+    weight = layer.weight.detach()
+    parts = [weight.values] if weights == "high_precision" else [weight.codes, weight.scales, weight.tensor_scale]
+    assert one.bytes == sum(part.untyped_storage().nbytes() for part in parts if part is not None)
+    assert one.stored == ("float32" if weights == "high_precision" else str(layer.recipe.weight.format))
+    assert one.path == ""
+
+
+def test_before_convert_and_on_meta():
+    with torch.device("meta"):
+        plain = model()
+    done = bfp.summary(plain)
+    assert (done.quantized, done.share, done.layers) == (0, 0.0, ())
+    converted = bfp.summary(bfp.convert(plain, "mxfp8"))
+    assert converted.share == 1
+    assert converted.parameters == done.parameters
+    assert bfp.summary(nn.GELU()).share == 0
+
+
+def sharded(rank):
+    layer = bfp.Linear(32, 64, bias=False, recipe="mxfp8")
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    (one,) = bfp.summary(layer).layers
+    return one
+
+
+def test_a_sharded_weight_counts_whole_and_weighs_what_a_rank_holds():
+    for one in threaded.run(2, sharded):
+        assert (one.shape, one.parameters) == ((64, 32), 2048)
+        assert 1024 < one.bytes < 1024 + 16
+
+
+def test_a_tenth_is_said():
+    quiet = nn.ModuleList([nn.Linear(256, 256), nn.Conv2d(8, 8, 3)])
+    bfp.convert(quiet, "mxfp8")
+    loud = nn.ModuleList([nn.Linear(32, 32), nn.Conv2d(8, 8, 3), Experts()])
+    with pytest.warns(UserWarning, match="left 90%") as caught:
+        bfp.convert(loud, "mxfp8")
+    (warning,) = caught
+    text = str(warning.message)
+    assert "left 90% of the parameters in matrices" in text
+    assert "2.up [4, 64, 32]: a Experts has it as a parameter of its own, in no layer; bfp.GroupedLinear holds experts" in text
+    assert "1.weight [8, 8, 3, 3]: a Conv2d is no linear layer" in text
+    assert warning.filename == __file__
+    assert [left.path for left in bfp.summary(loud).left] == ["1.weight", "2.up"]
+
+
+def test_what_a_recipe_or_filter_leaves_is_not():
+    bfp.convert(model(), {"layers.0.0": "mxfp8"}.get)
+    bfp.convert(model(), "mxfp8", filter=lambda path, layer: path == "head")
+
+
+def test_a_model_is_wanted():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        bfp.summary("model")

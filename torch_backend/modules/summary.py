@@ -1,0 +1,239 @@
+"""`summary`: which of a model's weights are quantized, in what, what was left, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from .kinds import EMBEDDING, base_kind, why_not
+from .quantized_layer import QuantizedLayer
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A layer's weight that is quantized, or is when it is used or gathered.
+
+    Attributes:
+        path: of the layer.
+        kind: name of its class.
+        recipe: its recipe, as text.
+        stored: the format that it is stored in, or its dtype, as text.
+        shape: of the whole weight.
+        parameters: how many.
+        bytes: of codes and scales, or of values; of what this rank holds. Originals that are kept for an optimizer don't count.
+    """
+
+    path: str
+    kind: str
+    recipe: str
+    stored: str
+    shape: tuple[int, ...]
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LeftWeight:
+    """A parameter of two or more axes that is not quantized.
+
+    Attributes:
+        path: of the parameter.
+        kind: name of its module's class.
+        reason: why.
+        unasked: whether nobody asked for that: it multiplies, and is neither tied nor left by filter or recipe.
+        stored: its dtype, as text.
+        shape: of the whole parameter.
+        parameters: how many.
+        bytes: of what this rank holds.
+    """
+
+    path: str
+    kind: str
+    reason: str
+    unasked: bool
+    stored: str
+    shape: tuple[int, ...]
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summary` found; printed it is a table, with layers that differ in a number alone in one row.
+
+    Attributes:
+        layers: the quantized weights.
+        left: all others of two or more axes.
+        others: how many parameters there are in vectors (biases, norms).
+        other_bytes: of these.
+    """
+
+    layers: tuple[QuantizedWeight, ...]
+    left: tuple[LeftWeight, ...]
+    others: int
+    other_bytes: int
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a shared one counts once."""
+        return self.quantized + sum(left.parameters for left in self.left) + self.others
+
+    @property
+    def bytes(self) -> int:
+        """Of all parameters, as far as this rank holds them."""
+        return sum(one.bytes for one in (*self.layers, *self.left)) + self.other_bytes
+
+    @property
+    def quantized(self) -> int:
+        """How many parameters are quantized."""
+        return sum(one.parameters for one in self.layers)
+
+    @property
+    def in_matrices(self) -> int:
+        """How many parameters are in matrices that are multiplied: all of two or more axes but embeddings."""
+        return self.quantized + sum(left.parameters for left in self.left if left.reason != EMBEDDING)
+
+    @property
+    def unasked(self) -> int:
+        """How many of these are in high precision though nobody asked for it."""
+        return sum(left.parameters for left in self.left if left.unasked)
+
+    @property
+    def share(self) -> float:
+        """Which part of the parameters in matrices is quantized, 0 to 1."""
+        return self.quantized / self.in_matrices if self.in_matrices else 0.0
+
+    def __str__(self) -> str:
+        head = ("weight", "layer", "recipe", "stored", "parameters", "bytes")
+        rows: list[tuple[str, ...]] = [head]
+        for path, count, alike in _together(self.layers, lambda one: (one.kind, one.recipe, one.stored, one.shape)):
+            first = alike[0]
+            totals = (_number(sum(one.parameters for one in alike)), _number(sum(one.bytes for one in alike)))
+            rows.append((_times(path, count), first.kind, first.recipe, first.stored, *totals))
+        notes = []
+        for path, count, alike in _together(self.left, lambda one: (one.kind, one.reason, one.stored, one.shape)):
+            first = alike[0]
+            totals = (_number(sum(one.parameters for one in alike)), _number(sum(one.bytes for one in alike)))
+            rows.append((_times(path, count), first.kind, "left", first.stored, *totals))
+            notes.append(f"left: {path} {list(first.shape)}: {first.reason}")
+        rows.append(("vectors", "", "", "", _number(self.others), _number(self.other_bytes)))
+        rows.append(("total", "", "", "", _number(self.parameters), _number(self.bytes)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        quantized = f"quantized: {_number(self.quantized)} of {_number(self.in_matrices)} parameters in matrices"
+        return "\n".join([*lines, f"{quantized} ({self.share:.1%}; embeddings aside)", *notes])
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """Counts what of a model is quantized, what isn't, and why; before or after `convert`, sharded or not, on meta too.
+
+    Args:
+        model: any module.
+
+    Raises:
+        TypeError: model is not a module.
+
+    Example:
+        >>> print(summary(convert(model, "mxfp8")))
+        >>> summary(model).share
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    named = tied_elsewhere(model)
+    owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append((f"{path}.{name}".lstrip("."), module))
+    layers, left, others, other_bytes = [], [], 0, 0
+    for param, where in owners.items():
+        path, module = where[0]
+        sizes = ((), 0, 0) if is_lazy(param) else (tuple(param.shape), param.numel(), nbytes(param))
+        if isinstance(module, QuantizedLayer) and param is module.weight and module.recipe.weight.format is not None:
+            layer = path.removesuffix("weight").rstrip(".")
+            layers.append(QuantizedWeight(layer, type(module).__name__, str(module.recipe), _stored(param), *sizes))
+        elif sum(length > 1 for length in sizes[0]) < 2:
+            others, other_bytes = others + sizes[1], other_bytes + sizes[2]
+        else:
+            reason, unasked = _reason(param, where, named)
+            left.append(LeftWeight(path, type(module).__name__, reason, unasked, _stored(param), *sizes))
+    return Summary(tuple(layers), tuple(left), others, other_bytes)
+
+
+def tied_elsewhere(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that a transformers model declares tied, and will tie, and the name of what each is tied to."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        declared = getattr(module, "all_tied_weights_keys", None)
+        if isinstance(declared, dict):
+            before = f"{path}." if path else ""
+            found |= {f"{before}{target}": f"{before}{source}" for target, source in declared.items()}
+    return found
+
+
+def _reason(param: Tensor, where: list[tuple[str, nn.Module]], named: dict[str, str]) -> tuple[str, bool]:
+    path, module = where[0]
+    others = [other for other, _ in where[1:]] or [named.get(path, "")]
+    if len({type(owner) for _, owner in where}) > 1 or path in named:
+        return f"{', '.join(others)} shares it, and quantizing it would untie them", False
+    if isinstance(module, QuantizedLayer):
+        return "its recipe keeps weights in high precision", False
+    if parametrize.is_parametrized(module) or ".parametrizations." in f".{path}":
+        return "a parametrization computes the weight of it", False
+    if base_kind(module) is None:
+        reason = why_not(module, param)
+        return reason, reason != EMBEDDING
+    if path.rpartition(".")[2] != "weight":
+        return f"it is not the weight that a {type(module).__name__} multiplies with", False
+    return "filter or recipe left it, or it came after convert", False
+
+
+def _stored(param: Tensor) -> str:
+    local = sharding.local_of(param)
+    return str(local.format) if isinstance(local, QuantizedTensor) else str(local.dtype).removeprefix("torch.")
+
+
+def nbytes(param: Tensor) -> int:
+    """Bytes of what this rank holds of a parameter: codes and scales, or values."""
+    local = sharding.local_of(param)
+    if not isinstance(local, QuantizedTensor):
+        return local.numel() * local.element_size()
+    parts = (local.codes, local.scales, local.tensor_scale)
+    return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def _together(rows: Iterable, alike: Callable) -> list[tuple[str, int, list]]:
+    """(path, how many, rows) of rows whose paths differ in numbers alone, which are * there; in order of appearance."""
+    found: dict = {}
+    for row in rows:
+        found.setdefault((re.sub(_NUMBER, "*", row.path), alike(row)), []).append(row)
+    return [(_common([row.path for row in same]), len(same), same) for same in found.values()]
+
+
+_NUMBER = r"(?<![^.])\d+(?![^.])"
+
+
+def _common(paths: list[str]) -> str:
+    steps = [set(step) for step in zip(*(path.split(".") for path in paths), strict=True)]
+    return ".".join(step.pop() if len(step) == 1 else "*" for step in steps)
+
+
+def _times(path: str, count: int) -> str:
+    return f"{path} ({count} times)" if count > 1 else path
+
+
+def _number(value: int) -> str:
+    return f"{value:,}"
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> list[str]:
+    return [text.rjust(width) if i > 3 else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))]

@@ -1,0 +1,74 @@
+"""What is said where an operation needs the values of a weight: which kind of operation it is, and what would work instead.
+
+Whoever reads it may not have called the operation: an optimizer did, an average of weights, an initializer, attention that
+reads the weight of a layer that it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+PRODUCTS = {
+    getattr(aten, name).default
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution",
+        "_addmm_activation", "_grouped_mm", "_scaled_mm", "_transformer_encoder_layer_fwd", "_native_multi_head_attention",
+    )
+}  # fmt: skip
+"""Operations that multiply with a weight, torch's fused ones too."""
+
+_STACKS = {aten.stack.default, aten.cat.default}
+
+CALL_THE_LAYER = (
+    "call the layer itself, or blockfp.torch.linear(x, weight, bias, recipe=..); where a torch module reads the weights of its "
+    "layers (torch.nn.MultiheadAttention, the fused path of torch.nn.TransformerEncoderLayer in evaluation), leave them as "
+    "they are, or let blockfp.torch.convert convert that module, not its layers alone"
+)
+
+_UPDATE = (
+    "blockfp.torch.AdamW and Adam update quantized weights; for other optimizers, averages of weights (AveragedModel) and code "
+    'that writes to weights convert with weights="high_precision"; to set values use '
+    "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's"
+)
+
+_SEND = (
+    "blockfp.torch.parallelize cuts weights over a tensor-parallel mesh (not torch's parallelize_module), fully_shard shards "
+    "them, and blockfp.torch.high_precision_state_dict(model) gathers values"
+)
+
+_STACK = (
+    "stack or join what dequantize() gives; for torch.func.stack_module_state or averages take "
+    'blockfp.torch.high_precision_state_dict(model), or convert with weights="high_precision"'
+)
+
+_READ = (
+    "call dequantize() on the quantized tensor first; where it isn't your own code (averages of weights, initializers of "
+    'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function)'
+)
+
+FLAT = (
+    "flatten dequantize(), or quantize what is reshaped; torch.nn.utils.parameters_to_vector wants "
+    "blockfp.torch.high_precision_state_dict(model).values(), DistributedDataParallel init_sync=False: it would broadcast the "
+    "weights flat"
+)
+
+
+def refusal(func: Any) -> NotImplementedError:
+    """What to raise for an operation that is not in the op table."""
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return refused(func, "codes and scales have to travel together", _SEND)
+    if func in PRODUCTS:
+        return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
+    if func in _STACKS:
+        return refused(func, "blocks of several tensors are not those of one", _STACK)
+    if func._schema.is_mutable:
+        return refused(func, "it writes values, and a weight that is held as codes has none", _UPDATE)
+    return refused(func, "it needs values", _READ)
+
+
+def refused(func: Any, reason: str, remedy: str) -> NotImplementedError:
+    return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
