@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -104,8 +104,10 @@ def _own(name: str) -> Backend:
         found = getattr(found, part)
     if callable(found) and (isinstance(found, type) or not hasattr(found, "quantize")):
         found = found()
-    for part, kind in (("name", str), ("version", str), ("quantize", Callable), ("dequantize", Callable)):
-        if not isinstance(getattr(found, part, None), kind):
-            what = "a string" if kind is str else "a method"
+    strings = {part: isinstance(getattr(found, part, None), str) for part in ("name", "version")}
+    methods = {part: callable(getattr(found, part, None)) for part in ("quantize", "dequantize")}
+    for part, there in (strings | methods).items():
+        if not there:
+            what = "a string" if part in strings else "a method"
             raise BadBackend(f"--backend {name}: {type(found).__name__}.{part} must be {what}: see blockfp.crosscheck.Backend")
-    return found
+    return cast(Backend, found)

@@ -38,7 +38,7 @@ class QuantizedArray(NoValues):
     are integers and have none, so a carrier stands beside them, which has no bytes (`tangent`): wherever the array is known
     to be differentiated, and under `value_and_grad` and `grad` of this package. Where JAX traces a function by itself (jit,
     checkpoint, scan, ..) that isn't known yet: the array has its derivative in that function, and codes that leave it raise
-    TypeError when they are differentiated, unless `with_carrier` went before. An array that was quantized outside is a constant.
+    TypeError when they are differentiated, unless `with_carrier` went before. One that was quantized outside is a constant.
 
     Attributes:
         codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
@@ -272,8 +272,8 @@ class QuantizedArray(NoValues):
     @property
     def _misfit(self) -> str:
         return (
-            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; vmap "
-            "takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; "
+            "vmap takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
         )
 
     def replace(self, **changes) -> QuantizedArray:

@@ -118,7 +118,9 @@ def _replaced(param, update: Replacement):
     new, applies = update.value, update.applies
     if applies is True:
         return new
-    old = param.replace(tangent=None) if is_quantized(param) else param
+    if is_quantized(new) and new.tangent is not None:
+        raise TypeError("an update that may be left out (optax.MultiSteps and others) has no derivative: take it without them")
+    old = param.without_carrier() if is_quantized(param) else param
     dtypes = [[jnp.result_type(part) for part in jax.tree.leaves(tree)] for tree in (old, new, applies)]
     if dtypes[0] != dtypes[1] or dtypes[2] != [jnp.bool_]:
         raise TypeError(
@@ -233,7 +235,7 @@ def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
         return
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r}")
-    if not 0 <= value < below:
+    if not 0 <= float(value) < below:
         raise ValueError(f"{name} must be 0 or more{'' if below == math.inf else f' and below {below}'}, got {value!r}")
 
 
@@ -304,7 +306,7 @@ def _of_weights(function: Callable, params) -> Callable:
     def param(path: str, like, weight):
         if not is_quantized(like):
             return weight.astype(like.dtype)
-        return _requantized(like, jax.lax.stop_gradient(weight)).replace(tangent=weight.astype(like.dtype))
+        return carried(_requantized(like, jax.lax.stop_gradient(weight)), weight)
 
     return lambda weights, *args, **kwargs: function(map_with_path(param, params, weights), *args, **kwargs)
 

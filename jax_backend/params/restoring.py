@@ -49,8 +49,8 @@ def of_parts(parts: Mapping[str, Any]) -> QuantizedArray:
     if len(found) != 1 or others or not {*found, "scales"} <= set(given):
         raise ValueError(f"codes, scales and tensor_scale make a quantized array, got {', '.join(map(str, given))}")
     ((name, static),) = found.items()
-    arrays = (given[name], given["scales"], given.get("tensor_scale"))
-    return _checked(*(None if part is None else jnp.asarray(part) for part in arrays), static)
+    tensor_scale = jnp.asarray(given["tensor_scale"]) if "tensor_scale" in given else None
+    return _checked(jnp.asarray(given[name]), jnp.asarray(given["scales"]), tensor_scale, static)
 
 
 def _checked(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, static: Static) -> QuantizedArray:
@@ -64,6 +64,7 @@ def _checked(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None
         raise ValueError(
             f"a stack of {format} has one scale per tensor for each matrix, got codes {codes.shape}, {scales.shape}"
         )
-    each = [None if part is None else jax.ShapeDtypeStruct(part.shape[own:], part.dtype) for part in (scales, tensor_scale)]
-    checks.check_scales(*each, (*codes.shape[own:-1], static.columns), format, static.origin)
+    one = jax.ShapeDtypeStruct(scales.shape[own:], scales.dtype)
+    its_scale = None if tensor_scale is None else jax.ShapeDtypeStruct(tensor_scale.shape[own:], tensor_scale.dtype)
+    checks.check_scales(one, its_scale, (*codes.shape[own:-1], static.columns), format, static.origin)
     return QuantizedArray(codes, scales, tensor_scale, *static)

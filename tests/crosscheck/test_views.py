@@ -12,6 +12,7 @@ import blockfp
 import blockfp.jax
 import blockfp.torch
 from blockfp.formats import FORMATS
+from blockfp.jax_backend.linear import products
 
 X = sample("bf16_valued", (3, 40, 70), "float32")
 WITH_DTYPE = [format for format in FORMATS if format.element.bits != 6]
@@ -63,3 +64,14 @@ def test_elements_of_another_format_are_refused():
     codes = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e5m2)
     with pytest.raises(TypeError, match=message):
         blockfp.torch.QuantizedTensor.from_parts(codes, torch.from_numpy(scales), dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2_32x32", "nvfp4", "nvfp4_16x16"])
+def test_operands_of_block_scaled_products_are_the_values(name):
+    """What Blackwell's products are handed, which this machine may not run: one scale for each row and block of columns."""
+    q = blockfp.jax.quantize(jnp.asarray(X[0]), name)
+    codes, scales = (np.asarray(part.astype("float32")) for part in products._as_scaled(q))
+    columns = q.format.block[1]
+    values = codes[0] * np.repeat(scales[0], columns, axis=1)[:, :70]
+    expected = values if q.tensor_scale is None else values * float(q.tensor_scale)
+    np.testing.assert_allclose(q.dequantize(), expected, rtol=1e-6)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from samples import bits_of, sample
+from same_trees import assert_same_tree
+from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import numerics
@@ -14,11 +15,7 @@ SHAPE = (2, 40, 70)
 
 
 def assert_same_parts(got, want):
-    for name in ("codes", "scales", "tensor_scale"):
-        ours, theirs = getattr(got, name), getattr(want, name)
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            np.testing.assert_array_equal(bits_of(np.asarray(ours)), bits_of(np.asarray(theirs)))
+    assert_same_tree(*((q.codes, q.scales, q.tensor_scale) for q in (got, want)))
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

@@ -11,7 +11,8 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
-from samples import bits_of, sample
+from same_trees import assert_same_tree
+from samples import sample
 
 import blockfp
 import blockfp.jax as bfp
@@ -39,13 +40,6 @@ def placed(tree):
         FSDP.mesh,
         {"layers": P("fsdp"), "head": P("fsdp"), "step": P(), "small": P()} | {"layers": [{"up": P("fsdp"), "bias": P()}]},
     )
-
-
-def assert_same_tree(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert got.dtype == want.dtype
-        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(want)))
 
 
 @pytest.mark.parametrize("file_bytes", [None, 4000], ids=["one", "several"])

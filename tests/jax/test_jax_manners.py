@@ -40,7 +40,7 @@ FACES = pytest.mark.parametrize("make", [bfp.quantize, lambda x, f: blockfp.quan
         lambda q: np.sum(q),
         lambda q: np.savez("/dev/null", w=q),
         lambda q: q == X,
-        lambda q: X == q,
+        lambda q: X == q,  # noqa: SIM300
         lambda q: q > 0,
         lambda q: save_flax({"w": q}),
     ],
@@ -57,7 +57,7 @@ def test_equality_is_not_guessed(make):
         q == same  # noqa: B015
     with pytest.raises(TypeError, match="== is not defined"):
         q != same  # noqa: B015
-    assert q == q  # noqa: PLR0124
+    assert q == q
     assert q != "mxfp8"
     assert q in [None, q]
     assert len({q, same}) == 2

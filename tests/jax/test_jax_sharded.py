@@ -8,7 +8,8 @@ from blockfp.jax_backend.arrays import sharded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
-from samples import bits_of, sample
+from same_trees import assert_same_tree
+from samples import sample
 
 import blockfp.jax as bfp
 from blockfp import numerics, plans
@@ -29,12 +30,6 @@ def quantized(x, format):
     q = numerics.quantize(x, format)
     parts = (None if part is None else jnp.asarray(part) for part in q)
     return bfp.QuantizedArray.from_parts(*parts, format=format, columns=x.shape[-1], dtype="float32")
-
-
-def assert_same_tree(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for got, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(want)))
 
 
 def sharded_map(case, body, in_specs, out_specs, **options):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from same_trees import assert_same_tree
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
@@ -13,12 +14,6 @@ from blockfp import numerics
 
 # One scale per tensor, square blocks, packed codes and two levels of scales.
 FAMILIES = pytest.mark.parametrize("format", ["fp8_e5m2", "mxfp8_e4m3_32x32", "nvfp4"])
-
-
-def assert_same_tree(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for got, expected in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(bits_of(np.asarray(got)), bits_of(np.asarray(expected)))
 
 
 @FAMILIES
