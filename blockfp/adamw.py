@@ -66,14 +66,14 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(
-    step: Any, lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, *, decoupled: bool = True
+    step: Any, lr: Any, betas: tuple[Any, Any], eps: Any, weight_decay: Any, *, decoupled: bool = True
 ) -> Coefficients:
     """The constants of step number `step`.
 
     Args:
         step: 1 for the first step; a number or an array.
         lr: the learning rate; a number or an array.
-        betas: decay of the first and the second moment.
+        betas: decay of the first and the second moment; numbers, or arrays that aren't 0.
         eps: added to the square root of the unbiased second moment.
         weight_decay: AdamW's, which is multiplied with lr, or Adam's L2 term.
         decoupled: AdamW if True, else Adam.
@@ -85,12 +85,12 @@ def coefficients(
     return Coefficients(decay, l2, 1 - betas[0], betas[1], 1 - betas[1], 1 / root, eps, -lr / bias1)
 
 
-def _bias(step: Any, beta: float) -> Any:
+def _bias(step: Any, beta: Any) -> Any:
     """1 - beta^step, without cancellation where beta is close to 1."""
-    if beta == 0:
+    if isinstance(beta, Real) and beta == 0:
         return 1.0
-    power = step * math.log(beta)
-    return -array_namespace(step).expm1(power) if hasattr(step, "dtype") else -math.expm1(power)
+    power = step * (math.log(beta) if isinstance(beta, Real) else array_namespace(beta).log(beta))
+    return -array_namespace(power).expm1(power) if hasattr(power, "dtype") else -math.expm1(power)
 
 
 def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float, moments: str) -> None:
@@ -119,7 +119,7 @@ def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coeff
     """
     before = (weight, first, second)
     gradient = gradient * c.unscale
-    if c.l2 != 0:
+    if not isinstance(c.l2, Real) or c.l2 != 0:
         gradient = gradient + weight * c.l2
     first = first + (gradient - first) * c.weight1
     second = second * c.beta2 + (gradient * c.weight2) * gradient

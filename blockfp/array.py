@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from . import checks, native, numerics
+from . import checks, native, numerics, views
 from .formats import Format
+from .refusals import NoValues
 from .rounding import Key
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -16,12 +18,12 @@ DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(NoValues):
     """Codes, scales and a format.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`, or its name.
         columns: length of the last axis, which packing hides.
@@ -42,6 +44,8 @@ class QuantizedArray:
             if not isinstance(getattr(self, name), np.ndarray):
                 raise TypeError(f"{name} must be a NumPy array, got {type(getattr(self, name)).__name__}")
         object.__setattr__(self, "format", Format.parse(self.format))
+        object.__setattr__(self, "codes", views.stored_codes(self.codes, self.format))
+        object.__setattr__(self, "scales", views.stored_scales(self.scales, self.format))
         checks.check_place(self.columns, self.origin)
         checks.check_codes(self.codes, self.columns, self.format)
         checks.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
@@ -49,6 +53,35 @@ class QuantizedArray:
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
         object.__setattr__(self, "dtype", dtype)
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: np.ndarray,
+        scales: np.ndarray,
+        tensor_scale: np.ndarray | None = None,
+        *,
+        format: Format | str,
+        columns: int,
+        dtype,
+        origin: tuple[int, int] = (0, 0),
+    ) -> QuantizedArray:
+        """A quantized array of codes and scales that are already there; of one byte each they are not copied.
+
+        Args:
+            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
+            scales: as the format stores them, one for each block, or as `view_scales` gives them.
+            tensor_scale: float32 of shape () for NVFP4, else None.
+            format: a `Format` or its name.
+            columns: length of the last axis.
+            dtype: float32, float16 or bfloat16: the dtype of the original.
+            origin: (row, column) of the first element in the unsharded matrix.
+
+        Raises:
+            TypeError: codes, scales or dtype are of a wrong dtype.
+            ValueError: a shape doesn't fit, or the format is not known.
+        """
+        return cls(codes, scales, tensor_scale, format, columns, dtype, origin)  # pyright: ignore[reportArgumentType]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,6 +93,16 @@ class QuantizedArray:
         return self.codes.ndim
 
     @property
+    def size(self) -> int:
+        """How many elements the array that was quantized has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
+
+    @property
     def mT(self) -> QuantizedArray:
         """The array with its last two axes swapped, exact and without requantizing.
 
@@ -69,6 +112,29 @@ class QuantizedArray:
         codes, scales = numerics.transpose(self.codes, self.scales, self.format, columns=self.columns)
         rows = self.codes.shape[-2]
         return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
+
+    @property
+    def T(self) -> QuantizedArray:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
+
+    def view_codes(self) -> np.ndarray:
+        """The codes as elements [..., rows, columns] of an ml_dtypes dtype; times the scales of their blocks they are values.
+
+        float8_e4m3fn and float8_e5m2, and int8 (64 times the value), share the codes' memory; float6_e3m2fn, float6_e2m3fn and
+        float4_e2m1fn are a copy, one a byte.
+        """
+        return views.view_codes(self.codes, self.columns, self.format)
+
+    def view_scales(self) -> np.ndarray:
+        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
+        else float32."""
+        return views.view_scales(self.scales, self.format)
 
     def dequantize(self, dtype=None) -> np.ndarray:
         """The values, rounded once to `dtype` (default: the original's)."""

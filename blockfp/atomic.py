@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,19 +15,50 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to; at the end what is there takes the place of `path`, in one step.
 
-    An exception leaves the old file as it was and removes the new one. A process that is killed leaves the old file whole,
-    and a file whose name starts with "." and ends in ".tmp" beside it.
+    An exception leaves the old file as it was and removes the new one; an OSError that names no file then names `path`. A
+    process that is killed leaves the old file whole, and a file whose name starts with "." and ends in ".tmp" beside it, which
+    the next `replacing` of the same path removes: the kernel has let go of its lock.
 
     The new file is on the disk before it gets its name, so that a crash of the machine doesn't leave an empty one.
     """
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
+    remove_left_behind(path)
+    temporary, descriptor = None, -1
     try:
+        temporary, descriptor = _locked(path)
         yield temporary
         to_disk(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+            os.close(descriptor)
     to_disk(path.parent)
+
+
+def being_written(path: Path) -> dict[str, Path]:
+    """Temporary files of `path` by the token in their names: those being written, and those left behind by processes killed."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]{{12}})\.tmp")
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        return {match[1]: path.with_name(entry.name) for entry in entries if (match := pattern.fullmatch(entry.name))}
+    return {}
+
+
+def remove_left_behind(path: Path) -> None:
+    """Removes temporary files of `path` that no process is writing any more."""
+    for temporary in being_written(path).values():
+        # What can't be opened, locked or removed stays: that stops nobody.
+        with suppress(OSError):
+            descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is(temporary, descriptor):
+                    temporary.unlink()
+            finally:
+                os.close(descriptor)
 
 
 def to_disk(path: Path) -> None:
@@ -35,3 +68,25 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _locked(path: Path) -> tuple[Path, int]:
+    """A new file beside `path`, and what holds its lock for as long as it is open."""
+    while True:
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        # Where the file system has no locks nobody takes it for left behind either.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is(temporary, descriptor):
+            return temporary, descriptor
+        # Another process found it before it was locked, and has removed it.
+        os.close(descriptor)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the file of a name is still the open one."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

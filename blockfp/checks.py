@@ -16,7 +16,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_input(x: Array) -> None:
-    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes."""
+    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes, or is masked."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x must not be a masked array, whose masked values would be quantized too: pass x.filled(..) or x.data")
     dtype = bits.dtype_name(x)
     if dtype not in bits.FLOAT_DTYPES:
         raise TypeError(f"x must be one of {', '.join(bits.FLOAT_DTYPES)}, got dtype {dtype}: cast it first")
@@ -77,10 +79,16 @@ def check_square(format: Format) -> None:
         )
 
 
+def check_matrix(shape: Sequence[int]) -> None:
+    """Raises ValueError where an array has other than two axes, of which `.T` swaps the last two alone."""
+    if len(shape) != 2:
+        raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
+
+
 def check_codes(codes: Array, columns: int, format: Format) -> None:
     """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
     if bits.dtype_name(codes) != "uint8":
-        raise TypeError(f"codes must be uint8, got {bits.dtype_name(codes)}")
+        raise TypeError(f"codes must be uint8 or {format.element.native_dtype} for {format}, got {bits.dtype_name(codes)}")
     expected = layout.packed_columns(columns, format.element.bits)
     if len(codes.shape) < 2 or codes.shape[-1] != expected:
         raise ValueError(
@@ -93,7 +101,8 @@ def check_scales(
 ) -> None:
     """Raises TypeError or ValueError where scales don't fit an array of `shape` in this format."""
     if bits.dtype_name(scales) != format.scale.dtype:
-        raise TypeError(f"scales of {format} must be {format.scale.dtype}, got {bits.dtype_name(scales)}")
+        names = " or ".join(dict.fromkeys((format.scale.dtype, format.scale.native_dtype)))
+        raise TypeError(f"scales of {format} must be {names}, got {bits.dtype_name(scales)}")
     expected = layout.scales_shape(shape, format, origin)
     if tuple(scales.shape) != expected:
         raise ValueError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import hashlib
 import json
 import os
 import platform
@@ -15,13 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-
-from . import __version__, cuda, native, products, saving
+from . import __version__, backends, cuda, manifest, products, saving, untrusted
 from .atomic import replacing
-from .crosscheck import Backend, Definition, check
+from .backends import BACKENDS
+from .crosscheck import check
 from .formats import FORMATS, Format
-from .numerics import Quantized
 
 try:
     import typer
@@ -33,8 +30,10 @@ try:
     from typer.core import TyperGroup
 
     from . import compressed_tensors, export
+    from .comparison import Comparison, read_report
+    from .comparison import compare as compare_reports
     from .modelfile import Model, Tensor, open_model
-    from .report import Findings, format_table, tensor_table, to_json
+    from .report import Findings, comparison_table, format_table, tensor_table, to_json
     from .store import dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
@@ -48,7 +47,7 @@ class _SayingErrors(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # of a reader that has seen enough, such as head
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemoryError) as error:
             raise _refused(str(error) or repr(error)) from error
 
 
@@ -58,70 +57,13 @@ err = Console(stderr=True)
 
 
 def say(text: str, style: str = "", console: Console = out) -> None:
-    """Prints text as it is: no markup in it, no wrapping, so that lines can be searched for."""
-    console.print(Text(text, style), soft_wrap=True)
+    """Prints a line as it is: no markup in it, no wrapping, so that it can be searched for; nothing that a terminal obeys."""
+    console.print(Text(untrusted.printable(text), style), soft_wrap=True)
 
 
 def main() -> None:
     """The entry point of the `blockfp` command."""
     app()
-
-
-class Kernels:
-    """The CPU kernels behind NumPy arrays."""
-
-    name = "kernels"
-
-    @property
-    def version(self) -> str:
-        return native.status()
-
-    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        return native.quantize(x, format)
-
-    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        return native.dequantize(*q, format, dtype, columns=columns)
-
-
-def _kernels() -> Backend:
-    if not native.available():
-        raise ImportError(native.status())
-    return Kernels()
-
-
-def _find(library: str, module: str, name: str) -> Any:
-    """Something of a backend's; raises ImportError where its library is not installed."""
-    if importlib.util.find_spec(library) is None:
-        raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
-    return getattr(importlib.import_module(f"blockfp.{module}"), name)
-
-
-def _installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
-    return lambda: _find(library, adapter, name)()
-
-
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "numpy": Definition,
-    "kernels": _kernels,
-    "jax": _installed("jax", "jax_backend.check", "JaxBackend"),
-    "torch": _installed("torch", "torch_backend.check", "TorchBackend"),
-    "torch-definition": _installed("torch", "torch_backend.check", "TorchDefinition"),
-}
-"""Every backend's name and what makes it; raises ImportError where it is not installed. The first is the reference."""
-
-
-def _backends(names: list[str] | None) -> list[Backend]:
-    """The named backends; by default all that are installed."""
-    found = []
-    for name in dict.fromkeys(names or BACKENDS):
-        if name not in BACKENDS:
-            raise _refused(f"--backend {name}: must be one of {', '.join(BACKENDS)}")
-        try:
-            found.append(BACKENDS[name]())
-        except ImportError as error:
-            if names:
-                raise _refused(f"--backend {name}: not here: {error}") from error
-    return found
 
 
 def _format(name: str) -> Format:
@@ -175,36 +117,55 @@ def info() -> None:
     lines["CUDA kernels"] = cuda.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")
-    say("\nproducts of quantized operands a [m, k] and b [n, k]:")
+    say("")
+    say("products of quantized operands a [m, k] and b [n, k]:")
     for device, operands, how in products.table():
         say(f"{device:17} {operands:66} {how}")
 
 
 FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
+OWN = "package.module:attribute for one of your own (blockfp.crosscheck.Backend)"
 BackendOption = Annotated[
-    list[str] | None, typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}; may be repeated. Default: all that are here.")
+    list[str] | None,
+    typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}, or {OWN}; may be repeated. Default: all that are here."),
+]
+CompareOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", metavar="A.json B.json", help="Compare two reports, of two machines or releases, instead."),
 ]
 
 
 @app.command("check")
 def check_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="A .safetensors, .npy or .npz file.")],
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="A .safetensors, .npy or .npz file.", show_default=False)
+    ] = None,
     format: FormatOption = ["all"],  # noqa: B006
     backend: BackendOption = None,
+    compare: CompareOption = None,
     report: Annotated[Path | None, typer.Option(help="Write everything found to this .json file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw errors and scales into this .png file.")] = None,
     per_tensor: Annotated[bool, typer.Option("--per-tensor", help="A table line for each tensor and format.")] = False,
 ) -> None:
     """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
 
-    Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input, also where no tensor can be quantized.
+    With --compare it compares what two reports (--report) say of the same tensors instead, by SHA-256. Exits with 0 if all bits
+    are equal, 1 on any difference, 2 on bad input, also where no tensor can be quantized.
     """
+    if compare:
+        given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
+        given["--format"] = format != ["all"]
+        if any(given.values()):
+            raise _refused(f"--compare compares two reports, and takes no {' or '.join(n for n, v in given.items() if v)}")
+        raise typer.Exit(_print_comparison(compare_reports(*map(read_report, compare))))
+    if not files:
+        raise _refused("FILE: name a .safetensors, .npy or .npz file, or two reports with --compare")
     formats = list(FORMATS) if "all" in format else list(dict.fromkeys(map(_format, format)))
     for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
         if path:
             _check_output(path, suffix, option)
     models = {path: open_model(path) for path in files}
-    findings = Findings(_backends(backend), formats)
+    findings = Findings(backends.load(backend), formats)
     _run_checks(models, findings)
 
     for line in tensor_table(findings) if per_tensor else format_table(findings):
@@ -245,8 +206,9 @@ def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
             for tensor in model.tensors:
                 if tensor.skipped:
                     continue
-                progress.update(task, description=escape(tensor.name))
+                progress.update(task, description=escape(untrusted.printable(tensor.name)))
                 x = tensor.read()
+                findings.inputs[path, tensor.name] = hashlib.sha256(x.tobytes()).hexdigest()
                 running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
                 checks = []
                 for future in running:
@@ -282,6 +244,24 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
         say(f"{what}: only one backend, nothing to compare it with", "yellow")
     else:
         say(f"{what}: all bits equal", "green")
+
+
+def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
+    """Prints what two reports differ in; the exit code."""
+    for remark in comparison.remarks:
+        say(f"A and B differ in {remark}")
+    for line in comparison_table(comparison):
+        say(line, "red" if " NO (" in line else "")
+    for difference in comparison.differences[:shown]:
+        say(difference, "red")
+    if len(comparison.differences) > shown:
+        say(f"and {len(comparison.differences) - shown} more", "red")
+    what = f"{sum(comparison.compared.values())} tensors in {len(comparison.compared)} formats, counted in each"
+    if not comparison.compared:
+        say("the reports have no tensor in common in any format", "red")
+        return 2
+    say(f"{what}: {'all bits equal' if comparison.equal else 'reports differ'}", "green" if comparison.equal else "red")
+    return 0 if comparison.equal else 1
 
 
 Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
@@ -367,7 +347,7 @@ def export_command(
     if not folder:
         _check_output(target, ".safetensors", "OUT", force=force)
     try:
-        open_checkpoint = _find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
+        open_checkpoint = backends.find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
     except ImportError as error:
         raise _refused(f"a checkpoint of PyTorch can't be read: {error}") from error
     of_codes: list[str] = []
@@ -385,6 +365,8 @@ def export_command(
             export.export_quantized(model, target, file_bytes, done)
         else:
             of_codes = export.export_values(model, target, dtype, file_bytes, done)
+    if not (model.path / manifest.MANIFEST).exists():
+        say(f"{model.path} has no checksums: whether its files are what was saved is not known", "yellow")
     if of_codes:
         say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:

@@ -24,6 +24,10 @@ PIECE = 1 << 18
 """Elements handled at once: what the definition needs of them in NumPy stays in a core's cache."""
 
 
+class BadBackend(ValueError):
+    """A backend that can't be found, or doesn't do what `Backend` says; the message says what is wrong."""
+
+
 class Backend(Protocol):
     """What quantizes: a library behind NumPy arrays."""
 
@@ -141,7 +145,8 @@ class Check:
         format: the format.
         differences: the first one of each backend and part; empty where all bits are equal.
         statistics: of the reference's values.
-        codes_sha256, scales_sha256: of the reference's bytes, row-major, for comparing two machines or two releases.
+        codes_sha256, scales_sha256, values_sha256: of the reference's bytes, row-major, for comparing two machines or two
+            releases (`comparison`); the tensor scale is behind the scales.
     """
 
     format: Format
@@ -149,6 +154,7 @@ class Check:
     statistics: Statistics
     codes_sha256: str
     scales_sha256: str
+    values_sha256: str
 
     @property
     def identical(self) -> bool:
@@ -173,7 +179,7 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     pieces = [()] if _whole_tensor(format) or not x.size else split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
     statistics = Statistics()
-    codes_hash, scales_hash = hashlib.sha256(), hashlib.sha256()
+    codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     for where in pieces:
         piece = x[where]
         corner = tuple(s.start for s in where) + (0,) * (x.ndim - len(where))
@@ -184,18 +190,37 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
                 differences.setdefault((backend.name, found.part), named)
         q, values = reference
         codes_hash.update(q.codes.tobytes())
-        scales_hash.update(q.scales.tobytes())
+        scales_hash.update(q.scales.tobytes() + (b"" if q.tensor_scale is None else q.tensor_scale.tobytes()))
+        values_hash.update(values.tobytes())
         statistics.add(measure(piece, q, values, format))
-    return Check(format, tuple(differences.values()), statistics, codes_hash.hexdigest(), scales_hash.hexdigest())
+    hashes = (hash.hexdigest() for hash in (codes_hash, scales_hash, values_hash))
+    return Check(format, tuple(differences.values()), statistics, *hashes)
 
 
 def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray]:
     try:
-        q = backend.quantize(x, format)
-        return q, backend.dequantize(q, format, x.dtype.name, x.shape[-1])
+        q = _checked(backend.quantize(x, format), backend.name)
+        values = backend.dequantize(q, format, x.dtype.name, x.shape[-1])
+        if not isinstance(values, np.ndarray):
+            got = type(values).__name__
+            raise BadBackend(f"backend {backend.name!r}: dequantize must return a NumPy array, got {got}")
+        return q, values
     except Exception as error:
         error.add_note(f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}")
         raise
+
+
+def _checked(q: object, backend: str) -> Quantized:
+    """What a backend's quantize returned, if it is that."""
+    if not isinstance(q, Quantized):
+        raise BadBackend(
+            f"backend {backend!r}: quantize must return blockfp.numerics.Quantized(codes, scales, tensor_scale), "
+            f"got {type(q).__name__}"
+        )
+    for name, part in q._asdict().items():
+        if not isinstance(part, np.ndarray | np.generic | None):
+            raise BadBackend(f"backend {backend!r}: {name} must be a NumPy array, got {type(part).__name__}")
+    return q
 
 
 def _compare(

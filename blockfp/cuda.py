@@ -32,10 +32,12 @@ class Both(NamedTuple):
     Attributes:
         row: the rowwise result.
         column: of the array transposed.
+        amax: fp32 bits of the largest magnitude, int32 [1] (and that of the rotated values, [2]), where the scales needed it.
     """
 
     row: Quantized
     column: Quantized
+    amax: Array | None = None
 
 
 def _torch() -> Any:
@@ -122,8 +124,7 @@ def quantize(
     """
     _check(x)
     format = Format.parse(format)
-    row, _ = _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out)
-    return row
+    return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
 
 
 def quantize_both(
@@ -137,6 +138,7 @@ def quantize_both(
     shape: tuple[int, int] | None = None,
     rotate: bool = False,
     rows: bool = True,
+    columns: bool = True,
 ) -> Both:
     """`quantize` of x and of x transposed, from one read of x.
 
@@ -144,17 +146,15 @@ def quantize_both(
         x: torch CUDA tensor with adjacent columns.
         key: two words for both directions, or an int32 tensor [4] whose second pair is for the transposed one.
         rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
-        rows: False leaves out the rowwise direction, whose codes and scales are then empty.
+        rows, columns: False leaves out a direction, whose codes and scales are then None.
         format, eps, nominal, origin, shape: as for `quantize`.
     """
     _check(x)
     format = Format.parse(format)
-    return Both(*_quantize(x, format, key, eps, nominal, origin, shape, None, columns=True, rotate=rotate, rows=rows))
+    return _quantize(x, format, key, eps, nominal, origin, shape, None, columns=columns, rotate=rotate, rows=rows)
 
 
-def _quantize(
-    x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None
-) -> tuple[Any, Any]:
+def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
     run, torch, two_level = library(), _torch(), format.scale.two_level
     eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
@@ -179,7 +179,7 @@ def _quantize(
             raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
         given = given or amax(x, format, origin=origin)
         _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
-        return Quantized(codes, scales, tensor_scale), None
+        return Both(Quantized(codes, scales, tensor_scale), Quantized(None, None, None))
     measure, tensor_amax = False, None
     if format.per_tensor or two_level:
         if given is not None:
@@ -196,7 +196,7 @@ def _quantize(
     row_scale = column_scale = tensor_scale
     if rotate and tensor_scale is not None:
         row_scale, column_scale = tensor_scale[0], tensor_scale[1]
-    return Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale)
+    return Both(Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale), tensor_amax)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -37,18 +38,27 @@ def _driver() -> ctypes.CDLL | None:
     return driver if driver.cuInit(0) == 0 else None
 
 
-def _architecture() -> str:
-    """The first device's compute capability as nvcc names it, with the instructions of that generation alone ("90a")."""
-    driver = _driver()
-    if driver is None:
+def architectures() -> tuple[str, ...]:
+    """The compute capabilities of the devices that are visible, as nvcc names them with their own instructions: ("90a",).
+
+    Raises:
+        RuntimeError: there is no device, or one that the kernels can't run on.
+    """
+    driver, found = _driver(), set()
+    if driver is None or device_count() == 0:
         raise RuntimeError("no CUDA device is here: name the architecture to build for")
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
-    if major.value < 9:
-        has = f"{major.value}.{minor.value}"
-        raise RuntimeError(f"the CUDA kernels need compute capability 9.0 or later, the device has {has}")
-    return f"{major.value}{minor.value}a"
+    for index in range(device_count()):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        if major.value < 9:
+            raise RuntimeError(
+                f"the CUDA kernels need compute capability 9.0 or later, and device {index} has {major.value}.{minor.value}: "
+                "leave such devices out of CUDA_VISIBLE_DEVICES"
+            )
+        found.add((major.value, minor.value))
+    return tuple(f"{major}{minor}a" for major, minor in sorted(found))
 
 
 def where() -> Path:
@@ -58,17 +68,21 @@ def where() -> Path:
     for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
         if place is not None and place.is_file():
             return place
-    return _cache() / _digest(_sources(), flags_for(_architecture())) / LIBRARY
+    return _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
 def find_or_build() -> Path:
-    """The library, built now if it is not there."""
+    """The library, built now if it is not there. Of several processes one builds, and the others wait for it."""
     path = where()
-    if not path.is_file():
-        architecture = _architecture()
-        message = f"blockfp: building its CUDA kernels for sm_{architecture}, once, into {path.parent}"
-        print(message, file=sys.stderr, flush=True)
-        build(path, flags_for(architecture))
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            names = ", ".join(f"sm_{a}" for a in architectures())
+            print(f"blockfp: building its CUDA kernels for {names}, once, into {path.parent}", file=sys.stderr, flush=True)
+            build(path, flags_for(*architectures()))
     return path
 
 
@@ -109,10 +123,10 @@ def _nvcc() -> str:
 
 
 def _digest(sources: Path, flags: tuple[str, ...]) -> str:
+    # Not of the compiler: what is built runs where there is none.
     from importlib import metadata
 
     digest = hashlib.sha256(repr((flags, ELEMENTS, metadata.version("apache-tvm-ffi"))).encode())
-    digest.update(subprocess.run([_nvcc(), "--version"], capture_output=True, check=True).stdout)
     for folder in ("cuda", "include"):
         for file in sorted(p for p in (sources / folder).rglob("*") if p.is_file()):
             digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())

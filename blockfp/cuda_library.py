@@ -1,11 +1,13 @@
 """The CUDA kernel library, loaded on first use and only where a CUDA device is.
 
 `pip install` builds it where asked (`-Ccmake.define.BLOCKFP_CUDA=ON`); otherwise, where nvcc is, the first use builds it into
-a cache whose key is the sources, the flags and the compiler.
+a cache whose key is the sources and the flags. Where there is a device and no library, a warning says why, once: the
+definition's bits are the same, but it is many times slower.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from .cuda_build import device_count, find_or_build, where
@@ -69,6 +71,7 @@ def _load() -> Any:
             _library = _Library(find_or_build())
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
             _why_not = f"{type(error).__name__}: {error}"
+            warnings.warn(status(), RuntimeWarning, stacklevel=2)
     return _library
 
 

@@ -1,9 +1,9 @@
 """From a training checkpoint to a file of the model alone: quantized as it was trained, or in high precision.
 
 A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
-codes, scales, and NAME_format_FORMAT, a tensor of no bytes whose shape is (0, *shape of the weight) and whose dtype is the
-nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, where PART is "optimizer" or what else
-the optimizer was called. Of a weight with several names it is under the first, which `extra.tied.OTHER_NAME` says.
+codes, scales, and, under NAME and NAME_format_FORMAT, tensors of no bytes whose shape is (0, *shape of the weight) and whose
+dtype is the nominal one; the optimizer's fp32 weight, if there is one, is `PART.state.NAME.master`, PART being "optimizer" or
+what else the optimizer was called. Of a weight with several names it is under the first, which `extra.tied.OTHER_NAME` says.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
         weight, separator, format = name.rpartition(FORMAT)
         if separator and marker.shape[:1] == (0,):
             weights[weight] = _weight(checkpoint, own, weight, format, marker)
-            taken |= {name, *(part.name.removeprefix(before) for part in weights[weight].parts)}
+            taken |= {name, weight, *(part.name.removeprefix(before) for part in weights[weight].parts)}
     left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]
     others = {name: tensor for name, tensor in own.items() if name not in taken and name not in left_out}
     masters = _masters(checkpoint, there, before, optimizers, {**others, **weights})
@@ -174,14 +174,14 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
         raise BadFile(checkpoint.path, error, name) from error
     shape = marker.shape[1:]
     parts = []
-    for entry in store.quantized_entries(name, shape, parsed):
+    for entry in store.quantized_entries(name, shape, marker.dtype, parsed):
         part = own.get(entry.name)
         if part is None or (part.dtype, part.shape) != (entry.dtype, entry.shape):
             found = "missing" if part is None else f"{part.dtype} of shape {part.shape}"
             needs = f"{format} of shape {shape} needs {entry.dtype} of shape {entry.shape}"
             raise BadFile(checkpoint.path, f"is {found}, {needs}", entry.name)
         parts.append(part)
-    codes, scales, *rest = parts
+    _, codes, scales, *rest = parts
     return Weight(name, parsed, shape, marker.dtype, codes, scales, rest[0] if rest else None)
 
 

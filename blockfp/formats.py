@@ -50,6 +50,14 @@ class ElementFormat:
         return 1 - self.bias
 
     @property
+    def native_dtype(self) -> str:
+        """Name of the dtype of ml_dtypes, JAX and PyTorch whose elements are the codes (of INT8 64 times the values)."""
+        if self.signed == "complement":
+            return self.name
+        # "fn": finite, with NaN at most. E5M2 alone has infinities.
+        return f"float{self.bits}_{self.name}" + ("" if self.name == "e5m2" else "fn")
+
+    @property
     def packed(self) -> bool:
         """Whether several codes share a byte."""
         return self.bits < 8
@@ -84,6 +92,13 @@ class ScaleFormat:
     name: str
     dtype: Literal["float32", "uint8"]
     nan_code: int | None
+
+    @property
+    def native_dtype(self) -> str:
+        """Name of the dtype of ml_dtypes, JAX and PyTorch whose elements are these scales."""
+        if self.dtype == "float32":
+            return self.dtype
+        return "float8_e4m3fn" if self.two_level else "float8_e8m0fnu"
 
     @property
     def two_level(self) -> bool:
@@ -134,7 +149,7 @@ class Format:
         if name not in _FORMATS:
             import difflib
 
-            near = difflib.get_close_matches(name, _FORMATS, n=3, cutoff=0.4)
+            near = difflib.get_close_matches(name[:100], _FORMATS, n=3, cutoff=0.4)
             hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else "see blockfp.formats.NAMES"
             raise ValueError(f"format {name!r} is not known; {hint}")
         return _FORMATS[name]

@@ -9,13 +9,15 @@ from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scal
 from .jax_backend.linear.dot_general import dot_general
 from .jax_backend.linear.grouped import grouped_linear
 from .jax_backend.linear.linear import linear
-from .jax_backend.params.optimizer import adamw, apply_updates, with_masters
+from .jax_backend.params.optimizer import adam, adamw, apply_updates, with_masters
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import partition_specs, shard_params, shard_state, unshard_params, unshard_state
+from .jax_backend.params.restoring import rebuild_params
 
 __all__ = [
     "DelayedState",
     "QuantizedArray",
+    "adam",
     "adamw",
     "all_gather",
     "all_reduce",
@@ -34,6 +36,7 @@ __all__ = [
     "quantize_both",
     "quantize_columnwise",
     "quantize_params",
+    "rebuild_params",
     "reduce_scatter",
     "save",
     "shard_params",

@@ -19,16 +19,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import untrusted
 from .atomic import to_disk
+from .errors import BadCheckpoint
 
 MANIFEST = "manifest.json"
 VERSION = 1
 _WHOLE = re.compile(r"step-(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step-\d{8,}\.(tmp|old)")
-
-
-class BadCheckpoint(ValueError):
-    """A checkpoint that can't be used; the message names the file, or the entry, and what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,17 @@ def find(folder: Path, step: int | None = None) -> Path:
     return folder_of(folder, there[-1] if step is None else step)
 
 
+def is_own(checkpoint: Path) -> bool:
+    """Whether a folder has a manifest, or the name of one that must: step-.., or what that is called until it is whole."""
+    names = {checkpoint.absolute().name, checkpoint.resolve().name}
+    called = any(pattern.fullmatch(name) for pattern in (_WHOLE, _LEFT_BEHIND) for name in names)
+    return called or os.path.lexists(checkpoint / MANIFEST)
+
+
 def file_sum(path: Path) -> FileSum:
     """Reads a file whole."""
-    with path.open("rb") as file:
-        return FileSum(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    with untrusted.open_regular(path) as file:
+        return FileSum(untrusted.length_of(file), hashlib.file_digest(file, "sha256").hexdigest())  # pyright: ignore[reportArgumentType]
 
 
 def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
@@ -98,23 +103,38 @@ def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
     """
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_text())
+        content = untrusted.read_json(path)
         if content["version"] != VERSION:
-            raise BadCheckpoint(f"{path} is of version {content['version']}; this blockfp reads version {VERSION}")
-        return {str(name): FileSum(int(s["length"]), str(s["sha256"])) for name, s in content["files"].items()}
+            raise BadCheckpoint(f"{path} is of version {content['version']!r}; this blockfp reads version {VERSION}")
+        found = {name: FileSum(entry["length"], entry["sha256"]) for name, entry in content["files"].items()}
     except OSError as error:
         raise BadCheckpoint(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise error if isinstance(error, BadCheckpoint) else BadCheckpoint(f"{path} is no manifest: {error!r}") from error
+    for name, expected in found.items():
+        if not untrusted.is_plain_name(name):
+            raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
+        if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
+            raise BadCheckpoint(f"{path} says of {name!r} what is no length and no SHA-256: {expected}")
+    return found
 
 
-def problem_with(path: Path, expected: FileSum) -> str | None:
-    """What is wrong with a file of a checkpoint, or None."""
+def problem_with(path: Path, expected: FileSum, *, sum: bool = True) -> str | None:
+    """What is wrong with a file of a checkpoint, or None.
+
+    Args:
+        path: the file.
+        expected: what it must be.
+        sum: whether it is read, too, and its SHA-256 compared; otherwise it is only looked at.
+    """
     try:
-        length = path.stat().st_size
+        if untrusted.leads_out(path):
+            return f"{path} is a link out of the checkpoint's folder: copy what it leads to"
+        with untrusted.open_regular(path) as file:
+            length = untrusted.length_of(file)
         if length != expected.length:
             return f"{path} has {length} bytes and should have {expected.length}: it was cut short or written to"
-        if file_sum(path) != expected:
+        if sum and file_sum(path) != expected:
             return f"{path} is not what was saved: its SHA-256 differs from the one in {MANIFEST}"
     except OSError as error:
         return f"{path}: {error.strerror}"
@@ -138,7 +158,12 @@ def begin(checkpoint: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     for path in run.iterdir():
         if _LEFT_BEHIND.fullmatch(path.name) and (path.is_dir() or path.is_symlink()):
-            _delete(path)
+            try:
+                _delete(path)
+            except OSError as error:
+                if path == temporary_of(checkpoint):
+                    raise OSError(error.errno, f"{path}, which a run that died left, can't be removed: {error}") from error
+                warnings.warn(f"{path} was left behind and can't be removed: {error}", stacklevel=2)
     temporary_of(checkpoint).mkdir()
 
 
@@ -152,8 +177,15 @@ def publish(checkpoint: Path, files: Mapping[str, FileSum], keep: int | None) ->
 
     Those of the lowest steps go first; this one stays, also where the run went back and there are later steps. What can't be
     removed is a warning: the checkpoint is there.
+
+    Raises:
+        OSError: a file isn't there, or not whole. Nothing is renamed or removed then.
     """
-    write_manifest(temporary_of(checkpoint), files)
+    temporary = temporary_of(checkpoint)
+    found = [problem for name, expected in files.items() if (problem := problem_with(temporary / name, expected, sum=False))]
+    if found:
+        raise OSError(f"{'; '.join(found)}: every rank must write to one folder, on a file system that all of them see")
+    write_manifest(temporary, files)
     os.rename(temporary_of(checkpoint), checkpoint)
     to_disk(checkpoint.parent)
     if keep is not None:

@@ -6,10 +6,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
 
-from . import layout
+from . import layout, views
 from .formats import ElementFormat, Format
 from .numerics import Quantized
 
@@ -113,12 +112,9 @@ def _magnitude_codes(codes: np.ndarray, element: ElementFormat) -> np.ndarray:
 
 def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
     """How many decode scales have the binary exponent e, that is floor(log2(scale)); zero, Inf and NaN not counted."""
-    if format.scale.dtype == "float32":
-        scales = q.scales.astype(np.float64)
-    elif q.tensor_scale is None:
-        scales = np.where(q.scales == format.scale.nan_code, np.nan, np.exp2(q.scales.astype(np.float64) - 127))
-    else:
-        scales = q.scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.float64(q.tensor_scale)
+    scales = views.view_scales(q.scales, format).astype(np.float64)
+    if q.tensor_scale is not None:
+        scales = scales * np.float64(q.tensor_scale)
     usable = scales[np.isfinite(scales) & (scales > 0)]
     exponents, counts = np.unique(np.frexp(usable)[1] - 1, return_counts=True)
     return Counter(dict(zip(exponents.tolist(), counts.tolist(), strict=True)))

@@ -3,22 +3,30 @@
 Opening a file reads its header and holds it against the file's size; a tensor's data are read when asked for, so memory holds
 one tensor at a time. safetensors is a JSON header before raw little-endian data; the library's NumPy interface has neither
 bfloat16 nor the small floats, hence the few lines here, and the library checks what they don't.
+
+Anybody may have written a file. Only regular ones are opened, a header has a length that it must keep to
+(`untrusted.HEADER_BYTES`, and NumPy's 10,000 bytes), and nothing is allocated for data that the file can't hold.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+
+from . import untrusted
+from .errors import BadFile
 
 _NAMES = "F64 float64, F32 float32, F16 float16, I64 int64, I32 int32, I16 int16, I8 int8, BOOL bool, C64 complex64"
 _NAMES += ", U64 uint64, U32 uint32, U16 uint16, U8 uint8"
@@ -34,16 +42,9 @@ TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 """What a header calls the file's strings, and no tensor can be called."""
 
-_BAD_DATA = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, NotImplementedError)
-
-
-class BadFile(ValueError):
-    """A file that can't be used; the message names it, and the tensor where there is one."""
-
-    def __init__(self, path: Path, problem: object, tensor: str | None = None):
-        where = f"{path}, tensor {tensor!r}" if tensor is not None else f"{path}"
-        # Some exceptions of others have no text.
-        super().__init__(f"{where}: {str(problem) or repr(problem)}")
+_MOST_AXES = 64
+_DEFLATED = 1032
+"""The most bytes that one of a deflated stream can stand for."""
 
 
 @dataclass(frozen=True)
@@ -100,37 +101,63 @@ def open_model(path: Path) -> Model:
     readers = {".safetensors": _open_safetensors, ".npy": _open_npy, ".npz": _open_npz}
     if path.suffix not in readers:
         raise BadFile(path, f"the name must end in {', '.join(readers)}")
-    if not path.is_file():
-        raise BadFile(path, "is a directory" if path.is_dir() else "no such file")
-    try:
+    with _failing_as_bad_file(path):
         return readers[path.suffix](path)
+
+
+@contextmanager
+def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
+    """Whatever a library makes of what it doesn't expect: a BadFile of this file."""
+    try:
+        yield
     except BadFile:
         raise
-    except _BAD_DATA as error:
-        raise BadFile(path, error) from error
+    except FileNotFoundError as error:
+        raise BadFile(path, "no such file", tensor) from error
+    except OSError as error:
+        raise BadFile(path, error.strerror or error, tensor) from error
+    except MemoryError as error:
+        raise BadFile(path, "it takes more memory than there is", tensor) from error
+    except Exception as error:
+        raise BadFile(path, error, tensor) from error
+
+
+def _problem_with_shape(shape: Sequence[int], dtype: np.dtype) -> str | None:
+    """Why no array can have it, or None."""
+    if len(shape) > _MOST_AXES or not all(map(untrusted.is_size, shape)):
+        return f"shape {_shortened(shape)} must be integers of 0 or more, {_MOST_AXES} at most"
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+        return f"shape {_shortened(shape)} is larger than any memory"
+    return None
+
+
+def _shortened(shape: Sequence[int]) -> str:
+    text = repr(list(shape[: _MOST_AXES + 1]))
+    return text if len(text) < 200 else f"{text[:200]} .."
 
 
 def _open_safetensors(path: Path) -> Model:
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with untrusted.open_regular(path) as file:
+        size = untrusted.length_of(file)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise BadFile(path, f"not a safetensors file, or cut short: its header should have {length} bytes")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop(METADATA, None) or {}
-            entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-            tensors = tuple(_safetensors_entry(path, 8 + length, size, name, **entry) for name, entry in entries)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise BadFile(path, f"the header is not JSON: {error}") from error
-        except (AttributeError, KeyError, TypeError) as error:
-            raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
+        content = untrusted.read_header(file, length, "a header")
     try:
-        # Holes, overlaps, double names.
-        with safe_open(path, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise BadFile(path, error) from error
+        header = untrusted.parse_json(content, "the header")
+    except ValueError as error:
+        raise BadFile(path, f"the header is not JSON: {error}") from error
+    try:
+        metadata = header.pop(METADATA, None) or {}
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors = tuple(_safetensors_entry(path, 8 + length, size, name, **entry) for name, entry in entries)
+    except BadFile:
+        raise
+    except Exception as error:
+        raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
+    # Holes, overlaps, double names.
+    with safe_open(path, framework="numpy"):
+        pass
     return Model(path, tensors, metadata)
 
 
@@ -140,8 +167,10 @@ def _safetensors_entry(
     if dtype not in DTYPES:
         raise BadFile(path, f"dtype {dtype} is not known", name)
     start, end = data_offsets
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
-        raise BadFile(path, f"shape {shape} and data_offsets {data_offsets} must be integers of 0 or more", name)
+    if not isinstance(shape, list) or not all(map(untrusted.is_size, data_offsets)):
+        raise BadFile(path, f"shape and data_offsets {_shortened(data_offsets)} must be integers of 0 or more", name)
+    if problem := _problem_with_shape(shape, DTYPES[dtype]):
+        raise BadFile(path, problem, name)
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
@@ -149,64 +178,100 @@ def _safetensors_entry(
         raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {size}", name)
 
     def read() -> np.ndarray:
-        with path.open("rb") as file:
+        with _failing_as_bad_file(path, name), untrusted.open_regular(path) as file:
             file.seek(data + start)
             content = bytearray(nbytes)
-            if file.readinto(content) != nbytes:
+            if file.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
                 raise BadFile(path, "cut short", name)
-        return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
+            return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
 
     return Tensor(name, DTYPES[dtype], tuple(shape), read)
 
 
+_Opened = Callable[[], AbstractContextManager[IO[bytes]]]
+
+
 def _open_npy(path: Path) -> Model:
-    tensor = _npy(path, path.stem, lambda: path.open("rb"), path.stat().st_size)
-    return Model(path, (tensor,))
+    with untrusted.open_regular(path) as file:
+        size = untrusted.length_of(file)
+    return Model(path, (_npy(path, path.stem, lambda: untrusted.open_regular(path), size),))
 
 
 def _open_npz(path: Path) -> Model:
-    with zipfile.ZipFile(path) as archive:
+    with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        size = untrusted.length_of(file)
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
     if not members:
         raise BadFile(path, "holds no arrays")
+    twice = [name for name, times in Counter(member.filename for member in members).items() if times > 1]
+    if twice or sum(member.compress_size for member in members) > size:
+        raise BadFile(path, f"{twice[0]!r} is there twice" if twice else "its arrays lie on one another, or beyond its end")
 
-    def opener(member: zipfile.ZipInfo) -> Callable[[], IO[bytes]]:
-        return lambda: zipfile.ZipFile(path).open(member)
+    def opener(member: zipfile.ZipInfo) -> _Opened:
+        @contextmanager
+        def opened() -> Iterator[IO[bytes]]:
+            with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+                yield stream
 
-    return Model(path, tuple(_npy(path, m.filename.removesuffix(".npy"), opener(m), m.file_size) for m in members))
+        return opened
+
+    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members))
 
 
-def _npy(path: Path, name: str, opened: Callable[[], IO[bytes]], size: int) -> Tensor:
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    try:
+def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
+    """The array's name, once its length is one that so many bytes can have."""
+    name = member.filename.removesuffix(".npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise BadFile(path, f"is compressed by method {member.compress_type}: NumPy stores or deflates", name)
+    most = member.compress_size * (_DEFLATED if member.compress_type == zipfile.ZIP_DEFLATED else 1)
+    if member.file_size > most:
+        raise BadFile(path, f"should have {member.file_size} bytes, and {member.compress_size} can't hold them", name)
+    return name
+
+
+def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
+    with _failing_as_bad_file(path, name):
         with opened() as file:
-            version = np.lib.format.read_magic(file)
-            if version not in headers:
-                raise BadFile(path, f"version {version} of the npy format is not one of {list(headers)}", name)
-            shape, _, stored = headers[version](file)
-            header_size = file.tell()
-    except _BAD_DATA as error:
-        raise error if isinstance(error, BadFile) else BadFile(path, error, name) from error
-    if stored.hasobject:
-        raise BadFile(path, "holds Python objects, which are not read", name)
-    dtype = np.dtype(ml_dtypes.bfloat16) if stored.str in ("|V2", "<V2") else stored.newbyteorder("=")
-    nbytes = math.prod(shape) * dtype.itemsize
-    if header_size + nbytes > size:
-        raise BadFile(
-            path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {size - header_size} are there", name
-        )
+            shape, stored, header_size = _npy_header(path, name, file)
+        if stored.hasobject:
+            raise BadFile(path, "holds Python objects, which are not read", name)
+        if stored.subdtype is not None or not stored.itemsize:
+            raise BadFile(path, f"dtype {stored} is not read", name)
+        dtype = np.dtype(ml_dtypes.bfloat16) if stored.str in ("|V2", "<V2") else stored.newbyteorder("=")
+        if problem := _problem_with_shape(shape, dtype):
+            raise BadFile(path, problem, name)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if header_size + nbytes > size:
+            there = size - header_size
+            raise BadFile(path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {there} are there", name)
 
     def read() -> np.ndarray:
-        try:
+        with _failing_as_bad_file(path, name):
             with opened() as file:
                 x = np.lib.format.read_array(file, allow_pickle=False)
                 file.read(1)  # the end of a zip member, where its checksum is looked at
-        except _BAD_DATA as error:
-            raise BadFile(path, error, name) from error
-        # NumPy makes a scalar that it lays out anew one of shape (1,).
-        return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype).reshape(shape)
+            if (x.dtype, x.size) != (stored, math.prod(shape)):
+                raise BadFile(path, "was changed after it was opened", name)
+            # NumPy makes a scalar that it lays out anew one of shape (1,).
+            return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype).reshape(shape)
 
     return Tensor(name, dtype, shape, read)
+
+
+def _npy_header(path: Path, name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Shape and dtype of an array in NumPy's format, and where its data begin."""
+    headers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
+    version = np.lib.format.read_magic(file)
+    if version not in headers:
+        raise BadFile(path, f"version {version} of the npy format is not one of {list(headers)}", name)
+    width, read_array_header = headers[version]
+    prefix = file.read(width)
+    length = int.from_bytes(prefix, "little")
+    if length > 65535:  # NumPy reads it all before it says that it is too long.
+        raise BadFile(path, f"a header of {length} bytes is not read", name)
+    header = prefix + file.read(length)
+    shape, _, stored = read_array_header(io.BytesIO(header))
+    return shape, stored, 8 + len(header)
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class _Library:
         self.dequantize = module.dequantize
         self.rotate = module.rotate
         self.adamw = module.adamw
+        self.amax_arrays = module.amax_arrays
+        self.quantize_arrays = module.quantize_arrays
+        self.dequantize_arrays = module.dequantize_arrays
         self.instruction_sets = module.instruction_sets
         self.instruction_set = module.instruction_set
         self.use_instruction_set = module.use_instruction_set
@@ -100,6 +103,15 @@ def _loaded() -> _Library:
     if library is None:
         raise RuntimeError(status())
     return library
+
+
+def library() -> Any:
+    """The library's functions, for callers that bring their own arrays.
+
+    Raises:
+        RuntimeError: there is none; the message says why.
+    """
+    return _loaded()
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -264,7 +276,7 @@ def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
         raise TypeError(f"a step's array must be of {' or '.join(names)}, got {name}")
     size = x.size if isinstance(x, np.ndarray) else x.numel()
     if size != count or not arrays.is_contiguous(x):
-        raise ValueError(f"a step's array must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
+        raise ValueError(f"a step's array must be contiguous, aligned, and hold {count} elements, got shape {tuple(x.shape)}")
     return arrays.address(x)
 
 
@@ -304,7 +316,7 @@ class _NumPy:
         if x.dtype == _BFLOAT16:
             x = x.view(np.uint16)
         if not x.flags.aligned or (not x.flags.c_contiguous and any(stride % x.itemsize for stride in x.strides)):
-            x = np.ascontiguousarray(x)
+            x = np.require(x, requirements="CA")
         return x if x.flags.writeable else np.asarray(_Writable(x))
 
 
@@ -331,7 +343,7 @@ class _Torch:
         return self.lend(x.contiguous())
 
     def is_contiguous(self, x: Any) -> bool:
-        return x.is_contiguous()
+        return x.is_contiguous() and not x.data_ptr() % x.element_size()
 
     def address(self, x: Any) -> int:
         return x.data_ptr()
@@ -339,6 +351,8 @@ class _Torch:
     def lend(self, x: Any) -> Any:
         if hasattr(x, "__tensor_flatten__"):
             raise TypeError(f"the CPU kernels take plain tensors, got a {type(x).__name__}, which has no memory of its own")
+        if x.data_ptr() % x.element_size():  # as of torch.frombuffer
+            x = x.detach().clone()
         return x.detach() if x.requires_grad else x
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 from .formats import Format
 from .placement import Mesh, Partial, Placement, Replicate, Shard, Sharding, StridedShard
 from .rotation import GROUP
-from .steps import Dequantize, Encode, Gather, Plan, Quantize, Reshard, Rotate, Step, Straddle, Transpose, block_length
+from .steps import Dequantize, Gather, Plan, Quantize, Rotate, Step, Straddle, Transpose, block_length
 
 Operand = Literal["input", "weight", "gradient"]
 OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
@@ -117,7 +117,6 @@ def gather_weight(
     *,
     origin: tuple[int, int] = (0, 0),
     columnwise: bool = False,
-    obstacle: str | None = None,
 ) -> Plan:
     """All-gather of a quantized weight over some mesh axes (FSDP's): codes and scales travel, rowwise, always.
 
@@ -128,9 +127,6 @@ def gather_weight(
         origin: (row, column) of the sharding's first element in the matrix whose blocks are counted: what FSDP knows of a
             weight that tensor parallelism has cut already is the shard it cuts further, and where that begins.
         columnwise: derive the transposed weight after the gather; exact for square blocks and one scale per tensor.
-        obstacle: why the executor can't carry codes here. The values then travel in fp32 with the scales beside them, and are
-            encoded with those. Scales and values come out as they were, and so do the codes wherever a value tells its code:
-            not where the scale is NaN or zero, nor where code times scale is beyond fp32.
 
     Raises:
         ValueError: an axis that shards nothing or leaves separate runs, or a columnwise weight in 1-D blocks.
@@ -142,22 +138,11 @@ def gather_weight(
             f"columnwise = True: a weight in {format} has no exact transpose, because its blocks are 1-D; use a format with "
             f"square blocks ({_square_names(format)}), or multiply by the dequantized weight"
         )
-    steps: tuple[Step, ...]
-    if obstacle is None:
-        steps = _gathers(sharding, axes, format, "codes", origin)
-    else:
-        whole = sharding.gathered(axes)
-        steps = (
-            Dequantize(format, sharding, "float32", keep_scales=True),
-            *_gathers(sharding, axes, format, "values", origin),
-            Encode(format, whole),
-        )
+    steps: tuple[Step, ...] = _gathers(sharding, axes, format, "codes", origin)
     target = sharding.gathered(axes)
     if columnwise:
         steps, target = (*steps, Transpose(target, format)), target.transposed()
-    return Plan(
-        f"all-gather of a weight in {format} over {', '.join(axes)}, {_way(columnwise)}", sharding, target, steps, obstacle
-    )
+    return Plan(f"all-gather of a weight in {format} over {', '.join(axes)}, {_way(columnwise)}", sharding, target, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -221,26 +206,6 @@ def gather_activation(
     if have is None:
         return plan(*_gathers(sharding, axes, None, "values"), *quantized_at(whole), reason=reason)
     return plan(*_gathers(sharding, axes, have, "codes"), Dequantize(have, whole), *quantized_at(whole), reason=reason)
-
-
-@lru_cache(maxsize=4096)
-def reshard(format: Format | str, source: Sharding, target: Sharding) -> Plan:
-    """Codes and scales from one mesh and placements to another, exactly: from a checkpoint, or between training and inference.
-
-    Args:
-        format: of the codes.
-        source: how they lie now.
-        target: how they are to lie; the mesh may be another, of another size.
-
-    Raises:
-        ValueError: the global shapes differ, or a placement is `Partial`.
-    """
-    format = Format.parse(format)
-    if source.shape != target.shape:
-        raise ValueError(f"target must have the source's global shape {source.shape}, got {target.shape}")
-    _refuse_partial(source.mesh, source.placements)
-    _refuse_partial(target.mesh, target.placements)
-    return Plan(f"reshard {format}", source, target, (Reshard(format, source, target),))
 
 
 def _quantize(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .comparison import Comparison
 from .crosscheck import Backend, Check, Difference
 from .formats import Format
 from .measure import Statistics
@@ -22,12 +23,14 @@ class Findings:
         formats: the formats, in the order of the tables.
         files: of each file, the tensors with their checks in the order of `formats`.
         skipped: of each file, the tensors that were not checked.
+        inputs: of each file and tensor that was checked by name, the SHA-256 of its bytes.
     """
 
     backends: Sequence[Backend]
     formats: Sequence[Format]
     files: dict[Path, list[tuple[Tensor, list[Check]]]] = field(default_factory=dict)
     skipped: dict[Path, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[tuple[Path, str], str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -66,6 +69,7 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
         checked = [
             {
                 **_identity(tensor),
+                "sha256": findings.inputs[path, tensor.name],
                 "checks": [
                     {
                         "format": check.format.name,
@@ -74,6 +78,7 @@ def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object
                         **_numbers(check.statistics),
                         "codes_sha256": check.codes_sha256,
                         "scales_sha256": check.scales_sha256,
+                        "values_sha256": check.values_sha256,
                     }
                     for check in checks
                 ],
@@ -127,6 +132,14 @@ def tensor_table(findings: Findings) -> list[str]:
     for _, tensor, check in findings.checks():
         rows.append((tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics)))
     return _aligned(rows, left=3)
+
+
+def comparison_table(comparison: Comparison) -> list[str]:
+    """A head, and one line for each format of two reports."""
+    rows: list[tuple[str, ...]] = [("format", "equal", "tensors")]
+    for format, tensors in comparison.compared.items():
+        rows.append((format, _verdict(comparison.differing[format]), str(tensors)))
+    return _aligned(rows, left=2)
 
 
 _TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")

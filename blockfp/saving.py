@@ -7,6 +7,8 @@ One file, or several with an index, as the Hugging Face libraries write and read
     model.safetensors.index.json                     which tensor is in which part
 
 The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go.
+Parts that a killed save left go with the next save. Their token is the first half of that in the name of the index's temporary
+file, which is there, and locked, for as long as they are being written (`atomic`).
 `blockfp.store` says what a quantized tensor looks like in a file. Its codes and scales are always in the same one.
 """
 
@@ -14,19 +16,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .array import QuantizedArray
-from .atomic import replacing
+from . import untrusted
+from .array import DTYPES, QuantizedArray
+from .atomic import being_written, remove_left_behind, replacing
 from .bits import dtype_name
+from .errors import BadFile
 
 if TYPE_CHECKING:
     from .modelfile import Entry, Model
@@ -52,8 +56,8 @@ def save(
         metadata: further strings for the file's header, by strings.
 
     Raises:
-        TypeError, ValueError: an argument that isn't what it should be. `blockfp.modelfile.BadFile` (a ValueError) names the
-            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's scales.
+        TypeError, ValueError: an argument that isn't what it should be. `blockfp.errors.BadFile` (a ValueError) names the
+            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -72,7 +76,7 @@ def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
         Arrays and quantized arrays by name.
 
     Raises:
-        blockfp.modelfile.BadFile: no such file, or one that is cut short, corrupt or of another kind.
+        blockfp.errors.BadFile: no such file, or one that is cut short, corrupt or of another kind.
         ImportError: the package safetensors is not installed.
     """
     return dict(read(Path(path)))
@@ -87,7 +91,7 @@ def write(
 ) -> None:
     """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
     from . import store
-    from .modelfile import BadFile, write_safetensors
+    from .modelfile import write_safetensors
 
     if path.suffix != ".safetensors":
         raise BadFile(path, "the name must end in .safetensors")
@@ -103,7 +107,11 @@ def write(
 
     def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in names:
-            for entry, part in zip(entries[name], _parts(tensors[name]), strict=True):
+            own, parts = entries[name], _parts(tensors[name])
+            if len(own) > len(parts):
+                # A quantized tensor's own name, under which there is nothing.
+                yield own[0].name, np.empty(own[0].shape, own[0].dtype)
+            for entry, part in zip(own[-len(parts) :], parts, strict=True):
                 yield entry.name, to_numpy(part)
 
     def write_one(target: Path, names: list[str]) -> None:
@@ -120,16 +128,23 @@ def write(
             write_one(path, list(entries))
         return
     files = _divided(entries, file_bytes)
-    token = secrets.token_hex(4)
-    targets = [path.with_name(f"{path.stem}-{token}-{i:05d}-of-{len(files):05d}.safetensors") for i in range(1, len(files) + 1)]
-    where = {e.name: target.name for names, target in zip(files, targets, strict=True) for name in names for e in entries[name]}
     total = sum(_size(parts) for parts in entries.values())
-    with _old_parts_removed(path, index, {target.name for target in targets}):
-        for names, target in zip(files, targets, strict=True):
-            write_one(target, names)
+    new: set[str] = set()
+    with _old_parts_removed(path, index, new):
         with replacing(index) as temporary:
+            token = _token(temporary.name.split(".")[-2])
+            called = [f"{path.stem}-{token}-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+            new.update(called)
+            for name, names in zip(called, files, strict=True):
+                write_one(path.with_name(name), names)
+            where = {e.name: name for name, names in zip(called, files, strict=True) for key in names for e in entries[key]}
             temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
         path.unlink(missing_ok=True)
+
+
+def _token(of_temporary: str) -> str:
+    """What the names of parts have in them, by the token of their index's temporary file."""
+    return of_temporary[:8]
 
 
 def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
@@ -152,7 +167,11 @@ def in_one_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
-    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then."""
+    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then.
+
+    At the beginning it removes parts that killed saves left.
+    """
+    _remove_orphans(path, index)
     before = _parts_named(path, index)
     try:
         yield
@@ -163,13 +182,33 @@ def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]
                 path.with_name(name).unlink(missing_ok=True)
 
 
+def _remove_orphans(path: Path, index: Path) -> None:
+    """Removes parts, whole or half written, that the index doesn't name and that no save is about to make it name."""
+    part = re.compile(rf"({re.escape(path.stem)}-([0-9a-f]{{8}})-\d{{5}}-of-\d{{5}}\.safetensors)")
+    half = re.compile(rf"\.{part.pattern}\.[0-9a-f]{{12}}\.tmp")
+    try:
+        there = [entry.name for entry in os.scandir(path.parent)]
+    except OSError:
+        return
+    for name in {match[1] for match in map(half.fullmatch, there) if match}:
+        remove_left_behind(path.with_name(name))
+    remove_left_behind(index)
+    under_way = set(map(_token, being_written(index)))
+    # Read after that: a save that ended in the meantime has made it name its parts.
+    standing = _parts_named(path, index)
+    for match in filter(None, map(part.fullmatch, there)):
+        if standing is not None and match[1] not in standing and match[2] not in under_way:
+            with suppress(OSError):
+                path.with_name(match[1]).unlink(missing_ok=True)
+
+
 def _parts_named(path: Path, index: Path) -> set[str] | None:
     """The parts of the model at `path` that its index names, called as parts are; None if it is not readable."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = set(untrusted.read_json(index)["weight_map"].values())
     except FileNotFoundError:
         return set()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     called = (str(name) for name in names)
     return {name for name in called if re.fullmatch(rf"{re.escape(path.stem)}-[^/]*\.safetensors", name)}
@@ -185,7 +224,7 @@ def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
 def open_whole(path: Path) -> Model:
     """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
     from . import store
-    from .modelfile import BadFile, open_model
+    from .modelfile import open_model
 
     if path.is_dir():
         path = path / "model.safetensors"
@@ -193,11 +232,13 @@ def open_whole(path: Path) -> Model:
     if path != index and (path.exists() or not index.exists()):
         return open_model(path)
     try:
-        where = json.loads(index.read_text())["weight_map"]
+        where = untrusted.read_json(index)["weight_map"]
         files = sorted(set(where.values()))
-        if any(not name or Path(name).name != name for name in files):
+        if not all(map(untrusted.is_plain_name, files)):
             raise ValueError("it names files outside its folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not all(name.endswith(".safetensors") for name in files):
+            raise ValueError("it names files that don't end in .safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
     model = store.together(index, [open_model(index.with_name(name)) for name in files])
     missing = sorted(set(where) - {tensor.name for tensor in model.tensors})
@@ -218,12 +259,14 @@ def _parts(tensor: Any) -> list[Any]:
 
 def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
     from . import store
-    from .modelfile import TAGS, BadFile, Entry
+    from .modelfile import TAGS, Entry
 
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
             raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
-        return store.quantized_entries(name, tuple(tensor.shape), tensor.format)
+        return store.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise BadFile(path, "it is a masked array, and a file has no masks: save its .filled(..) or its .data", name)
     if not hasattr(tensor, "dtype"):
         raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
     known = dtype_name(tensor)

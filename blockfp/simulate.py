@@ -1,31 +1,29 @@
 """Carries out plans on lists of NumPy arrays, one per rank: what the other executors are held against.
 
-Ranks learn of each other only through `max_reduce`, `all_gather` and `exchange`, which refuse what a real collective would
+Ranks learn of each other only through `max_reduce` and `all_gather`, which refuse what a real collective would
 refuse; everything else is a function of one rank's data and of the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from . import numerics
 from .bits import Array
-from .layout import pack, scales_shape, swap_matrix, unpack
+from .layout import pack, swap_matrix, unpack
 from .numerics import Amax, Quantized
 from .placement import Mesh, Region, Sharding
 from .rotation import rotate
 from .rounding import Key
 from .steps import (
     Dequantize,
-    Encode,
     Gather,
     Join,
     Plan,
     Quantize,
-    Reshard,
     Rotate,
     Step,
     Straddle,
@@ -35,7 +33,7 @@ from .steps import (
 
 
 class Local(NamedTuple):
-    """What one rank holds: values, or codes and scales, or values and the scales that belong to them."""
+    """What one rank holds: values, or codes and scales."""
 
     values: Array = None
     codes: Array = None
@@ -101,11 +99,6 @@ def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) ->
     return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
 
 
-def exchange(messages: Sequence[Mapping[int, list[np.ndarray]]], receivers: int) -> list[dict[int, list[np.ndarray]]]:
-    """What each of the receivers gets, by sender, of what each rank sends, by receiver."""
-    return [{sender: sent[to] for sender, sent in enumerate(messages) if to in sent} for to in range(receivers)]
-
-
 def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
     kinds = {(a.shape, a.dtype) for a in arrays}
     if len(kinds) > 1:
@@ -123,12 +116,8 @@ def _carry_out(step: Step, world: list[Local], options: _Options) -> list[Local]
             return _quantize(step, world, options)
         case Dequantize():
             return [_dequantize(step, local, rank, options) for rank, local in enumerate(world)]
-        case Encode():
-            return [_encode(step, local, rank) for rank, local in enumerate(world)]
         case Gather():
             return _gather(step, world)
-        case Reshard():
-            return _reshard(step, world)
 
 
 def _transpose(step: Transpose, local: Local, rank: int) -> Local:
@@ -201,13 +190,7 @@ def _dequantize(step: Dequantize, local: Local, rank: int, options: _Options) ->
     values = numerics.dequantize(
         local.codes, local.scales, local.tensor_scale, step.format, dtype, columns=region.shape[-1], origin=region.origin
     )
-    return Local(values, None, local.scales, local.tensor_scale) if step.keep_scales else Local(values)
-
-
-def _encode(step: Encode, local: Local, rank: int) -> Local:
-    origin = step.sharding.region(rank).origin
-    codes = numerics.encode(local.values, step.format, local.scales, local.tensor_scale, origin=origin)
-    return Local(None, codes, local.scales, local.tensor_scale)
+    return Local(values)
 
 
 def _gather(step: Gather, world: list[Local]) -> list[Local]:
@@ -249,45 +232,3 @@ def _join(chunks: list[np.ndarray], join: Join, dim: int) -> np.ndarray:
 def _join_codes(chunks: list[np.ndarray], join: Join, bits: int) -> np.ndarray:
     """Packed codes joined along their last axis, where a chunk may end inside a byte."""
     return pack(_join([unpack(chunk, bits, join.chunk) for chunk in chunks], join, -1), bits)
-
-
-def _reshard(step: Reshard, world: list[Local]) -> list[Local]:
-    format, source, target = step.format, step.source, step.target
-    bits = format.element.bits
-    receivers = range(target.mesh.size)
-    messages: list[dict[int, list[np.ndarray]]] = []
-    for sender, local in enumerate(world):
-        region = source.region(sender)
-        codes = unpack(local.codes, bits, region.shape[-1])
-        corner = tuple(grid_span(format, region, dim)[0] for dim in range(len(region.shape)))
-        sent: dict[int, list[np.ndarray]] = {}
-        for to in receivers:
-            parts = [pack(codes[_within(p.region, region.start)], bits) for p in step.codes(to) if p.source == sender]
-            parts += [local.scales[_within(p.region, corner)] for p in step.scales(to) if p.source == sender]
-            if format.scale.two_level and step.tensor_scale(to) == sender:
-                parts.append(local.tensor_scale)
-            if parts:
-                sent[to] = parts
-        messages.append(sent)
-    received = exchange(messages, target.mesh.size)
-    return [_put_together(step, rank, {sender: iter(parts) for sender, parts in received[rank].items()}) for rank in receivers]
-
-
-def _put_together(step: Reshard, rank: int, received: Mapping[int, Iterator[np.ndarray]]) -> Local:
-    """One rank's codes and scales from what each sender sent it, in the order of the pieces."""
-    format, region = step.format, step.target.region(rank)
-    codes = np.zeros(region.shape, np.uint8)
-    for piece in step.codes(rank):
-        part = next(received[piece.source])
-        codes[_within(piece.region, region.start)] = unpack(part, format.element.bits, piece.region.shape[-1])
-    scales = np.zeros(scales_shape(region.shape, format, region.origin), format.scale.dtype)
-    corner = tuple(grid_span(format, region, dim)[0] for dim in range(len(region.shape)))
-    for piece in step.scales(rank):
-        scales[_within(piece.region, corner)] = next(received[piece.source])
-    tensor = next(received[step.tensor_scale(rank)]) if format.scale.two_level else None
-    return Local(None, pack(codes, format.element.bits), scales, tensor)
-
-
-def _within(region: Region, start: Sequence[int]) -> tuple[slice, ...]:
-    """The index of a box in an array whose first element lies at `start`."""
-    return Region(tuple(a - b for a, b in zip(region.start, start, strict=True)), region.shape).slices

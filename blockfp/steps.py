@@ -114,28 +114,14 @@ class Dequantize:
         format: what the codes are in.
         sharding: how they lie.
         dtype: dtype of the values, or None for the array's nominal one.
-        keep_scales: whether the scales stay beside the values, to encode with them later.
     """
 
     format: Format
     sharding: Sharding
     dtype: str | None = None
-    keep_scales: bool = False
 
     def __str__(self) -> str:
-        kept = ", scales kept" if self.keep_scales else ""
-        return f"dequantize {self.format} to {self.dtype or 'the nominal dtype'}{kept}"
-
-
-@dataclass(frozen=True)
-class Encode:
-    """Values to codes with the scales that came along (`numerics.encode`), which gives the codes back that they were."""
-
-    format: Format
-    sharding: Sharding
-
-    def __str__(self) -> str:
-        return f"encode to {self.format} with the scales carried along"
+        return f"dequantize {self.format} to {self.dtype or 'the nominal dtype'}"
 
 
 @dataclass(frozen=True)
@@ -260,90 +246,7 @@ class Gather:
         return text + (", codes joined across bytes" if self.unpacks else "")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box that one rank sends to another.
-
-    Attributes:
-        source: rank of the source mesh.
-        region: the box, counted in the unsharded array's elements (of codes) or in its whole scale grid (of scales).
-    """
-
-    source: int
-    region: Region
-
-
-@dataclass(frozen=True)
-class Reshard:
-    """Codes and scales from one sharding to another, piece by piece; nothing is decoded.
-
-    Attributes:
-        format: of the codes.
-        source: how they lie now.
-        target: how they are to lie, on the same or another mesh.
-    """
-
-    format: Format
-    source: Sharding
-    target: Sharding
-
-    def codes(self, rank: int) -> tuple[Piece, ...]:
-        """The boxes of elements that `rank` of the target mesh gets. Where columns are packed, codes are cut out, not bytes."""
-        region = self.target.region(rank)
-        wanted = [(start, start + size) for start, size in zip(region.start, region.shape, strict=True)]
-        owned = [{r: (s, s + n) for r, (s, n) in self.source.spans(dim).items()} for dim in range(len(region.shape))]
-        return self._pieces(rank, wanted, owned)
-
-    def scales(self, rank: int) -> tuple[Piece, ...]:
-        """The boxes of scales that `rank` of the target mesh gets: a block on several ranks comes whole, from the first."""
-        region = self.target.region(rank)
-        if self.format.block is None:
-            return (Piece(self.tensor_scale(rank), Region((0,) * len(region.shape), (1,) * len(region.shape))),)
-        wanted, owned = [], []
-        for dim in range(len(region.shape)):
-            first, count = grid_span(self.format, region, dim)
-            wanted.append((first, first + count))
-            block = block_length(self.format, self.source, dim)
-            spans, seen = {}, 0
-            for holder, (start, size) in self.source.spans(dim).items():
-                spans[holder] = (max(start // block, seen), -(-(start + size) // block))
-                seen = spans[holder][1]
-            owned.append(spans)
-        return self._pieces(rank, wanted, owned)
-
-    def tensor_scale(self, rank: int) -> int:
-        """The rank of the source mesh whose per-tensor scale `rank` takes: its own, else that of the first with data."""
-        regions = self.source.regions
-        if rank < len(regions) and not regions[rank].empty:
-            return rank
-        return next((r for r, region in enumerate(regions) if not region.empty), 0)
-
-    def _pieces(self, rank: int, wanted: list[tuple[int, int]], owned: list[dict[int, tuple[int, int]]]) -> tuple[Piece, ...]:
-        """The intersections of a box with the boxes that the source ranks own, per axis (start, stop) by rank."""
-        boxes: list[tuple[dict[str, int], tuple[int, ...], tuple[int, ...]]] = [({}, (), ())]
-        mesh = self.source.mesh
-        for dim, (low, high) in enumerate(wanted):
-            cut = [(r, max(low, start), min(high, stop)) for r, (start, stop) in owned[dim].items()]
-            boxes = [
-                (places | {n: mesh.coordinate(r)[mesh.axis(n)] for n in self.source.order(dim)}, (*start, a), (*shape, b - a))
-                for places, start, shape in boxes
-                for r, a, b in cut
-                if a < b
-            ]
-        return tuple(Piece(self._holder(rank, places), Region(start, shape)) for places, start, shape in boxes)
-
-    def _holder(self, rank: int, places: dict[str, int]) -> int:
-        """A source rank at these places of the cutting axes: the receiver if it can be, else the replicas in turn."""
-        mesh = self.source.mesh
-        base = mesh.rank([places.get(name, 0) for name in mesh.names])
-        replicas = mesh.group(base, [name for name in mesh.names if name not in places])
-        return rank if rank in replicas else replicas[rank % len(replicas)]
-
-    def __str__(self) -> str:
-        return f"send the pieces of codes and scales from {self.source} to {self.target}"
-
-
-Step = Transpose | Rotate | Quantize | Dequantize | Encode | Gather | Reshard
+Step = Transpose | Rotate | Quantize | Dequantize | Gather
 
 
 @dataclass(frozen=True)

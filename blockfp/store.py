@@ -2,7 +2,8 @@
 
 A tensor NAME of the original becomes
 
-    NAME               the codes, U8 [..., rows, bytes]
+    NAME               nothing: the original's dtype, but of shape [0, *shape], which no reader of plain weights takes
+    NAME_codes         the codes, U8 [..., rows, bytes]
     NAME_scale         the scales, U8 or F32, one for each block
     NAME_tensor_scale  F32, shape (), for NVFP4 only
 
@@ -20,11 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from . import layout
+from . import layout, untrusted
 from .array import DTYPES, QuantizedArray, quantize
 from .atomic import replacing
+from .errors import BadFile
 from .formats import Format
-from .modelfile import METADATA, TAGS, BadFile, Entry, Model, Tensor, write_safetensors
+from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
+from .parts import SUFFIXES, no_values
 
 KEY = "blockfp"
 VERSION = 1
@@ -48,7 +51,7 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
             _check_storable(model, tensor)
             entries.append(Entry(tensor.name, tensor.dtype, tensor.shape))
             continue
-        entries += quantized_entries(tensor.name, tensor.shape, format)
+        entries += quantized_entries(tensor.name, tensor.shape, tensor.dtype, format)
         described[tensor.name] = {"format": format.name, "shape": list(tensor.shape), "dtype": tensor.dtype.name}
     check_names(model.path, entries)
 
@@ -58,7 +61,8 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
                 yield tensor.name, tensor.read()
             else:
                 q = quantize(tensor.read(), format)
-                for entry, part in zip(quantized_entries(tensor.name, tensor.shape, format), _parts(q), strict=True):
+                entries = quantized_entries(tensor.name, tensor.shape, tensor.dtype, format)
+                for entry, part in zip(entries, _parts(q), strict=True):
                     yield entry.name, part
             done(tensor)
 
@@ -130,19 +134,21 @@ def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored
     return quantized, {name: tensor for name, tensor in tensors.items() if name not in taken}
 
 
-def quantized_entries(name: str, shape: tuple[int, ...], format: Format) -> list[Entry]:
-    """What a quantized tensor consists of in a file."""
+def quantized_entries(name: str, shape: tuple[int, ...], dtype: np.dtype, format: Format) -> list[Entry]:
+    """What a quantized tensor consists of in a file: what stands under its name, codes, scales, and maybe a tensor scale."""
     entries = [
-        Entry(name, np.dtype(np.uint8), layout.codes_shape(shape, format)),
-        Entry(f"{name}_scale", np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
+        Entry(name, dtype, no_values(shape)),
+        Entry(name + SUFFIXES["codes"], np.dtype(np.uint8), layout.codes_shape(shape, format)),
+        Entry(name + SUFFIXES["scales"], np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
     ]
     if format.scale.two_level:
-        entries.append(Entry(f"{name}_tensor_scale", np.dtype(np.float32), ()))
+        entries.append(Entry(name + SUFFIXES["tensor_scale"], np.dtype(np.float32), ()))
     return entries
 
 
 def _parts(q: QuantizedArray) -> list[np.ndarray]:
-    return [q.codes, q.scales] if q.tensor_scale is None else [q.codes, q.scales, np.asarray(q.tensor_scale)]
+    parts = [np.empty(no_values(q.shape), q.dtype), q.codes, q.scales]
+    return parts if q.tensor_scale is None else [*parts, np.asarray(q.tensor_scale)]
 
 
 def _check_storable(model: Model, tensor: Tensor) -> None:
@@ -157,7 +163,7 @@ def check_names(path: Path, entries: list[Entry]) -> None:
         if not isinstance(entry.name, str) or entry.name == METADATA:
             raise BadFile(path, f"a name must be a string other than {METADATA!r}", entry.name)
         if entry.name in names:
-            raise BadFile(path, "its name is needed for the scales of another tensor", entry.name)
+            raise BadFile(path, "its name is needed for the codes or scales of another tensor", entry.name)
         names.add(entry.name)
 
 
@@ -165,9 +171,9 @@ def _description(model: Model) -> dict[str, dict]:
     if KEY not in model.metadata:
         raise BadFile(model.path, "is not quantized by blockfp (its metadata has no 'blockfp')")
     try:
-        description = json.loads(model.metadata[KEY])
-        version, tensors = description["version"], dict(description["tensors"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        description = untrusted.parse_json(model.metadata[KEY].encode(), "it")
+        version, tensors = description["version"], dict(description["tensors"].items())
+    except Exception as error:
         raise BadFile(model.path, f"its metadata 'blockfp' is not what blockfp writes: {error!r}") from error
     if version != VERSION:
         raise BadFile(model.path, f"is of version {version}; this blockfp reads version {VERSION}")
@@ -180,15 +186,16 @@ class _Stored:
     def __init__(self, model: Model, tensors: dict[str, Tensor], name: str, what: dict):
         try:
             self.format = Format.parse(what["format"])
-            self.shape = tuple(int(size) for size in what["shape"])
-            self.dtype = str(what["dtype"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.shape = tuple(what["shape"])
+            self.dtype = what["dtype"]
+            fits = self.dtype in DTYPES and len(self.shape) >= 2 and all(map(untrusted.is_size, self.shape))
+        except Exception as error:
             raise BadFile(model.path, f"its description in the metadata is wrong: {error}", name) from error
-        if self.dtype not in DTYPES or len(self.shape) < 2:
+        if not fits:
             raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
         self.keys: list[str] = []
         self._tensors: list[Tensor] = []
-        for entry in quantized_entries(name, self.shape, self.format):
+        for entry in quantized_entries(name, self.shape, DTYPES[self.dtype], self.format):
             tensor = tensors.get(entry.name)
             found = "missing" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
             if tensor is None or (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
@@ -199,6 +206,6 @@ class _Stored:
             self._tensors.append(tensor)
 
     def read(self) -> QuantizedArray:
-        codes, scales, *tensor_scale = (tensor.read() for tensor in self._tensors)
+        codes, scales, *tensor_scale = (tensor.read() for tensor in self._tensors[1:])
         columns, dtype = self.shape[-1], DTYPES[self.dtype]
         return QuantizedArray(codes, scales, tensor_scale[0] if tensor_scale else None, self.format, columns, dtype)

@@ -7,7 +7,7 @@ weights, under FSDP2 too.
 
 from .torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
-from .torch_backend.linear.delayed import update_scales
+from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import observe
 from .torch_backend.linear.recompute import keep_products
@@ -56,4 +56,5 @@ __all__ = [
     "save_checkpoint",
     "summary",
     "update_scales",
+    "update_scales_after",
 ]

@@ -141,7 +141,7 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
         name, local = key.removesuffix(".weight"), p.to_local()
         tensors[name] = weights[key]
         if isinstance(local, bfp.QuantizedTensor):
-            parts = weights[key], weights[f"{key}_scale"], weights.get(f"{key}_tensor_scale")
+            parts = weights[f"{key}_codes"], weights[f"{key}_scale"], weights.get(f"{key}_tensor_scale")
             tensors[name] = bfp.QuantizedTensor.from_parts(*parts, format=local.format, columns=p.shape[-1], dtype=local.dtype)
         state = states["state"][key]
         tensors |= {f"{kind}.{name}": state[own] for own, kind in KINDS.items() if own in state}

@@ -141,7 +141,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
     mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
     text, held_out = byte_text.read_text()
     rates = jnp.asarray([byte_text.learning_rate(step, options.steps) for step in range(options.steps)])
-    optimizer = bfp.adamw(lambda step: rates[step], (0.9, 0.95), weight_decay=0.1)
+    optimizer = bfp.adamw(lambda step: rates[step], b2=0.95, weight_decay=0.1)
     resume = None if options.resume is None else byte_text.saved(options.resume, recipe)
     params, state, scaling, random = start(config, recipe, options.seed, optimizer, mesh, resume)
     steps = range(options.steps) if resume is None else byte_text.steps_left(int(state.inner.step), options, resume)

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 BASELINE = "bf16"
+SMOOTHED = 10
+"""Steps of which the plotted differences are the mean: single batches scatter by more than recipes differ."""
 
 
 def show(results: Sequence[Path], plot: Path | None = None) -> None:
@@ -58,25 +60,35 @@ def _table(found: Sequence[dict]) -> Table:
 
 
 def _plot(found: Sequence[dict], path: Path) -> None:
+    """Losses on the left; on the right, where recipes can be told apart, their differences from bf16 in the same framework."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, (losses, differences) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     recipes = list(dict.fromkeys(run["recipe"] for each in found for run in each["runs"]))
+    baselines = {each["framework"]: run["losses"] for each in found for run in each["runs"] if run["recipe"] == BASELINE}
     # Curves of the same recipe all but coincide: the later ones are drawn thinner, on top, and the first shows through.
     for each, style, width in zip(found, ("-", "--", ":", "-."), (2.4, 1.2, 1.2, 1.2), strict=False):
         for run in each["runs"]:
             first = run["first_step"]
             label = f"{run['recipe']}, {each['framework'].split()[0]}" + (f" from step {first}" if first else "")
-            steps = range(first, first + len(run["losses"]))
-            axes.plot(
-                steps, run["losses"], style, color=f"C{recipes.index(run['recipe'])}", label=label, linewidth=width, alpha=0.7
-            )
-    axes.set(xlabel="step", ylabel="training loss, nats a byte", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8, ncols=len(found))
+            color = f"C{recipes.index(run['recipe'])}"
+            options = {"linestyle": style, "color": color, "label": label, "linewidth": width, "alpha": 0.7}
+            losses.plot(range(first, first + len(run["losses"])), run["losses"], **options)
+            baseline = baselines.get(each["framework"], [])[first:]
+            if run["recipe"] != BASELINE and baseline:
+                ratios = [loss / plain - 1 for loss, plain in zip(run["losses"], baseline, strict=False)]
+                means = [sum(ratios[i : i + SMOOTHED]) / SMOOTHED for i in range(len(ratios) - SMOOTHED + 1)]
+                start = first + SMOOTHED // 2
+                differences.plot(range(start, start + len(means)), [100 * mean for mean in means], **options)
+    losses.set(xlabel="step", ylabel="training loss, nats a byte", yscale="log")
+    differences.set(xlabel="step", ylabel=f"% above {BASELINE} in the same framework (mean of {SMOOTHED} steps)")
+    differences.axhline(0, color=f"C{recipes.index(BASELINE)}" if BASELINE in recipes else "black", linewidth=1)
+    for axes in (losses, differences):
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -42,7 +42,11 @@ def save(
         path: name of the file, ending in .safetensors.
         tree: the arrays.
         file_bytes, metadata: as for `blockfp.save`.
+
+    Raises:
+        ValueError: an array of which this process sees a part, or two leaves of one path; the message names it.
     """
+    check_visible(tree)
     tensors = {}
     for where, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized):
         for name, array in _matrices(path_name(where), unshard_params(leaf)):
@@ -50,6 +54,16 @@ def save(
                 raise ValueError(f"two leaves have the same path, {name!r}, once it is written with dots")
             tensors[name] = array
     saving.write(Path(path), tensors, np.asarray, file_bytes, metadata or {})
+
+
+def check_visible(tree: Any) -> None:
+    """Raises ValueError, naming the path, where this process sees parts of an array only."""
+    for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            raise ValueError(
+                f"{path_name(where)} lies on devices of several processes, of which each sees its own part: save it with Orbax, "
+                "whose checkpoints load on any mesh, or gather it first (jax.experimental.multihost_utils.process_allgather)"
+            )
 
 
 def load(path: str | PathLike[str], like: Any = None) -> Any:

@@ -3,9 +3,40 @@
 from typing import NamedTuple
 
 import torch
+from blockfp.torch_backend.linear.linear import LinearState
 
 import blockfp.torch as bfp
 from blockfp import numerics, recipes, rotation, rounding
+from blockfp.recipes import Cast
+
+
+SCALES = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
+
+MIXED = {
+    "high-precision backward": {"gradient": Cast(None), "input_columnwise": Cast(None), "weight_columnwise": Cast(None)},
+    "high-precision weight": {"weight": Cast(None)},
+    "weight quantized in dgrad only": {"weight": Cast(None), "weight_columnwise": Cast("mxfp8_e4m3")},
+    "one-dimensional weight": {"weight": Cast("mxfp8_e4m3")},
+    "formats by direction": {"input": Cast("mxfp8_e4m3"), "input_columnwise": Cast("nvfp4")},
+    "stochastic one way": {"gradient": Cast("mxfp8_e4m3", stochastic=True), "gradient_columnwise": Cast("mxfp8_e4m3")},
+    "rotated per tensor": {
+        "input_columnwise": Cast("fp8_e4m3", rotate=True),
+        "gradient_columnwise": Cast("fp8_e5m2", rotate=True),
+        "input": Cast("fp8_e4m3"),
+        "gradient": Cast("fp8_e5m2"),
+    },
+    "integers": {"input": Cast("mxint8"), "gradient": Cast("fp8_e5m2_1x128_fp32")},
+}
+
+
+def values(shape, seed, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def state_of(recipe):
+    if recipe.delayed is None:
+        return None
+    return LinearState(torch.zeros(4), SCALES["input_scale"].clone(), torch.zeros(4), SCALES["gradient_scale"].clone())
 
 
 class Result(NamedTuple):

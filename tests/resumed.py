@@ -3,8 +3,8 @@
 import torch
 from blockfp.torch_backend.optimizer import optimizer_state
 from blockfp.torch_backend.quantized_tensor import sharding
-from blockfp.torch_backend.weights.loading import accept_high_precision
-from blockfp.torch_backend.weights.state_dict import placed, save_in_parts
+from blockfp.torch_backend.weights.module_state import InParts, keep_in_parts
+from blockfp.torch_backend.weights.state_dict import placed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +25,7 @@ MESHES = {
 }
 
 
-class Layer(nn.Module):
+class Layer(InParts):
     """A quantized weight and what else a layer keeps."""
 
     keep_init = True
@@ -38,8 +38,7 @@ class Layer(nn.Module):
         self.register_buffer("input_scale", values((1,), seed + 2))
         self.register_buffer("rng_key", torch.tensor([seed, 2**32 - 1 - seed]))
         self.register_buffer("step", torch.tensor(seed))
-        save_in_parts(self)
-        accept_high_precision(self)
+        keep_in_parts(self)
 
 
 def values(shape, seed):

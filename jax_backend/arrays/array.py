@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax
+import jax.export
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp import checks, numerics
+from blockfp import checks, layout, numerics
 from blockfp.array import DTYPES
 from blockfp.formats import Format
 from blockfp.placement import Sharding
+from blockfp.refusals import NoValues
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
-from . import plain_grad
+from ..implementations.carriers import Watch, carrier_of, is_carrier
+from ..implementations.derivatives import straight_through, without_gradient
+from . import callers, flax_state, identity, plain_grad
+from .views import stored, view_codes, view_scales
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(NoValues):
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
 
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
     because JAX rebuilds trees with placeholders in them: `from_parts` does.
 
-    Codes are integers and carry no gradient. `value_and_grad` and `grad` of this package differentiate with respect to
-    quantized arrays: they put zeros beside the codes (`tangent`), which take the gradient across every boundary. Without
-    them gradients are straight-through within one trace, where `quantize(x, ...).dequantize()` has the derivative of x; an
-    array that was quantized outside is a constant then.
+    Derivatives are straight-through: those of the array that was quantized, at every order, in reverse and forward mode. Codes
+    are integers and have none, so a carrier stands beside them, which has no bytes (`tangent`): wherever the array is known
+    to be differentiated, and under `value_and_grad` and `grad` of this package. Where JAX traces a function by itself (jit,
+    checkpoint, scan, ..) that isn't known yet: the array has its derivative in that function, and codes that leave it raise
+    TypeError when they are differentiated, unless `with_carrier` went before. An array that was quantized outside is a constant.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`.
         columns: length of the last axis, which packing hides; the only length that is static.
@@ -42,7 +50,7 @@ class QuantizedArray:
         origin: (row, column) of the first element in the unsharded matrix.
         sharding: how the unsharded array lies on a mesh, or None. With one, the parts are what a rank stores inside shard_map
             (see `sharded`), all ranks' one after another outside, and `origin` is not used.
-        tangent: zeros of the array's shape and dtype whose cotangent is its gradient; None but under `value_and_grad`.
+        tangent: the carrier of the derivative, of the array's shape; None where nothing is differentiated.
     """
 
     codes: jax.Array
@@ -55,9 +63,17 @@ class QuantizedArray:
     sharding: Sharding | None = None
     tangent: jax.Array | None = None
 
-    # The traced array that was quantized, set on instances. It is no leaf: a leaf would keep the original alive and would
-    # have to be stored, which is what quantizing is there to avoid.
-    _source: ClassVar[jax.Array | None] = None
+    # The carrier of an array of which it isn't known whether it is differentiated, and who watches that; set on instances. It
+    # is no leaf, so that arrays that were made under jit are made like others.
+    _unsettled: ClassVar[tuple[jax.Array, Watch] | None] = None
+
+    _remedy: ClassVar[str] = (
+        "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
+        "optax's optimizers take quantized parameters"
+    )
+
+    def __post_init__(self):
+        flax_state.register(QuantizedArray)
 
     @classmethod
     def from_parts(
@@ -74,8 +90,8 @@ class QuantizedArray:
         """A quantized array of codes and scales that are already there, checked.
 
         Args:
-            codes: uint8 [..., rows, bytes].
-            scales: uint8 or float32, as the format stores them, one for each block.
+            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
+            scales: as the format stores them, one for each block, or as `view_scales` gives them.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis.
@@ -87,22 +103,42 @@ class QuantizedArray:
             ValueError: a shape doesn't fit, or the format is not known.
         """
         format = Format.parse(format)
+        codes, scales = stored(codes, scales, format)
         checks.check_place(columns, origin)
         numerics.check_codes(codes, columns, format)
         numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         dtype = np.dtype(dtype)
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        scales, tensor_scale = (_constant(part) for part in (scales, tensor_scale))
         return cls(codes, scales, tensor_scale, format, columns, dtype, origin)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that was quantized."""
+        """Shape of the array that was quantized.
+
+        Raises:
+            ValueError: an axis of something else stands where the columns were.
+        """
+        stored = layout.packed_columns(self.columns, self.format.element.bits)
+        if self.sharding is None and self.codes.shape[-1] != stored:
+            raise ValueError(self._misfit)
         return (*self.codes.shape[:-1], self.columns)
 
     @property
     def ndim(self) -> int:
         return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """How many elements the array that was quantized has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
 
     @property
     def mT(self) -> QuantizedArray:
@@ -111,16 +147,84 @@ class QuantizedArray:
         Raises:
             ValueError: the blocks are not square.
         """
+        self._check_whole()
         codes, scales = ops.transpose(self.codes, self.scales, format=self.format, columns=self.columns)
         rows, origin = self.codes.shape[-2], (self.origin[1], self.origin[0])
         sharding = None if self.sharding is None else self.sharding.transposed()
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
-        return flipped if self.carrier is None else flipped._with_source(self.carrier.mT)
+        if self.tangent is not None:
+            return flipped.replace(tangent=jnp.swapaxes(self.tangent, -1, -2))
+        if self._unsettled is None:
+            return flipped
+        carrier, watch = self._unsettled
+        return flipped._with_unsettled(jnp.swapaxes(carrier, -1, -2), watch)
+
+    @property
+    def T(self) -> QuantizedArray:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
 
     @property
     def carrier(self) -> jax.Array | None:
-        """The array whose cotangent is this one's gradient: the tangent, or what was quantized in this trace; or None."""
-        return self._source if self.tangent is None else self.tangent
+        """What has the derivative of the array that was quantized, where that may have one; or None."""
+        if self.tangent is not None or self._unsettled is None:
+            return self.tangent
+        return self._unsettled[0]
+
+    def with_carrier(self) -> QuantizedArray:
+        """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
+
+        What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
+        `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
+
+        Example:
+            >>> pack = jax.jit(lambda x: bfp.quantize(x, "mxfp8_e4m3").with_carrier())
+            >>> jax.grad(lambda x: pack(x).dequantize().sum())(x)
+        """
+        if self.tangent is not None:
+            return self
+        if self._unsettled is None:
+            zeros = jnp.zeros_like(self.codes, dtype=self.dtype, shape=self.shape)
+            return self.replace(tangent=carrier_of(zeros))
+        carrier, watch = self._unsettled
+        watch.live = True
+        return replace(self, tangent=carrier)
+
+    def without_carrier(self) -> QuantizedArray:
+        """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
+        return replace(self, tangent=None)
+
+    def view_codes(self) -> jax.Array:
+        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+
+        float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
+        copy; float4_e2m1fn is unpacked.
+
+        Raises:
+            TypeError: 6-bit elements, which JAX has no dtype for.
+            ValueError: this is stored in parts for a mesh.
+        """
+        self._check_view()
+        return view_codes(self.codes, self.columns, self.format)
+
+    def view_scales(self) -> jax.Array:
+        """The scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+
+        Raises:
+            ValueError: this is stored in parts for a mesh.
+        """
+        self._check_view()
+        return view_scales(self.scales, self.format)
+
+    def _check_view(self) -> None:
+        if self.sharding is not None:
+            raise ValueError("what ranks store of an array is not the array: view that of blockfp.jax.unshard_params")
+        self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
         """The values, rounded once to `dtype` (default: the original's).
@@ -139,6 +243,7 @@ class QuantizedArray:
                 f"a stack of {self.format} arrays, each with its own scale per tensor, can't be dequantized at once "
                 f"(shape {self.shape}): use jax.vmap(lambda q: q.dequantize())"
             )
+        self._check_whole()
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
         if self.sharding is not None:
             from . import sharded
@@ -155,22 +260,44 @@ class QuantizedArray:
                 origin=self.origin,
                 choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
             )
-        return values if self.carrier is None else ops.straight_through(values, self.carrier)
+        return values if self.carrier is None else straight_through(values, self.carrier)
+
+    def _check_whole(self) -> None:
+        """Raises ValueError where codes or scales don't fit the format: vmap and shard_map put axes where they are told to."""
+        if self.sharding is None and not self.format.per_tensor:
+            expected = layout.scales_shape(self.shape, self.format, self.origin)
+            if self.scales.shape != expected:
+                raise ValueError(f"{self._misfit}: scales of {self.shape} have shape {expected}")
+
+    @property
+    def _misfit(self) -> str:
+        return (
+            f"codes {self.codes.shape} and scales {self.scales.shape} of {self.format} with {self.columns} columns don't fit; vmap "
+            "takes and gives axes in front of the last two (out_axes=0), and shard_params cuts"
+        )
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
-        return replace(self, **changes)
+        changed = replace(self, **changes)
+        if self._unsettled is None or changed.tangent is not None:
+            return changed
+        return changed._with_unsettled(*self._unsettled)
 
-    def _with_source(self, source: jax.Array) -> QuantizedArray:
-        object.__setattr__(self, "_source", source)
+    def _with_unsettled(self, carrier: jax.Array, watch: Watch) -> QuantizedArray:
+        object.__setattr__(self, "_unsettled", (carrier, watch))
         return self
+
+    def _escapes(self) -> None:
+        if self._unsettled is not None and self.tangent is None:
+            self._unsettled[1].escaped = True
 
     def __repr__(self) -> str:
         # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
         if not hasattr(self.codes, "shape"):
             return f"QuantizedArray({self.format}, codes={self.codes!r}, scales={self.scales!r})"
         where = "" if self.sharding is None else f", sharding={self.sharding}"
-        return f"QuantizedArray({self.format}, shape={self.shape}, dtype={self.dtype}{where})"
+        shape = (*self.codes.shape[:-1], self.columns)
+        return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype}{where})"
 
 
 def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
@@ -178,36 +305,71 @@ def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
+def _constant(scales):
+    if scales is None or not jnp.issubdtype(scales.dtype, jnp.floating):
+        return scales
+    return without_gradient(
+        scales, "scales given to from_parts have no gradient: multiply with them, or pass jax.lax.stop_gradient(scales)"
+    )
+
+
+def carried(q: QuantizedArray, x) -> QuantizedArray:
+    """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
+    q = q.without_carrier()
+    if not isinstance(x, Tracer):
+        return q
+    watch = Watch()
+    carrier = carrier_of(x, watch)
+    watch.made()
+    return q.replace(tangent=carrier) if watch.live else q._with_unsettled(carrier, watch)
+
+
 def is_quantized(leaf: object) -> bool:
     """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
     return isinstance(leaf, QuantizedArray)
 
 
-_LEAVES = ("codes", "scales", "tensor_scale", "tangent")
+_REST = ("scales", "tensor_scale", "tangent")
 
 
 def _flatten(q: QuantizedArray):
     plain_grad.refuse()
-    return (q.codes, q.scales, q.tensor_scale, q.tangent), (q.format, q.columns, q.dtype, q.origin, q.sharding)
+    q._escapes()
+    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
+    caller = callers.known()
+    if caller is callers.OPTAX_ZEROS:
+        return (jax.ShapeDtypeStruct(q.shape, q.dtype),), None
+    return ((identity.to_leaf(static), *leaves) if caller is callers.EQUINOX_FILE else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
-    return tuple((GetAttrKey(name), getattr(q, name)) for name in _LEAVES), (
-        q.format,
-        q.columns,
-        q.dtype,
-        q.origin,
-        q.sharding,
-    )
+    q._escapes()
+    static = identity.of(q)
+    keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
+    if callers.known() is callers.EQUINOX_FILE:
+        keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
+    return tuple(keyed), static
 
 
-def _unflatten(static, leaves) -> QuantizedArray:
-    codes, scales, tensor_scale, tangent = leaves
+def _unflatten(static: identity.Static | None, leaves):
+    if static is None:
+        return leaves[0]
+    *said, codes, scales, tensor_scale, tangent = leaves
+    for leaf in said:
+        identity.check_leaf(leaf, static)
     format, columns, dtype, origin, sharding = static
+    # Of an array that isn't traced (any more), or a shape, nothing is differentiated.
+    tangent = None if is_carrier(tangent) and not isinstance(tangent, Tracer) else tangent
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
+jax.export.register_pytree_node_serialization(
+    QuantizedArray,
+    serialized_name="blockfp.jax.QuantizedArray",
+    serialize_auxdata=identity.to_bytes,
+    deserialize_auxdata=identity.of_bytes,
+)
 
 
 def quantize(
@@ -242,8 +404,7 @@ def quantize(
     numerics.check_input(x)
     format = Format.parse(format)
     choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
-    q = of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x)
-    return q._with_source(x) if isinstance(x, Tracer) else q
+    return carried(of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x), x)
 
 
 def fake_quantize(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from blockfp import plans
@@ -23,6 +24,8 @@ from blockfp.placement import Mesh, Sharding
 from blockfp.rounding import Key, fold_in
 
 from ..implementations import ops
+from ..implementations.carriers import carrier_of
+from ..implementations.derivatives import attach, linear_map
 from ..implementations.replication import axis_index, varying
 from . import sharded
 from .array import QuantizedArray, quantize
@@ -88,28 +91,25 @@ def _gather_weight(x: QuantizedArray, axes: tuple[str, ...], format, columnwise:
     return _with_gradient(sharded.as_array(local, x.format, whole.target, x.dtype), x.carrier, plan, columnwise)
 
 
-def _with_gradient(q: QuantizedArray, carrier: jax.Array | None, plan: plans.Plan, columnwise: bool) -> QuantizedArray:
-    """q, whose gradient goes to `carrier`, the array that was gathered."""
-    if carrier is None:
+def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise: bool) -> QuantizedArray:
+    """q, whose gradient goes to what was gathered: `source`, or what that is the carrier of."""
+    if not isinstance(source, Tracer):
         return q
-    tangent: Any = _zeros_behind_gather(plan, q.shape[::-1] if columnwise else q.shape, carrier)
-    return q.replace(tangent=tangent.mT if columnwise else tangent)
+    # Made of the codes, so that it varies over the mesh axes that they do.
+    shape = q.shape[::-1] if columnwise else q.shape
+    whole = jnp.zeros_like(q.codes, dtype=q.dtype, shape=shape)
+    like = [jax.typeof(whole)]
 
+    def rule(_, carrier, tangent):
+        return linear_map(forward, lambda _, __, cotangents: sharded.scatter_sum(cotangents[0], plan), (), tangent, like)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _zeros_behind_gather(plan: plans.Plan, shape: tuple[int, ...], carrier: jax.Array) -> jax.Array:
-    return jnp.zeros_like(carrier, shape=shape)
+    def forward(_, tangent):
+        raise NotImplementedError(
+            "a gathered weight has gradients in reverse mode alone: take jvp, jacfwd or a second derivative of unsharded weights"
+        )
 
-
-def _zeros_fwd(plan, shape, carrier):
-    return jnp.zeros_like(carrier, shape=shape), None
-
-
-def _zeros_bwd(plan, shape, _, cotangent):
-    return (sharded.scatter_sum(cotangent, plan),)
-
-
-_zeros_behind_gather.defvjp(_zeros_fwd, _zeros_bwd)
+    gathered = attach(carrier_of(whole), (), carrier_of(source), rule)
+    return q.replace(tangent=jnp.swapaxes(gathered, -1, -2) if columnwise else gathered)
 
 
 def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:

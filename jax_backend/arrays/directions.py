@@ -11,7 +11,8 @@ from blockfp.formats import Format
 from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
-from .array import QuantizedArray, of_parts
+from ..implementations.turning import turn
+from .array import QuantizedArray, carried, of_parts
 
 
 def quantize_columnwise(
@@ -31,7 +32,7 @@ def quantize_columnwise(
         rotate: apply the random Hadamard transform to x.mT along its last axis first.
 
     Returns:
-        The quantized x.mT, [..., columns, rows]; its gradient is straight-through, where nothing is rotated.
+        The quantized x.mT, [..., columns, rows]; its gradient is straight-through.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `quantize`.
@@ -39,7 +40,10 @@ def quantize_columnwise(
     format = _checked(x, format)
     choice = implementations.choose(implementation, "columnwise", format, stochastic=key is not None, rotate=rotate)
     parts = ops.quantize_columnwise(x, ops.key_array(key), format=format, choice=choice, rotate=rotate)
-    return _array(parts, format, x.mT, None if rotate else x)
+    q = of_parts(parts, format, x.mT)
+    if not isinstance(x, Tracer):
+        return q
+    return carried(q, turn(x.mT) if rotate else x.mT)
 
 
 def quantize_both(
@@ -58,7 +62,7 @@ def quantize_both(
     format = _checked(x, format)
     choice = implementations.choose(implementation, "both", format)
     row, column = ops.quantize_both(x, format=format, choice=choice)
-    return _array(row, format, x, x, transposed=False), _array(column, format, x.mT, x)
+    return carried(of_parts(row, format, x), x), carried(of_parts(column, format, x.mT), x.mT)
 
 
 def _checked(x, format: Format | str) -> Format:
@@ -66,10 +70,3 @@ def _checked(x, format: Format | str) -> Format:
         raise TypeError(f"x must be a JAX or NumPy array, got {type(x).__name__}")
     numerics.check_input(x)
     return Format.parse(format)
-
-
-def _array(parts, format: Format, values, source, *, transposed: bool = True) -> QuantizedArray:
-    q = of_parts(parts, format, values)
-    if not isinstance(source, Tracer):
-        return q
-    return q._with_source(source.mT if transposed else source)

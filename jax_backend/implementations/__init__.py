@@ -1,1 +1,1 @@
-"""Who carries an operation out: XLA on the definition, the CUDA library through FFI, Pallas."""
+"""Who carries an operation out: XLA on the definition, the CPU or CUDA library through FFI, Pallas."""

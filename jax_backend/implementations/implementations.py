@@ -1,7 +1,7 @@
-"""Who carries an operation out: XLA from the definition, the CUDA library through TVM FFI, or Pallas kernels.
+"""Who carries an operation out: XLA from the definition, the CPU or CUDA library through TVM FFI, or Pallas kernels.
 
 All give the same bits. Without being asked for one, an operation takes the first of `ffi`, `pallas` and `xla` that is there
-for it, and runs it on CUDA devices only; an implementation that is asked for and can't run raises and says why.
+for it; an implementation that is asked for and can't run raises and says why.
 """
 
 from __future__ import annotations
@@ -9,27 +9,18 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from blockfp import numerics
 from blockfp.formats import Format
-from blockfp.rotation import rotate
 
-from .settling import settle
+from . import definition, explicit
+from .choice import Choice
 
 NAMES = ("ffi", "pallas", "xla")
 """The implementations, in the order in which they are chosen."""
-
-
-class Choice(NamedTuple):
-    """An implementation, and whether the caller asked for it; a static argument of the jitted operations."""
-
-    name: str
-    asked: bool
 
 
 def choose(
@@ -67,7 +58,9 @@ def choose(
         if refused is not None:
             raise ValueError(f"implementation={asked!r} can't do this: {refused}; use implementation='xla'")
         return Choice(asked, True)
-    if not _has_gpu() or _would_be_partitioned():
+    if not _has_gpu():
+        return Choice("ffi" if _missing("ffi") is None and not _partly_manual() else "xla", False)
+    if _would_be_partitioned():
         return Choice("xla", False)
     there = (
         n for n in NAMES if _missing(n) is None and _refused(n, operation, format, stochastic, rotate, eps, origin) is None
@@ -75,8 +68,8 @@ def choose(
     return Choice(next(there), False)
 
 
-def run(choice: Choice, kernel: Callable, definition: Callable, *operands):
-    """Results of `kernel(*operands)`, or of `definition` where it is chosen or the program is not for a CUDA device."""
+def _run(choice: Choice, kernel: Callable, definition: Callable, *operands):
+    """Results of `kernel(*operands)` on CUDA devices, of `definition` where it is chosen or the program is for another."""
     if choice.name == "xla":
         return definition(*operands)
     kernel = _varying_like(definition, kernel)
@@ -100,8 +93,21 @@ def _varying_like(definition: Callable, kernel: Callable) -> Callable:
     return run
 
 
+def _on_cpu(choice: Choice) -> bool:
+    """Whether the CPU library is what was chosen."""
+    return choice.name == "ffi" and not _has_gpu()
+
+
 def amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
     """`numerics.amax` by the chosen implementation."""
+    return explicit.run(choice, lambda choice, x: _amax(choice, x, format), lambda: explicit.of_amax(x, format), x)
+
+
+def _amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
+    if _on_cpu(choice):
+        from . import cpu
+
+        return cpu.amax(x, format, asked=choice.asked)
 
     def kernel(x):
         if choice.name == "ffi":
@@ -110,7 +116,7 @@ def amax(choice: Choice, x: jax.Array, format: Format) -> numerics.Amax:
             from .pallas.arrays import tensor_amax
         return numerics.Amax(tensor_amax(x).reshape((1,) * x.ndim), None, None)
 
-    return run(choice, kernel, lambda x: numerics.amax(x, format), x)
+    return _run(choice, kernel, lambda x: numerics.amax(x, format), x)
 
 
 def quantize(
@@ -124,6 +130,18 @@ def quantize(
 ) -> numerics.Quantized:
     """`numerics.quantize` by the chosen implementation; `amax` as for `ops.quantize`."""
 
+    def run(choice, x, key, amax):
+        return _quantize(choice, x, key, amax, format, eps, nominal)
+
+    return explicit.run(choice, run, lambda: explicit.of_quantized(x, format), x, key, amax)
+
+
+def _quantize(choice: Choice, x, key, amax, format: Format, eps: float, nominal: str | None) -> numerics.Quantized:
+    if _on_cpu(choice):
+        from . import cpu
+
+        return cpu.quantize(x, key, amax, format, eps, nominal, asked=choice.asked)
+
     def kernel(x, key, amax):
         if choice.name == "ffi":
             from . import ffi
@@ -135,10 +153,7 @@ def quantize(
             return arrays.quantize_batched(x, format)
         return arrays.quantize(x, format, nominal, amax=amax)
 
-    def definition(x, key, amax):
-        return _define(x, key, amax, format, eps, nominal)
-
-    return run(choice, kernel, definition, x, key, amax)
+    return _run(choice, kernel, lambda x, key, amax: definition.quantize(x, key, amax, format, eps, nominal), x, key, amax)
 
 
 def quantize_columnwise(
@@ -152,6 +167,18 @@ def quantize_columnwise(
 ) -> numerics.Quantized:
     """`quantize` of x.mT by the chosen implementation, rotated first where `rotated` says so."""
 
+    def run(choice, x, key, amax):
+        return _quantize_columnwise(choice, x, key, amax, format, eps, rotated)
+
+    return explicit.run(choice, run, lambda: explicit.of_quantized(x, format, transposed=True), x, key, amax)
+
+
+def _quantize_columnwise(choice: Choice, x, key, amax, format: Format, eps: float, rotated: bool) -> numerics.Quantized:
+    if _on_cpu(choice):
+        from . import cpu
+
+        return cpu.quantize(x, key, amax, format, eps, None, asked=choice.asked, transposed=True, rotated=rotated)
+
     def kernel(x, key, amax):
         if choice.name == "ffi":
             from . import ffi
@@ -161,10 +188,10 @@ def quantize_columnwise(
 
         return arrays.columnwise_quantize(x, format, rows=False, amax=amax)[1]
 
-    def definition(x, key, amax):
-        return _define(rotate(x.mT) if rotated else x.mT, key, amax, format, eps, None)
+    def define(x, key, amax):
+        return definition.quantize_columnwise(x, key, amax, format, eps, rotated)
 
-    return run(choice, kernel, definition, x, key, amax)
+    return _run(choice, kernel, define, x, key, amax)
 
 
 def quantize_both(
@@ -178,6 +205,23 @@ def quantize_both(
 ) -> tuple[numerics.Quantized, numerics.Quantized]:
     """`quantize` and `quantize_columnwise` by the chosen implementation; a key has two words for each."""
 
+    def run(choice, x, key, amax):
+        return _quantize_both(choice, x, key, amax, format, eps, rotated)
+
+    def specs():
+        return explicit.of_quantized(x, format), explicit.of_quantized(x, format, transposed=True)
+
+    return explicit.run(choice, run, specs, x, key, amax)
+
+
+def _quantize_both(
+    choice: Choice, x, key, amax, format: Format, eps: float, rotated: bool
+) -> tuple[numerics.Quantized, numerics.Quantized]:
+    if _on_cpu(choice):
+        from . import cpu
+
+        return cpu.quantize_both(x, key, amax, format, eps, rotated, asked=choice.asked)
+
     def kernel(x, key, amax):
         if choice.name == "ffi":
             from . import ffi
@@ -187,27 +231,10 @@ def quantize_both(
 
         return arrays.columnwise_quantize(x, format, rows=True, amax=amax)
 
-    def definition(x, key, amax):
-        keys = (None, None) if key is None else (key[:2], key[2:])
-        row = _define(x, keys[0], amax, format, eps, None)
-        if not format.square or rotated or key is not None:
-            return row, _define(rotate(x.mT) if rotated else x.mT, keys[1], amax, format, eps, None)
-        codes, scales = numerics.transpose(row.codes, row.scales, format, columns=x.shape[-1])
-        return row, numerics.Quantized(codes, scales, row.tensor_scale)
+    def define(x, key, amax):
+        return definition.quantize_both(x, key, amax, format, eps, rotated)
 
-    return run(choice, kernel, definition, x, key, amax)
-
-
-def _define(x, key, amax, format: Format, eps: float, nominal: str | None) -> numerics.Quantized:
-    """The definition; `amax` as for `ops.quantize`."""
-    given: dict = {}
-    if amax is not None and amax.dtype == jnp.float32:
-        given["multiplier"] = amax
-    elif amax is not None and format.per_tensor:
-        given["amax"] = numerics.Amax(amax.reshape((1,) * x.ndim), None, None)
-    elif amax is not None:
-        given["amax"] = numerics.amax(x, format)._replace(tensor=amax.reshape(()))
-    return numerics.quantize(x, format, key=key, eps=eps, nominal=nominal, settle=settle, **given)
+    return _run(choice, kernel, define, x, key, amax)
 
 
 def dequantize(
@@ -215,8 +242,22 @@ def dequantize(
 ) -> jax.Array:
     """`numerics.dequantize` by the chosen implementation."""
 
-    def definition(codes, scales, tensor_scale):
-        return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin, settle=settle)
+    def run(choice, codes, scales, tensor_scale):
+        return _dequantize(choice, codes, scales, tensor_scale, format, dtype, columns, origin)
+
+    return explicit.run(choice, run, lambda: explicit.of_values(codes, columns), codes, scales, tensor_scale)
+
+
+def _dequantize(
+    choice: Choice, codes, scales, tensor_scale, format: Format, dtype: str, columns: int, origin: tuple[int, int]
+) -> jax.Array:
+    if _on_cpu(choice):
+        from . import cpu
+
+        return cpu.dequantize(codes, scales, tensor_scale, format, dtype, columns, origin, asked=choice.asked)
+
+    def define(codes, scales, tensor_scale):
+        return definition.dequantize(codes, scales, tensor_scale, format, dtype, columns, origin)
 
     def kernel(codes, scales, tensor_scale):
         if choice.name == "ffi":
@@ -227,14 +268,25 @@ def dequantize(
 
         return arrays.dequantize_batched(codes, scales, tensor_scale, format, dtype, columns)
 
-    return run(choice, kernel, definition, codes, scales, tensor_scale)
+    return _run(choice, kernel, define, codes, scales, tensor_scale)
+
+
+def transpose(codes: jax.Array, scales: jax.Array, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
+    """`numerics.transpose`."""
+
+    def run(choice, codes, scales):
+        return numerics.transpose(codes, scales, format, columns=columns)
+
+    return explicit.run(
+        Choice("xla", False), run, lambda: explicit.of_transposed(codes, scales, format, columns), codes, scales
+    )
 
 
 def _refused(
     name: str, operation: str, format: Format, stochastic: bool, rotate: bool, eps: float, origin: tuple[int, int]
 ) -> str | None:
     """Why an implementation that is there doesn't do this, or None."""
-    if name != "xla" and operation == "amax":
+    if name != "xla" and operation == "amax" and _has_gpu():
         return None if format.per_tensor else "the kernels look for the amax of a whole tensor"
     if name != "pallas":
         return None
@@ -256,6 +308,10 @@ def _missing(name: str) -> str | None:
     """What an implementation lacks on this machine, or None."""
     if name == "xla":
         return None
+    if name == "ffi" and jax.default_backend() == "cpu":
+        from . import cpu
+
+        return cpu.missing()
     if not _has_gpu():
         return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
     if name == "ffi":
@@ -285,6 +341,8 @@ def missing_cublas(version: int) -> str | None:
     Args:
         version: the least that will do, as cuBLASLt counts: 120900 is that of CUDA 12.9.
     """
+    if not _has_gpu():
+        return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
     missing = _missing("ffi")
     if missing is not None:
         return missing
@@ -307,3 +365,9 @@ def _would_be_partitioned() -> bool:
     Inside shard_map each device has its own program, so kernels are welcome there.
     """
     return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().are_all_axes_manual
+
+
+def _partly_manual() -> bool:
+    """Whether this is inside a shard_map that leaves some axes to XLA, which splits a device's own program over those."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.manual_axes) and not mesh.are_all_axes_manual

@@ -1,4 +1,4 @@
-"""Jitted quantize, dequantize and transpose on plain arrays, and the gradient rule.
+"""Jitted quantize, dequantize and transpose on plain arrays, without derivatives: whoever calls them attaches these.
 
 `blockfp.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
 shape and dtype; a key is data, so a new seed compiles nothing.
@@ -18,7 +18,7 @@ from blockfp.formats import Format
 from blockfp.rounding import Key, key_words
 
 from . import implementations
-from .implementations import Choice
+from .choice import Choice
 
 
 @partial(jax.jit, static_argnames=("format", "choice", "eps", "nominal"))
@@ -109,28 +109,7 @@ def dequantize(
 @partial(jax.jit, static_argnames=("format", "columns"))
 def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
     """`numerics.transpose`."""
-    return numerics.transpose(codes, scales, format, columns=columns)
-
-
-def straight_through(values: jax.Array, source: jax.Array) -> jax.Array:
-    """`values`, with the derivative of `source`: its cotangent goes to `source` as it is, cast to its dtype."""
-    return _straight_through(values, source, source.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _straight_through(values: jax.Array, source: jax.Array, dtype: np.dtype) -> jax.Array:
-    return values
-
-
-def _straight_through_fwd(values: jax.Array, source: jax.Array, dtype: np.dtype) -> tuple[jax.Array, None]:
-    return values, None
-
-
-def _straight_through_bwd(dtype: np.dtype, _: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
-    return None, cotangent.astype(dtype)
-
-
-_straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
+    return implementations.transpose(codes, scales, format, columns)
 
 
 def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
@@ -152,6 +131,11 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
                 "use jax.random.key(seed, impl='threefry2x32')"
             )
         key = jax.random.key_data(key)
+    elif isinstance(key, jax.Array) and key.ndim == 0:
+        raise ValueError(
+            f"key must be an integer seed, two uint32 words or a jax.random.key, got an array of {key.dtype} without axes: "
+            "jax.random.fold_in(jax.random.key(seed), step) makes a key of a step"
+        )
     if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, Tracer):
         key = np.asarray(key)
     words = key_words(key)

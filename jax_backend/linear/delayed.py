@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,14 +49,23 @@ class DelayedState:
         """The state whose input history knows an amax, float32 of shape ()."""
         return replace(self, input_amax_history=scaling.record(self.input_amax_history, lax.stop_gradient(amax)))
 
-    def after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes) -> DelayedState:
+    def cotangent(
+        self, wanted: DelayedState, amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes
+    ) -> DelayedState:
         """The cotangent of this state: the amax of a layer's gradient, or that of a later use.
 
         Args:
-            amax: float32 of shape ().
-            later: the cotangent of the state that the layer gave back.
+            wanted: a state with None where no cotangent is.
+            amax: gives float32 of shape ().
+            later: the cotangents of the state that the layer gave back, its leaves.
             varies: the mesh axes that this state varies over.
         """
+        if not jax.tree.leaves(wanted):
+            return wanted
+        made = self._after_backward(amax(), jax.tree.structure(self).unflatten(later), varies)
+        return jax.tree.map(lambda want, part: None if want is None else part, wanted, made, is_leaf=lambda x: x is None)
+
+    def _after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes) -> DelayedState:
         # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
         newest = scaling.record(later.gradient_amax_history, amax)[0]
         zeros = jax.tree.map(jnp.zeros_like, self)

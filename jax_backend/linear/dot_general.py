@@ -40,7 +40,7 @@ def dot_general(
         lhs: float32, float16 or bfloat16.
         rhs: as lhs; or quantized, a matrix that is contracted along its last axis (along its first: in square blocks).
         dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)).
-        precision: must be None or a default: a recipe says how products accumulate.
+        precision: must be None or a default, or a pair of such: a recipe says how products accumulate.
         preferred_element_type: dtype of the result; lhs's by default.
         out_sharding: must be None: `linear` inside shard_map has products over several devices.
         recipe: a `Recipe` or its name.
@@ -55,7 +55,7 @@ def dot_general(
     Example:
         >>> layer = flax.nnx.Linear(64, 256, rngs=rngs, dot_general=functools.partial(bfp.dot_general, recipe="mxfp8"))
     """
-    if precision not in (None, jax.lax.Precision.DEFAULT, (None, None)):
+    if not all(each in (None, "default", lax.Precision.DEFAULT) for each in _each(precision)):
         raise ValueError(f"precision = {precision}: the recipe's fast_accum says how products accumulate; leave it None")
     if out_sharding is not None:
         raise ValueError(
@@ -90,6 +90,10 @@ def dot_general(
     y = y.reshape(*batch, *tokens, *features)
     y = y if preferred_element_type is None else y.astype(preferred_element_type)
     return y if state is None else (y, state)
+
+
+def _each(precision: Any) -> tuple[Any, ...]:
+    return tuple(precision) if isinstance(precision, tuple | list) else (precision,)
 
 
 def _as_matrices(x: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:

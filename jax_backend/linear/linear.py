@@ -6,29 +6,48 @@ axes: what is gathered, which amaxes are reduced, where partial products are sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from blockfp import recipes
-from blockfp.formats import FP8_E4M3
+from blockfp.formats import FP8_E4M3, Format
 from blockfp.products import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Compute, Recipe
 from blockfp.rounding import Key
 
 from ..arrays.array import QuantizedArray
-from ..implementations import ops, replication
+from ..implementations import explicit, ops, replication
+from ..implementations.carriers import carrier_of
+from ..implementations.derivatives import attach, either, linear_map
 from ..params.params import dequantize_params, quantize_weight
+from . import overflow
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
+from .lying import Lies
 from .operands import gradient_operands, input_operands
 from .products import Operand, product
+from .straight_through import (
+    DGRAD,
+    FORWARD,
+    WGRAD,
+    Points,
+    carriers_of,
+    check_forward,
+    check_second,
+    same_values,
+    total,
+    values,
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,12 @@ class _How:
     placement: LayerPlacement
     dtype: np.dtype
     weight_dtype: np.dtype
+    lies: Lies | None
+
+    def gathered(self, weight: Operand) -> Operand:
+        """The weight as a product takes it: where several devices hold it, gathered as codes and scales."""
+        weight = self.placement.gathered(weight)
+        return weight if self.lies is None else self.lies.constrained(weight)
 
 
 def linear(
@@ -92,10 +117,22 @@ def linear(
     weight, carrier = stored_weight(weight, recipe)
     placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype))
-    tokens = placement.own(x.reshape(-1, x.shape[-1]), gradient=False)
-    y, state_out = cast(Any, _linear(how, tokens, weight, carrier, bias, words, state))
-    y = y.reshape(*placement.leading_axes(x, y), y.shape[-1])
+    mesh = explicit.mesh_of(x, weight, carrier, bias)
+    lies = None if mesh is None else Lies.of(x, weight)
+    how = _How(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), lies)
+
+    def multiply(x, weight, carrier, bias, words, state):
+        tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
+        plain, differentiable = partial(_plain, how), partial(_differentiable, how)
+        y, state = either(plain, differentiable, tokens, weight, carrier, bias, words, state)
+        return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
+
+    operands = (x, weight, carrier, bias, words, state)
+    if mesh is None or lies is None:
+        y, state_out = multiply(*operands)
+    else:
+        specs = lies.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
     return y if state is None else (y, state_out)
 
 
@@ -135,7 +172,7 @@ def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
 
 
 def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
-    """The weight, or a stack of them, as the forward takes it, and the array whose cotangent is its gradient."""
+    """The weight, or a stack of them, as the forward takes it, and the carrier of its derivative, or None."""
     format = recipe.weight.format
     if isinstance(weight, QuantizedArray):
         if weight.format is not format:
@@ -143,14 +180,18 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Operand, jax.Array | None]:
                 f"weight is in {weight.format}, and recipe {recipe} wants {format or 'high precision'}: quantize it with "
                 "quantize_params and this recipe"
             )
-        return weight.replace(tangent=None), weight.carrier
+        return weight.without_carrier(), weight.carrier
     weight = jnp.asarray(weight)
+    carrier = carrier_of(weight) if isinstance(weight, Tracer) else None
     stopped = lax.stop_gradient(weight)
-    return stopped if format is None else quantize_weight(stopped, format), weight
+    return stopped if format is None else _quantized_here(stopped, format), carrier
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(how: _How, x, weight, carrier, bias, key, state):
+def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
+    return overflow.show(quantize_weight(weight, format), overflow.is_finite(weight))
+
+
+def _plain(how: _How, x, weight, carrier, bias, key, state):
     multiplier = None if state is None else state.input_scale
     row, _ = input_operands(x, how.recipe, how.placement, multiplier, columnwise=False)
     return _output(how, row, weight, bias), _seen(x, state)
@@ -158,7 +199,7 @@ def _linear(how: _How, x, weight, carrier, bias, key, state):
 
 def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
     assert row is not None
-    y = product(row, how.placement.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
+    y = product(row, how.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
     y = how.placement.sum_output(y)
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -173,58 +214,124 @@ def _amax(x: jax.Array) -> jax.Array:
     return ops.amax(x, format=FP8_E4M3).blocks.reshape(()).view(jnp.float32)
 
 
-def _forward(how: _How, x, weight, carrier, bias, key, state):
+class _Kept(NamedTuple):
+    """What a forward keeps for derivatives.
+
+    Attributes:
+        row: x as the forward takes it, for forward mode; None where that isn't wanted or `column` has the same values.
+        column: x as wgrad takes it, or x itself where that is made in the backward; None for a weight that is a constant.
+        weight: the weight.
+        key, state: of the call.
+        types: what the arguments vary over.
+    """
+
+    row: Operand | None
+    column: Operand | None
+    weight: Operand
+    key: jax.Array | None
+    state: DelayedState | None
+    types: replication.Types
+
+
+def _differentiable(how: _How, x, weight, carrier, bias, key, state):
+    carriers = carriers_of(Points(x, carrier, bias, state))
+    types = replication.Types.of(x, carrier, bias, state)
+    x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
     multiplier = None if state is None else state.input_scale
     # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
     later = how.placement.gathers_input
-    row, column = input_operands(x, how.recipe, how.placement, multiplier, columnwise=not later)
+    row, column = input_operands(x, how.recipe, how.placement, multiplier, columnwise=carriers.weight is not None and not later)
     y = _output(how, row, weight, bias)
-    types = replication.Types.of(x, carrier, bias, state)
-    return (y, _seen(x, state)), (x if later else column, weight, None if bias is None else bias[:0], key, state, types)
+    row = None if column is None or how.placement.weight is not None or same_values(how.recipe) else row
+    kept = _Kept(row, x if later else column, weight, key, state, types)
+    results = (y, _seen(x, state))
+    like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
+
+    def rule(kept, carriers, tangents):
+        return linear_map(partial(_forward, how, like[0]), partial(_backward, how), (kept, carriers), tangents, like)
+
+    return attach(results, kept, carriers, rule)
 
 
-def _backward(how: _How, kept, cotangents):
-    column, weight, bias, key, state, types = kept
-    g, later = cotangents
-    recipe, placement = how.recipe, how.placement
+def _forward(how: _How, like, known: tuple[_Kept, Points], tangents: Points) -> list[Any]:
+    """The tangents of y and of the state, which has none."""
+    kept, carriers = known
+    check_forward(how.placement)
+    weight, x = values(kept.weight, carriers.weight), None
+    if tangents.weight is not None:
+        assert kept.column is not None
+        x = values(kept.column, carriers.x, transposed=True) if kept.row is None else values(kept.row, carriers.x)
+    y = total((FORWARD, tangents.x, weight), (FORWARD, x, tangents.weight))
+    y = jnp.zeros(like.shape, jnp.float32) if y is None else y
+    y = y if tangents.bias is None else y + tangents.bias.astype(y.dtype)
+    return [y.astype(how.dtype), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
+
+
+def _backward(how: _How, known: tuple[_Kept, Points], wanted: Points, cotangents) -> Points:
+    """The cotangents of what is wanted (None where nothing is), which have derivatives of their own."""
+    kept, carriers = known
+    g, *later = cotangents
+    g_carrier = carrier_of(g) if isinstance(g, Tracer) else None
+    kept, g = lax.stop_gradient((kept, g))
+    recipe, placement, types, state = how.recipe, how.placement, kept.types, kept.state
     g = placement.own(g, gradient=True)
     input_scale, gradient_scale = (None, None) if state is None else (state.input_scale, state.gradient_scale)
-    if placement.gathers_input:
+    column = kept.column
+    if placement.gathers_input and wanted.weight is not None:
         _, column = input_operands(column, recipe, placement, input_scale, columnwise=True, rowwise=False)
-    gradient_row, gradient_column = gradient_operands(g, recipe, placement, gradient_scale, key)
-    assert gradient_row is not None
-    assert gradient_column is not None
-    assert column is not None
+    directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}
+    gradient_row, gradient_column = gradient_operands(g, recipe, placement, gradient_scale, kept.key, **directions)
     fast = recipe.fast_accum
-    summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
-    dx = product(gradient_row, across(placement.gathered(weight), recipe), how.dtype, fast="dgrad" in fast)
-    dx = replication.sum_like(placement.sum_input(passing_overflow(dx, g)), types.x, summed)
-    dw = db = ds = None
-    if types.carrier is not None:
+    dx = dw = db = ds = None
+    if gradient_row is not None:
+        summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
+        dx = product(gradient_row, across(how.gathered(kept.weight), recipe), how.dtype, fast="dgrad" in fast)
+        dx = replication.sum_like(placement.sum_input(dx), types.x, summed)
+    if gradient_column is not None:
         dw = product(gradient_column, column, how.weight_dtype, fast="wgrad" in fast)
-        dw = passing_overflow(dw, g)
-        rest = [name for name in placement.data_axes if name not in placement.fsdp]
-        dw = replication.sum_like(placement.scatter_weight(dw, weight.format if placement.fsdp else None), types.carrier, rest)
-    if bias is not None:
-        tokens = (placement.tensor,) if placement.gathers_gradient and placement.tensor else ()
-        db = jnp.sum(g, axis=0, dtype=jnp.float32).astype(bias.dtype)
-        db = replication.sum_like(db, types.bias, (*placement.data_axes, *tokens))
+        dw = _sum_weight(how, kept, dw)
+    if wanted.bias is not None:
+        db = _sum_bias(how, types, jnp.sum(g, axis=0, dtype=jnp.float32).astype(wanted.bias.dtype))
     if state is not None:
-        ds = state.after_backward(_amax(g), later, types.state)
-    return dx, None, dw, db, None, ds
+        ds = state.cotangent(wanted.state, lambda: _amax(g), later, types.state)
+    made = Points(dx, dw, db, ds)
+    types_made = jax.tree.map(jax.typeof, made)
+    return attach(made, (gradient_row, gradient_column, kept), (carriers, g_carrier), partial(_second, how, types_made))
 
 
-_linear.defvjp(_forward, _backward)
+def _second(how: _How, made: Points, kept: tuple, carriers: tuple[Points, Any], tangents: tuple[Points, Any]) -> list[Any]:
+    """The tangents of the cotangents that a backward made."""
+    check_second(how.placement)
+    recipe = how.recipe
+    (row, column, forward), (points, g_carrier), (dots, g_dot) = kept, carriers, tangents
+    dx = dw = db = None
+    if made.x is not None:
+        weight = values(across(forward.weight, recipe), points.weight, transposed=True)
+        g = values(row, g_carrier, rotated=recipe.gradient.rotate)
+        dx = total((DGRAD, g_dot, weight), (DGRAD, g, dots.weight))
+        dx = None if dx is None else replication.sum_like(dx.astype(how.dtype), forward.types.x, ())
+    if made.weight is not None:
+        x = values(forward.column, points.x, transposed=True, rotated=recipe.input_columnwise.rotate)
+        g = values(column, g_carrier, transposed=True, rotated=recipe.gradient_columnwise.rotate)
+        dw = total((WGRAD, g_dot, x), (WGRAD, g, dots.x))
+        dw = None if dw is None else _sum_weight(how, forward, dw.astype(how.weight_dtype))
+    if made.bias is not None and g_dot is not None:
+        db = _sum_bias(how, forward.types, jnp.sum(g_dot, axis=0, dtype=jnp.float32).astype(made.bias.dtype))
+    there = [dot for dot, result in ((dx, made.x), (dw, made.weight), (db, made.bias)) if result is not None]
+    return [*there, *(None for _ in jax.tree.leaves(made.state))]
 
 
-def passing_overflow(product: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The product of a float16 gradient, NaN where that holds an Inf.
+def _sum_weight(how: _How, kept: _Kept, dw: jax.Array) -> jax.Array:
+    placement = how.placement
+    rest = [name for name in placement.data_axes if name not in placement.fsdp]
+    format = kept.weight.format if placement.fsdp and isinstance(kept.weight, QuantizedArray) else None
+    return replication.sum_like(placement.scatter_weight(dw, format), kept.types.carrier, rest)
 
-    FP8 saturates Inf at its largest finite value, behind which loss scaling would not see that its scale was too large.
-    """
-    if gradient.dtype != jnp.float16 or gradient.size == 0:
-        return product
-    return jnp.where(jnp.isinf(gradient).any(), jnp.full_like(product, jnp.nan), product)
+
+def _sum_bias(how: _How, types: replication.Types, db: jax.Array) -> jax.Array:
+    placement = how.placement
+    tokens = (placement.tensor,) if placement.gathers_gradient and placement.tensor else ()
+    return replication.sum_like(db, types.bias, (*placement.data_axes, *tokens))
 
 
 def across(weight: Operand, recipe: Recipe) -> Operand:
@@ -236,4 +343,4 @@ def across(weight: Operand, recipe: Recipe) -> Operand:
         exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
         return dequantize_params(weight, "bfloat16" if exact else "float32").mT
     format = recipe.weight_columnwise.format
-    return weight.mT if format is None else quantize_weight(weight.mT, format)
+    return weight.mT if format is None else _quantized_here(weight.mT, format)

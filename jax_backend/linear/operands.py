@@ -16,6 +16,7 @@ from blockfp.scaling import eps_for
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, of_parts
 from ..implementations import implementations, ops
+from . import overflow
 from .layer_placement import LayerPlacement
 from .products import Operand
 
@@ -45,14 +46,22 @@ def input_operands(
 
 
 def gradient_operands(
-    g: jax.Array, recipe: Recipe, placement: LayerPlacement, multiplier: jax.Array | None, key: jax.Array | None
+    g: jax.Array,
+    recipe: Recipe,
+    placement: LayerPlacement,
+    multiplier: jax.Array | None,
+    key: jax.Array | None,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
 ) -> Pair:
     """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
     keys = (None, None)
     if key is not None:
         coordinate = placement.coordinate()
         keys = tuple(gradient_key(key, direction, coordinate) for direction in (ROWWISE, COLUMNWISE))
-    return _Operands(g, recipe, placement, True, multiplier, keys).make(recipe.gradient, recipe.gradient_columnwise)
+    casts = (recipe.gradient if rowwise else None, recipe.gradient_columnwise if columnwise else None)
+    return _Operands(g, recipe, placement, True, multiplier, keys).make(*casts)
 
 
 def quantize_operand(
@@ -78,6 +87,14 @@ class _Operands:
         self.over = (placement.tensor,) if travels and placement.tensor else ()
 
     def make(self, row: Cast | None, column: Cast | None) -> Pair:
+        pair = self._quantized(row, column)
+        if not any(isinstance(operand, QuantizedArray) for operand in pair):
+            return pair
+        finite = overflow.is_finite(self.x, frozenset(self.over))
+        row_operand, column_operand = (overflow.show(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
+        return row_operand, column_operand
+
+    def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
             if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)

@@ -12,14 +12,13 @@ from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray
+from ..arrays.views import view_codes, view_scales
 from ..implementations import implementations, replication
 
 Operand = jax.Array | QuantizedArray
 
 TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 """The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
-
-_FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
@@ -75,7 +74,7 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
     # XLA would write the product in fp32 and read it again to scale it.
     if implementations.missing_product(TENSOR_SCALES) is None:
         return _by_cublas(a, b, dtype, fast)
-    codes = (lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name]) for x in (a, b))
+    codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
     return (out * a.scales.reshape(()) * b.scales.reshape(())).astype(dtype)
@@ -110,13 +109,7 @@ def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bo
 
 def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """Codes and scales as `jax.nn.scaled_matmul` takes them: one scale for each row and block of columns."""
-    two_level = x.format.scale.two_level
-    if two_level:
-        codes = layout.unpack(x.codes, 4, x.columns).astype(jnp.uint4)
-        codes = lax.bitcast_convert_type(codes, jnp.float4_e2m1fn)
-    else:
-        codes = lax.bitcast_convert_type(x.codes, _FLOAT8[x.format.element.name])
-    scales = lax.bitcast_convert_type(x.scales, jnp.float8_e4m3fn if two_level else jnp.float8_e8m0fnu)
+    codes, scales = view_codes(x.codes, x.columns, x.format), view_scales(x.scales, x.format)
     block_rows = x.format.block[0] if x.format.block else 1
     if block_rows > 1:
         scales = layout.repeat_scales(scales, block_rows, x.codes.shape[-2])

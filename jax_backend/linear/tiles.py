@@ -27,6 +27,7 @@ from blockfp.scaling import eps_for
 from ..arrays.array import of_parts
 from ..implementations import implementations, ops
 from ..implementations.settling import settle
+from . import overflow
 
 
 def tile_rows(recipe: Recipe) -> int:
@@ -102,6 +103,16 @@ class Tiles:
         """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
         return move(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
 
+    def only(self, x: jax.Array, group: jax.Array | int) -> jax.Array:
+        """x [tokens, size] with zeros in the rows of other groups."""
+        mine = (self.target >= 0) & (self.group_of_token() == group)
+        return jnp.where(mine[:, None], x, 0)
+
+    def rotated(self, rows: int) -> jax.Array:
+        """bool [tiles, 1, rows]: which columns of transposed tiles are rotated; a group's last, if fewer than 16, are not."""
+        end = (self.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
+        return end <= self.sizes[self.group][:, None, None]
+
     def largest(self, x: jax.Array) -> jax.Array:
         """The largest entry of each group, [groups, ..], of integers [tiles, ..]; the smallest integer of one without rows."""
         return jax.ops.segment_max(x, self.group, num_segments=self.sizes.shape[0], indices_are_sorted=True)
@@ -150,8 +161,13 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         scaling: keys and scales.
         direction: `rounding.ROWWISE`, or `rounding.COLUMNWISE`: each tile is transposed first.
     """
-    columnwise, format = direction == COLUMNWISE, cast.format
     x = tiles.split(x)
+    q = _quantized(x, tiles, cast, scaling, direction)
+    return q if cast.format is None else overflow.show(q, overflow.is_finite(x))
+
+
+def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
+    columnwise, format = direction == COLUMNWISE, cast.format
     rows = x.shape[1]
     if columnwise and not (cast.rotate or cast.stochastic or format is None or has_tensor_scale(format)):
         # Kernels read the tiles as they are.
@@ -160,9 +176,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         return of_parts(ops.quantize_columnwise(x, None, format=format, choice=choice, rotate=False, eps=eps), format, x.mT)
     x = x.mT if columnwise else x
     if cast.rotate:
-        # A group's last columns, if fewer than 16, stay as they are.
-        end = (tiles.first[:, None] + jnp.arange(rows) // GROUP * GROUP + GROUP)[:, None, :]
-        x = jnp.where(end <= tiles.sizes[tiles.group][:, None, None], rotate(x), x)
+        x = jnp.where(tiles.rotated(rows), rotate(x), x)
     if format is None:
         return x
     multiplier = scaling.multiplier

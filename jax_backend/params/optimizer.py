@@ -1,4 +1,4 @@
-"""AdamW, and any optax optimizer, on parameter trees with quantized leaves: fp32 masters, requantized after each step.
+"""AdamW, Adam and any optax optimizer on parameter trees with quantized leaves: fp32 masters, requantized after each step.
 
 Both are pairs of functions like optax's `GradientTransformation`, and need nothing of optax themselves. Gradients have plain
 arrays where parameters are quantized (`value_and_grad`). A leaf that isn't float32 has a master; its update is its new value
@@ -7,11 +7,14 @@ arrays where parameters are quantized (`value_and_grad`). A leaf that isn't floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,8 +22,9 @@ from blockfp import adamw as formulas
 from blockfp import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, is_quantized
+from ..arrays.array import QuantizedArray, carried, is_quantized
 from ..implementations import replication
+from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
 from .trees import describe, map_with_path
 
@@ -31,19 +35,39 @@ class Optimizer(NamedTuple):
     Attributes:
         init: from parameters to a state; (parameters, originals) where the arrays that were quantized are still there, which
             masters then begin with.
-        update: from (gradients, state, parameters) to (updates, state); updates go to `apply_updates`.
+        update: from (gradients, state, parameters) to (updates, state); updates go to `apply_updates`. Named arguments that
+            an optax optimizer wants besides are passed on to it.
     """
 
     init: Callable[..., Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    update: Callable[..., tuple[Any, Any]]
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Replacement:
-    """The update of a leaf with a master: its new value. (optax.apply_updates refuses it; `apply_updates` takes it.)"""
+    """The update of a leaf with a master: its new value. (optax.apply_updates refuses it; `apply_updates` takes it.)
+
+    What wraps an optimizer multiplies updates with 0 or 1, or takes zeros instead (optax.MultiSteps, apply_if_finite): then
+    nothing is replaced.
+
+    Attributes:
+        value: the new value.
+        applies: whether the leaf is replaced; a bool, or an array of one.
+    """
 
     value: jax.Array | QuantizedArray
+    applies: bool | jax.Array = True
+
+    def tree_flatten(self):
+        # The value's own leaves: who makes zeros like updates shall not find a quantized array among them.
+        leaves, made = jax.tree.flatten(self.value)
+        return (self.applies, *leaves), made
+
+    @classmethod
+    def tree_unflatten(cls, made, leaves):
+        applies, *leaves = leaves
+        return cls(jax.tree.unflatten(made, leaves), applies)
 
 
 class MasterState(NamedTuple):
@@ -66,6 +90,10 @@ class AdamState(NamedTuple):
     second: Any
 
 
+for _state in (MasterState, AdamState):
+    jax.export.register_namedtuple_serialization(_state, serialized_name=f"blockfp.jax.{_state.__name__}")
+
+
 def apply_updates(params: Any, updates: Any) -> Any:
     """The parameters after a step: plain updates are added, replacements replace.
 
@@ -81,11 +109,23 @@ def apply_updates(params: Any, updates: Any) -> Any:
         formats = {x.format if isinstance(x, QuantizedArray) else None for x in (param, new)}
         if getattr(new, "shape", None) != param.shape or len(formats) > 1:
             raise ValueError(f"the update of a parameter of {describe(param)} must be alike, got {describe(new)}")
-        if new is not update:
-            return new
-        return (param + update).astype(param.dtype)
+        return _replaced(param, update) if isinstance(update, Replacement) else (param + update).astype(param.dtype)
 
     return map_with_path(apply, params, updates)
+
+
+def _replaced(param, update: Replacement):
+    new, applies = update.value, update.applies
+    if applies is True:
+        return new
+    old = param.replace(tangent=None) if is_quantized(param) else param
+    dtypes = [[jnp.result_type(part) for part in jax.tree.leaves(tree)] for tree in (old, new, applies)]
+    if dtypes[0] != dtypes[1] or dtypes[2] != [jnp.bool_]:
+        raise TypeError(
+            "the update of a leaf with a master is its new value, which was calculated with: what transforms updates belongs "
+            "inside, blockfp.jax.with_masters(optax.chain(..))"
+        )
+    return jax.tree.map(lambda old, new: jnp.where(applies, new, old), old, new)
 
 
 def with_masters(optimizer: Any) -> Optimizer:
@@ -94,15 +134,18 @@ def with_masters(optimizer: Any) -> Optimizer:
     It works on fp32 masters, whose values are quantized after each step; a leaf whose master didn't move keeps its codes.
     Inside shard_map each rank has its part, and amaxes are reduced as the leaf's sharding says.
 
+    Named arguments of `update` go on to it. It sees masters: a `value_fn` among them (optax.lbfgs) is called with parameters
+    made of those as after a step, and a `grad` is as the gradients. For optax.lookahead parameters are `LookaheadParams`.
+
     Args:
-        optimizer: an optax `GradientTransformation`.
+        optimizer: an optax `GradientTransformation`, or one of this package.
 
     Example:
         >>> optimizer = bfp.with_masters(optax.chain(optax.clip(1.0), optax.lion(1e-4)))
     """
 
-    def step(gradients, inner, weights):
-        updates, inner = optimizer.update(gradients, inner, weights)
+    def step(gradients, inner, weights, extra):
+        updates, inner = optimizer.update(gradients, inner, weights, **extra)
         moved = jax.tree.map(lambda weight, update: weight + update, weights, updates)
         # A NaN counts as moved.
         still = jax.tree.map(lambda old, new: ~jnp.any(old != new), weights, moved)
@@ -111,31 +154,71 @@ def with_masters(optimizer: Any) -> Optimizer:
     return _on_masters(optimizer.init, step)
 
 
+Setting = float | jax.Array
+"""A number of an optimizer; an array, also a traced one, as optax.inject_hyperparams gives it."""
+
+Schedule = Callable[[jax.Array], Any]
+"""From the number of steps done to a setting, as optax has them."""
+
+
 def adamw(
-    lr: float | Callable[[jax.Array], jax.Array],
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    learning_rate: Setting | Schedule,
+    b1: Setting = 0.9,
+    b2: Setting = 0.999,
+    eps: Setting = 1e-8,
+    *,
+    weight_decay: Setting | Schedule = 1e-4,
 ) -> Optimizer:
-    """AdamW with fp32 masters and moments, for trees with quantized leaves: the formulas of `blockfp.torch.AdamW`.
+    """AdamW with fp32 masters and moments, for trees with quantized leaves: arguments of `optax.adamw`, formulas of
+    `blockfp.torch.AdamW`.
 
     Args:
-        lr: learning rate, or a function of the number of steps done (an optax schedule).
-        betas, eps, weight_decay: as in `torch.optim.AdamW`; weight decay goes to every leaf.
+        learning_rate: a number, or a function of the number of steps done (an optax schedule).
+        b1, b2: decay of the first and of the second moment, at least 0 and below 1.
+        eps: added to the root of the second moment.
+        weight_decay: a number or a schedule, multiplied with the learning rate; it goes to every leaf. (PyTorch's default is
+            1e-2.)
 
-    A step with lr 0 leaves codes and scales as they are. Inside shard_map see `with_masters`.
+    A step with learning rate 0 leaves codes and scales as they are. Inside shard_map see `with_masters`.
+
+    Raises:
+        TypeError: a setting that is no number.
+        ValueError: a negative one, or a decay of 1 or more.
     """
-    formulas.check_settings(0.0 if callable(lr) else lr, betas, eps, weight_decay, "float32")
+    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=True)
+
+
+def adam(
+    learning_rate: Setting | Schedule,
+    b1: Setting = 0.9,
+    b2: Setting = 0.999,
+    eps: Setting = 1e-8,
+    *,
+    weight_decay: Setting | Schedule = 0.0,
+) -> Optimizer:
+    """Adam: as `adamw`, but that weight decay is a term of the gradient (L2), as in `blockfp.torch.Adam`."""
+    return _adam(learning_rate, b1, b2, eps, weight_decay, decoupled=False)
+
+
+def _adam(learning_rate, b1, b2, eps, weight_decay, *, decoupled: bool) -> Optimizer:
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if not callable(value):
+            _check_setting(name, value)
+    for name, value in (("b1", b1), ("b2", b2), ("eps", eps)):
+        _check_setting(name, value, below=math.inf if name == "eps" else 1)
 
     def init(weights):
         # Zeros of their own for each: a step may be given both to overwrite (donate_argnums).
         first, second = (jax.tree.map(jnp.zeros_like, weights) for _ in range(2))
         return AdamState(jnp.zeros((), jnp.int32), first, second)
 
-    def step(gradients, inner: AdamState, weights):
-        rate = jnp.asarray(lr(inner.step) if callable(lr) else lr, jnp.float32)
+    def step(gradients, inner: AdamState, weights, extra):
+        # As optax's own, it has no use for what other optimizers are told.
+        del extra
+        rate = jnp.asarray(learning_rate(inner.step) if callable(learning_rate) else learning_rate, jnp.float32)
+        decay = weight_decay(inner.step) if callable(weight_decay) else weight_decay
         count = inner.step + 1
-        c = formulas.coefficients(count.astype(jnp.float32), rate, betas, eps, weight_decay)
+        c = formulas.coefficients(count.astype(jnp.float32), rate, (b1, b2), eps, decay, decoupled=decoupled)
         new = jax.tree.map(lambda w, m, v, g: formulas.update(w, m, v, g, c), weights, inner.first, inner.second, gradients)
         moved, first, second = (jax.tree.map(lambda _, each, i=i: each[i], weights, new) for i in range(3))
         still = jax.tree.map(lambda _: formulas.stands_still(c), weights)
@@ -144,19 +227,33 @@ def adamw(
     return _on_masters(init, step)
 
 
+def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
+    """Raises unless a setting means something; arrays are not looked at."""
+    if hasattr(value, "dtype") and not isinstance(value, Real):
+        return
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r}")
+    if not 0 <= value < below:
+        raise ValueError(f"{name} must be 0 or more{'' if below == math.inf else f' and below {below}'}, got {value!r}")
+
+
 def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
-    """An optimizer whose `step` (gradients, state, weights) -> (weights, which stand still, state) works on fp32 trees."""
+    """An optimizer whose `step` (gradients, state, weights, extra) -> (weights, which stand still, state) is of fp32 trees."""
 
     def init(params, originals=None):
         masters = map_with_path(_new_master, params, params if originals is None else originals)
         return MasterState(masters, init_inner(_weights(params, masters)))
 
-    def update(gradients, state: MasterState, params=None):
+    def update(gradients, state: MasterState, params=None, **extra):
         if params is None:
             raise ValueError("update needs the parameters: update(gradients, state, params)")
         weights = _weights(params, state.masters)
-        gradients = map_with_path(_check_gradient, params, gradients, weights)
-        moved, still, inner = step(gradients, state.inner, weights)
+        gradients = _gradients(params, gradients, weights)
+        if "grad" in extra:
+            extra["grad"] = _gradients(params, extra["grad"], weights)
+        if callable(extra.get("value_fn")):
+            extra["value_fn"] = _of_weights(extra["value_fn"], params)
+        moved, still, inner = step(gradients, state.inner, weights, extra)
         updates = map_with_path(_update, params, weights, moved, still)
         masters = map_with_path(lambda _, param, new: None if _is_own_master(param) else new, params, moved)
         return updates, MasterState(masters, inner)
@@ -176,7 +273,7 @@ def _new_master(path: str, param, original):
     if getattr(original, "shape", None) != param.shape:
         raise ValueError(f"the original of a parameter of shape {param.shape} must have that shape, got {describe(original)}")
     if is_quantized(original):
-        return dequantize_params(original.replace(tangent=None), jnp.float32)
+        return dequantize_params(original, jnp.float32)
     return jnp.array(original, jnp.float32)
 
 
@@ -195,6 +292,23 @@ def _weights(params, masters):
     return map_with_path(weight, params, masters)
 
 
+def _gradients(params, gradients, weights):
+    # Those of optax.lookahead are gradients of the fast ones of its pair of parameters.
+    of = lambda tree: getattr(tree, "fast", tree) if isinstance(params, tuple) else tree  # noqa: E731
+    return map_with_path(_check_gradient, of(params), gradients, of(weights))
+
+
+def _of_weights(function: Callable, params) -> Callable:
+    """A function of parameters as one of their weights in fp32, whose gradient is straight-through."""
+
+    def param(path: str, like, weight):
+        if not is_quantized(like):
+            return weight.astype(like.dtype)
+        return _requantized(like, jax.lax.stop_gradient(weight)).replace(tangent=weight.astype(like.dtype))
+
+    return lambda weights, *args, **kwargs: function(map_with_path(param, params, weights), *args, **kwargs)
+
+
 def _check_gradient(path: str, param, gradient, weight) -> jax.Array:
     if is_quantized(gradient) or not _is_float(gradient) or gradient.shape != weight.shape:
         raise ValueError(f"the gradient must be a float array of shape {weight.shape}, got {describe(gradient)}")
@@ -206,10 +320,16 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
         return moved - weight
     if not is_quantized(param):
         return Replacement(moved.astype(param.dtype))
+    if param.sharding is not None:
+        moved = without_gradient(moved, _NO_GRADIENT)
     new = _requantized(param, moved)
     if param.sharding is not None:
         still = _everywhere(still, param)
-    return Replacement(jax.tree.map(lambda old, new: jnp.where(still, old, new), param.replace(tangent=None), new))
+    new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
+    return Replacement(carried(new, moved) if param.sharding is None else new)
+
+
+_NO_GRADIENT = "an update of a sharded quantized weight has no derivative: differentiate through updates of unsharded ones"
 
 
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:

@@ -15,8 +15,10 @@ from blockfp.array import DTYPES
 from blockfp.products import has_tensor_scale
 from blockfp.recipes import ByPath, Recipe
 
-from ..arrays.array import QuantizedArray, is_quantized, of_parts
+from ..arrays.array import QuantizedArray, carried, is_quantized, of_parts
 from ..implementations import implementations, ops
+from ..implementations.carriers import carrier_of
+from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
 
 Filter = Callable[[str, Any], bool]
@@ -53,13 +55,13 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter 
         chosen = recipes.resolve(recipe, path)
         if chosen is None or chosen.weight.format is None:
             return leaf
-        return quantize_weight(leaf, chosen.weight.format)
+        return carried(quantize_weight(leaf, chosen.weight.format), leaf)
 
     return map_with_path(convert, tree)
 
 
 def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
-    """A weight, or each of a stack of them, quantized as an array of its own.
+    """A weight, or each of a stack of them, quantized as an array of its own; a constant (see `carried`).
 
     Args:
         x: [..., out, in].
@@ -94,7 +96,8 @@ def dequantize_params(tree: Any, dtype: Any = None) -> Any:
         read = lambda q: q.dequantize(dtype)  # noqa: E731
         for _ in range(q.codes.ndim - 2 if has_tensor_scale(q.format) and not shares_scale(q) else 0):
             read = jax.vmap(read)
-        return read(q)
+        values = read(q.without_carrier())
+        return values if q.carrier is None else straight_through(values, q.carrier)
 
     return map_with_path(lambda _, leaf: one(leaf) if is_quantized(leaf) else leaf, tree)
 
@@ -105,8 +108,7 @@ def value_and_grad(
     """`jax.value_and_grad` for trees that hold quantized arrays.
 
     Where an argument has a QuantizedArray, its gradient has a plain array of the same shape and nominal dtype: the derivative
-    with respect to the array that was quantized, straight-through. Beside the codes go zeros that take it; under jit they are
-    never made.
+    with respect to the array that was quantized, straight-through. A carrier beside the codes takes it (`QuantizedArray`).
 
     Args:
         fun: a function with a scalar result, or (scalar, other) with `has_aux`.
@@ -132,6 +134,8 @@ def value_and_grad(
 
         points = tuple(map_with_path(_point, tree) for tree in chosen)
         value, gradients = jax.value_and_grad(of_plain, argnums=tuple(range(len(points))), has_aux=has_aux)(*points)
+        if has_aux:
+            value = (value[0], jax.tree.map(_settled, value[1], is_leaf=is_quantized))
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return differentiated
@@ -162,4 +166,9 @@ def _point(path: str, leaf):
 
 
 def _put_in(leaf, point):
-    return leaf.replace(tangent=point) if is_quantized(leaf) else point
+    return leaf.replace(tangent=carrier_of(point)) if is_quantized(leaf) else point
+
+
+def _settled(leaf):
+    """A leaf of what a differentiated function gives beside its value: without a carrier that nothing wants any more."""
+    return carried(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

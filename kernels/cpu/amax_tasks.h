@@ -4,6 +4,8 @@
 // are the elements looked at one by one.
 #pragma once
 
+#include <cstring>
+
 #include "job.h"
 #include "largest.h"
 
@@ -34,12 +36,20 @@ Elements<T> elements_of(const Input& x, const Tile& tile, void* scratch) {
   const Raw* first = first_of<T>(x, tile);
   if (columns == 1 || tile.columns <= 1) return {first, rows};
   Raw* copy = static_cast<Raw*>(scratch);
-  // Along the shorter stride first, in strips whose cache lines are used up before they are dropped.
-  constexpr int64_t kStrip = 64;
-  for (int64_t r0 = 0; r0 < tile.rows; r0 += kStrip) {
-    const int64_t r1 = r0 + kStrip < tile.rows ? r0 + kStrip : tile.rows;
-    for (int64_t c = 0; c < tile.columns; ++c) {
-      for (int64_t r = r0; r < r1; ++r) copy[r * tile.columns + c] = first[r * rows + c * columns];
+  // In squares, so that a cache line is read whole and one is written whole: rows are a large power of two apart, often.
+  constexpr int64_t kSide = 32;
+  alignas(64) Raw square[kSide][kSide];
+  for (int64_t r0 = 0; r0 < tile.rows; r0 += kSide) {
+    const int64_t height = tile.rows - r0 < kSide ? tile.rows - r0 : kSide;
+    for (int64_t c0 = 0; c0 < tile.columns; c0 += kSide) {
+      const int64_t width = tile.columns - c0 < kSide ? tile.columns - c0 : kSide;
+      for (int64_t c = 0; c < width; ++c) {
+        const Raw* column = first + r0 * rows + (c0 + c) * columns;
+        for (int64_t r = 0; r < height; ++r) square[r][c] = column[r * rows];
+      }
+      for (int64_t r = 0; r < height; ++r) {
+        std::memcpy(copy + (r0 + r) * tile.columns + c0, square[r], width * sizeof(Raw));
+      }
     }
   }
   return {copy, tile.columns};

@@ -97,13 +97,16 @@ void run_amax(AmaxJob job, int64_t first_row, int64_t first_column) {
   }
 }
 
-void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out) {
+void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out, const float* given_multiplier) {
   const FloatMode mode;
   const int64_t batches = batches_of(job.x), rows = job.x.shape[job.x.ndim - 2], columns = job.x.shape[job.x.ndim - 1];
   const Tiling t = job.tiling =
       make_tiling(job.spec, batches, rows, columns, job.first_row, job.first_column, item_bytes(job.x.dtype));
   const bool gather = job.x.column_stride() != 1;
-  if (job.spec.per_tensor()) {
+  if (given_multiplier != nullptr) {
+    job.multiplier = *given_multiplier;
+    *static_cast<float*>(job.scales) = divide(1.0f, job.multiplier);
+  } else if (job.spec.per_tensor()) {
     const int32_t amax = job.given_blocks != nullptr ? *job.given_blocks : tensor_amax_of(job.x, t, gather, job.spec);
     const BlockScale<float> scale =
         job.spec.element == E4M3::kId ? per_tensor_scale<E4M3>(job, amax) : per_tensor_scale<E5M2>(job, amax);

@@ -16,8 +16,9 @@ Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t colu
 void run_amax(AmaxJob job, int64_t first_row, int64_t first_column);
 
 // `job.tensor_scale` goes out too, for two levels. Given amaxes are in job.given_blocks (per tensor: one) and
-// `given_tensor` (two levels).
-void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out);
+// `given_tensor` (two levels); per tensor a multiplier may stand instead of the amax (delayed scaling).
+void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_scale_out,
+                  const float* given_multiplier = nullptr);
 
 void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
                     int64_t first_column);

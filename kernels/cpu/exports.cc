@@ -5,9 +5,9 @@
 
 #include <tvm/ffi/tvm_ffi.h>
 
-#include <optional>
 #include <string>
 
+#include "arguments.h"
 #include "calls.h"
 #include "instruction_sets.h"
 #include "run_tasks.h"
@@ -16,57 +16,12 @@ namespace blockfp {
 namespace {
 
 using tvm::ffi::Array;
-using tvm::ffi::Optional;
 using tvm::ffi::String;
-using tvm::ffi::TensorView;
-
-void check(bool ok, const char* what) {
-  if (!ok) TVM_FFI_THROW(ValueError) << what;
-}
-
-template <class T>
-T* data_of(const TensorView& tensor) {
-  return reinterpret_cast<T*>(static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset());
-}
-
-template <class T>
-T* data_of(const Optional<TensorView>& tensor) {
-  return tensor.has_value() ? data_of<T>(tensor.value()) : nullptr;
-}
-
-int bytes_of(int64_t dtype) { return dtype == Fp32::kId ? 4 : 2; }
-
-void check_output(const TensorView& tensor, int64_t count, int bytes, const char* what) {
-  check(tensor.device().device_type == kDLCPU && tensor.IsContiguous() && tensor.numel() == count &&
-            tensor.dtype().bits == 8 * bytes,
-        what);
-}
 
 Input input_of(const TensorView& x, int64_t dtype) {
   check(x.device().device_type == kDLCPU && x.ndim() >= 2 && x.dtype().bits == 8 * bytes_of(dtype),
         "x must be a CPU array of two or more axes and the dtype that was named");
   return {data_of<const void>(x), static_cast<int>(dtype), x.ndim(), x.shape().data(), x.strides().data()};
-}
-
-Spec spec_of(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
-  check(element >= 0 && element <= Int8::kId && rule >= 0 && rule <= static_cast<int>(ScaleRule::kE4m3),
-        "the format has an element or a scale rule that this library does not know: rebuild it");
-  check(block_columns == 0 || (block_columns >= 16 && block_columns <= 128 && (block_columns & (block_columns - 1)) == 0),
-        "block columns must be 16, 32, 64 or 128");
-  check(block_columns != 0 || (element <= E5M2::kId && rule <= static_cast<int>(ScaleRule::kPow2)),
-        "one scale for the whole tensor is for FP8 alone");
-  return {static_cast<int>(element), static_cast<int>(block_rows), static_cast<int>(block_columns),
-          static_cast<ScaleRule>(rule)};
-}
-
-int64_t rows_in_all(const TensorView& x) {
-  int64_t rows = 1;
-  for (int axis = 0; axis < x.ndim() - 1; ++axis) rows *= x.size(axis);
-  return rows;
-}
-
-int64_t scale_count(const Spec& spec, const Tiling& t) {
-  return spec.per_tensor() ? 1 : t.batches * t.grid_rows * t.grid_columns;
 }
 
 Tiling tiling_of(const Spec& spec, const TensorView& x, int64_t columns, int64_t first_row, int64_t first_column) {

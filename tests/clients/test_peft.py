@@ -133,17 +133,28 @@ def test_the_documented_lines():
     [
         (lambda: convert_first("nvfp4").merge_and_unload(), r"add_.*weights=\"high_precision\".*load_high_precision_"),
         (lambda: get_peft_model(converted(), lora(use_dora=True)), r"dequantize\(\)"),
-        (lambda: prepare_model_for_kbit_training(converted(torch.bfloat16)), r"a cast to torch.float32 has no codes"),
         (
             lambda: get_peft_model(converted(), LoraConfig(target_modules=TARGETS, init_lora_weights="pissa")),
             r"cast|dequantize",
         ),
     ],
-    ids=["merge", "dora", "kbit", "pissa"],
+    ids=["merge", "dora", "pissa"],
 )
 def test_what_reads_or_writes_values_is_refused(call, message):
     with pytest.raises((NotImplementedError, TypeError), match=message):
         call()
+
+
+def test_preparing_for_training_casts_the_nominal_dtype_alone():
+    model = converted(torch.bfloat16)
+    before = {name: param.codes.clone() for name, param in model.named_parameters() if isinstance(param, bfp.QuantizedTensor)}
+    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    weights = {name: param for name, param in model.named_parameters() if isinstance(param, bfp.QuantizedTensor)}
+    assert weights.keys() == before.keys()
+    for name, param in weights.items():
+        assert param.dtype is torch.float32
+        assert not param.requires_grad
+        assert torch.equal(param.codes, before[name])
 
 
 def test_a_refused_merge_leaves_the_codes():

@@ -24,7 +24,7 @@ def test_a_format_may_be_named():
     [
         ({"codes": [[1]]}, TypeError, "codes must be a NumPy array, got list"),
         ({"scales": None}, TypeError, "scales must be a NumPy array, got NoneType"),
-        ({"codes": Q.codes.astype(np.int8)}, TypeError, "codes must be uint8, got int8"),
+        ({"codes": Q.codes.astype(np.int8)}, TypeError, "codes must be uint8 or float8_e4m3fn for .*, got int8"),
         ({"scales": Q.scales[:, :1]}, ValueError, r"must have shape \(1, 2\), got \(1, 1\)"),
         ({"format": "mxfp9"}, ValueError, "format 'mxfp9' is not known"),
         ({"format": 3}, TypeError, "format must be a Format or its name"),

@@ -2,14 +2,13 @@
 
 import pickle
 
-import numpy as np
 import pytest
 from sharded import LAYOUTS, sharding_of
 
 from blockfp import plans
 from blockfp.formats import FORMATS, Format
 from blockfp.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
-from blockfp.steps import Dequantize, Encode, Gather, Piece, Quantize, Rotate, Straddle, Transpose
+from blockfp.steps import Dequantize, Gather, Quantize, Rotate, Straddle, Transpose
 
 MESH = Mesh((2, 2, 2), ("dp", "fsdp", "tp"))
 TENSOR, TWO_LEVEL, BLOCK = "fp8_e4m3", "nvfp4", "mxfp8_e4m3"
@@ -143,14 +142,6 @@ def test_columnwise_weight():
         plans.gather_weight("mxfp8_e4m3", sharding, axes, columnwise=True)
 
 
-def test_obstacle():
-    sharding, axes = sharding_of("fsdp2", (64, 64))
-    plan = plans.gather_weight("mxfp8_e4m3", sharding, axes, obstacle="one tensor a gather")
-    assert steps_of(plan) == [Dequantize, Gather, Encode]
-    assert plan.steps[0].keep_scales
-    assert "through high precision: one tensor a gather" in str(plan)
-
-
 @pytest.mark.parametrize(
     ("format", "rows", "options", "steps", "reason"),
     [
@@ -214,7 +205,6 @@ def test_refusals():
         lambda: plans.quantize_shards("nvfp4", terms),
         lambda: plans.gather_weight("nvfp4", terms, ()),
         lambda: plans.gather_activation("nvfp4", terms, ()),
-        lambda: plans.reshard("nvfp4", terms, sharding),
     ):
         with pytest.raises(ValueError, match=r"Partial\('sum'\) on mesh axis 'dp' holds terms"):
             plan()
@@ -222,25 +212,8 @@ def test_refusals():
         plans.gather_activation("nvfp4", sharding, ("tp",), operand="weight")
     with pytest.raises(ValueError, match="nothing to gather over it"):
         plans.gather_weight("nvfp4", sharding, ("fsdp",))
-    with pytest.raises(ValueError, match=r"target must have the source's global shape \(50, 64\), got \(50, 32\)"):
-        plans.reshard("nvfp4", sharding, Sharding((50, 32), MESH, (Replicate(),) * 3))
     with pytest.raises(ValueError, match="format 'mxfp9' is not known"):
         plans.gather_weight("mxfp9", sharding, ("tp",))
-
-
-def test_reshard_takes_what_is_already_here_and_each_scale_once():
-    source, _ = sharding_of("fsdp2", (80, 32))
-    target, _ = sharding_of("hsdp", (80, 32))
-    (step,) = plans.reshard("mxfp8_e4m3_32x32", source, target).steps
-    for rank in range(8):
-        for pieces, total in ((step.codes(rank), 20 * 32), (step.scales(rank), 2 if rank % 4 in (1, 3) else 1)):
-            assert sum(np.prod(piece.region.shape) for piece in pieces) == total
-    # Rows 20 .. 39 of rank 1 are on source rank 0, and its second block, 32 .. 63, was whole there first.
-    assert [piece.source for piece in step.codes(1)] == [0]
-    assert step.scales(1) == (Piece(0, step.scales(1)[0].region),)
-    back, _ = sharding_of("hsdp", (80, 32))
-    (same,) = plans.reshard("mxfp8_e4m3_32x32", back, target).steps
-    assert all(piece.source == rank for rank in range(8) for piece in same.codes(rank))
 
 
 def test_plans_are_values_and_print():
@@ -265,7 +238,6 @@ def test_plans_are_values_and_print():
         "through high precision: axis 0 of [50, 30] is cut at 13, 26, 39, ",
     ):
         assert text in str(plans.gather_activation("nvfp4", activation, ("tp",), **options))
-    assert "send the pieces" in str(plans.reshard("nvfp4", sharding, sharding))
 
 
 @pytest.mark.parametrize("format", ["mxfp8_e4m3_32x32", "fp8_e4m3_128x128", "nvfp4_16x16", "fp8_e4m3"])

@@ -151,3 +151,10 @@ def test_what_a_linear_layer_runs():
             recipes.for_linear(recipe)
     with pytest.raises(ValueError, match="compute must be"):
         recipes.for_linear("mxfp8", "fast")
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_named_recipe_is_made_once_and_fits_a_linear_layer(name):
+    assert recipes.parse(name) is recipes.parse(name)
+    assert recipes.for_linear(name) is recipes.parse(name)
+    assert recipes.for_linear(recipes.RECIPES[name]()) == recipes.parse(name)

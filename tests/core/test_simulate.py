@@ -106,26 +106,6 @@ def test_parts_of_whole_bytes_may_come_before_shorter_ones(format, columns):
     assert_holds(gathered, parts(whole, Format.parse(format), sharding.gathered(("outer", "inner"))))
 
 
-@BY_FAMILY
-@pytest.mark.parametrize("name", ["fsdp3", "strided4x2", "columns3"])
-def test_obstacle_takes_the_values_and_the_scales(format, name):
-    sharding, axes = sharding_of(name, shapes(format)[1])
-    plan = plans.gather_weight(format, sharding, axes, obstacle="one tensor a gather")
-    assert plan.reason == "one tensor a gather"
-    for kind in ("bf16_valued", "integers", "exponents", "special"):
-        shards, whole = whole_and_shards(format, sharding.shape, sharding, kind)
-        held, _ = quantize_and_gather(format, sharding, axes, shards)
-        world = quantized(simulate.run(plan, held))
-        expected = parts(whole, format, plan.target)
-        if kind in ("bf16_valued", "integers"):
-            assert_holds(world, expected)
-        for got, want, region in zip(world, expected, plan.target.regions, strict=True):
-            np.testing.assert_array_equal(bits_of(got.scales), bits_of(want.scales))
-            options = {"columns": region.shape[-1], "origin": region.origin}
-            values = [numerics.dequantize(*q, format, "float32", **options) for q in (got, want)]
-            np.testing.assert_array_equal(bits_of(values[0]), bits_of(values[1]))
-
-
 def gathered_activation(format, sharding, x, have, columnwise, rotated, key, nominal):
     """What the gather of an activation must give: the definition, on the whole array."""
     if have is not None:
@@ -185,31 +165,6 @@ def test_data_parallel_ranks_have_tensors_of_their_own():
         assert_holds(world, [numerics.quantize(tensors[rank // 2], format) for rank in range(4)])
 
 
-RESHARDS = [
-    ("fsdp8", "fsdp2"),
-    ("fsdp2", "fsdp3"),
-    ("strided2x2", "fsdp3"),
-    ("fsdp3", "strided2x3"),
-    ("hsdp", "row_parallel"),
-    ("both_axes", "column_first"),
-    ("columns3", "columns8"),
-    ("hsdp_tp", "one"),
-    ("one", "both_axes"),
-]
-
-
-@BY_NAME
-def test_reshard_there_and_back(format):
-    for i, (before, after) in enumerate(RESHARDS):
-        shape = shapes(format)[(i + len(format.name)) % 5]
-        source, target = sharding_of(before, shape)[0], sharding_of(after, shape)[0]
-        _, whole = whole_and_shards(format, shape, source, kind_for(i), i)
-        there = simulate.run(plans.reshard(format, source, target), parts(whole, format, source))
-        assert_holds(there, parts(whole, format, target))
-        back = simulate.run(plans.reshard(format, target, source), quantized(there))
-        assert_holds(back, parts(whole, format, source))
-
-
 @st.composite
 def shardings(draw, max_rows=90):
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= 8))
@@ -250,18 +205,6 @@ def test_any_format_on_any_mesh(data):
     for axes in filter(lambda axes: gatherable(sharding, axes), subsets):
         gathered = simulate.run(plans.gather_weight(format, sharding, axes), held)
         assert_holds(gathered, parts(whole, format, sharding.gathered(axes)))
-
-
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(st.data())
-def test_any_reshard(data):
-    format = Format.parse(data.draw(st.sampled_from(NAMES)))
-    source = data.draw(shardings())
-    other = data.draw(shardings())
-    target = Sharding(source.shape, other.mesh, other.placements)
-    _, whole = whole_and_shards(format, source.shape, source, data.draw(st.sampled_from(KINDS)))
-    world = simulate.run(plans.reshard(format, source, target), parts(whole, format, source))
-    assert_holds(world, parts(whole, format, target))
 
 
 def test_values_travel_unchanged_where_the_plan_gathers_them():

@@ -9,7 +9,7 @@ from same_bits import assert_same_bits
 from samples import bits_of, sample
 
 from blockfp import crosscheck, layout, numerics
-from blockfp.cli import BACKENDS
+from blockfp.backends import BACKENDS
 from blockfp.crosscheck import Definition
 from blockfp.formats import FORMATS, Format
 

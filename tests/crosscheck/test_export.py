@@ -282,7 +282,7 @@ def test_a_part_that_is_missing_is_named(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_damaged_index_is_named(tmp_path):
-    from blockfp.torch_backend.checkpoint.checkpoint_files import read_index
+    from blockfp.torch_backend.checkpoint.index import read_index
 
     dcp.save({"model": model_of("nvfp4", SHAPES).state_dict()}, checkpoint_id=tmp_path / "dcp")
     whole = read_index(tmp_path / "dcp")

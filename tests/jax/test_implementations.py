@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.implementations import cpu, ffi, implementations
 from blockfp.jax_backend.linear import products
 
 import blockfp.jax as bfp
@@ -13,24 +13,23 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="what a m
 X = jnp.ones((4, 64))
 
 
-def test_xla_is_what_there_is_without_a_gpu():
-    for operation in ("quantize", "dequantize"):
-        assert implementations.choose(None, operation, MXFP8).name == "xla"
+def test_the_cpu_library_is_chosen_where_it_is():
+    for operation in ("quantize", "dequantize", "columnwise", "both", "amax"):
+        assert implementations.choose(None, operation, MXFP8).name == ("xla" if cpu.missing() else "ffi")
     q = bfp.quantize(X, "mxfp8_e4m3", implementation="xla")
     assert (q.codes == bfp.quantize(X, "mxfp8_e4m3").codes).all()
     assert (q.dequantize(implementation="xla") == X).all()
 
 
-@pytest.mark.parametrize("name", ["ffi", "pallas"])
-def test_what_is_asked_for_and_can_not_run_raises(name):
+def test_what_is_asked_for_and_can_not_run_raises():
     with pytest.raises(
-        RuntimeError, match=f"implementation='{name}' can't run here: it needs a CUDA device, and JAX runs on cpu"
+        RuntimeError, match="implementation='pallas' can't run here: it needs a CUDA device, and JAX runs on cpu"
     ):
-        bfp.quantize(X, "mxfp8_e4m3", implementation=name)
+        bfp.quantize(X, "mxfp8_e4m3", implementation="pallas")
     with pytest.raises(RuntimeError, match="use implementation='xla'"):
-        bfp.quantize(X, "mxfp8_e4m3").dequantize(implementation=name)
+        bfp.quantize(X, "mxfp8_e4m3").dequantize(implementation="pallas")
     with pytest.raises(RuntimeError, match="CUDA device"):
-        bfp.fake_quantize(X, "mxfp8_e4m3", implementation=name)
+        bfp.fake_quantize(X, "mxfp8_e4m3", implementation="pallas")
 
 
 def test_an_unknown_name_raises():
@@ -108,6 +107,7 @@ def test_kernels_inside_shard_map_vary_as_the_definition_does(monkeypatch):
 def test_why_cublas_gets_no_product(monkeypatch):
     monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: False)
     assert "it needs a CUDA device" in implementations.missing_product(120900)
+    monkeypatch.setattr(implementations, "_has_gpu", lambda: True)
     monkeypatch.setattr(implementations, "_missing", lambda name: None)
     for found, says in ((0, "neither libcublasLt.so.13"), (120800, "cuBLASLt is 120800, and 120900 or later"), (130100, None)):
         monkeypatch.setattr(ffi, "cublas_version", lambda found=found: found)

@@ -54,7 +54,7 @@ def test_copies_and_pickles(name, x):
 def test_it_is_a_tree_of_its_arrays(x):
     q = bfp.quantize(x, "nvfp4")
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(q)]
-    assert paths == [".codes", ".scales", ".tensor_scale"]
+    assert paths == [".codes_nvfp4_bfloat16_70", ".scales", ".tensor_scale"]
     assert len(jax.tree.leaves(bfp.quantize(x, "mxint8"))) == 2
     names = jax.tree.map(lambda leaf: str(leaf.dtype), q)
     assert (names.codes, names.scales, names.tensor_scale) == ("uint8", "uint8", "float32")

@@ -99,7 +99,7 @@ def test_vmapped_tensors_of_every_dtype(format):
     made = []
     for dtype in DTYPES:
         x = cases(dtype)
-        q = compiled(jax.vmap(lambda x: bfp.quantize(x, format)), x)(x)
+        q = compiled(jax.vmap(lambda x: bfp.quantize(x, format, implementation="xla")), x)(x)
         expected = [numerics.quantize(case, format) for case in x]
         assert_same_parts(parts(q), stacked(expected), x)
         # The dtype is static: of one nominal dtype, all dequantize in one program.
@@ -108,7 +108,7 @@ def test_vmapped_tensors_of_every_dtype(format):
     codes, scales, tensor_scale = stacked(foreign)
     made.append((replace(made[0][0], codes=codes, scales=scales, tensor_scale=tensor_scale), foreign))
 
-    dequantize = compiled(jax.vmap(lambda q: [q.dequantize(name) for name in DTYPES]), made[0][0])
+    dequantize = compiled(jax.vmap(lambda q: [q.dequantize(name, implementation="xla") for name in DTYPES]), made[0][0])
     for q, each in made:
         for name, values in zip(DTYPES, dequantize(q), strict=True):
             assert_same(values, np.stack([numerics.dequantize(*e, format, name, columns=SHAPE[1]) for e in each]))
@@ -120,7 +120,9 @@ def test_leading_axes_and_stochastic_rounding(format):
     for kind, seed in (("bf16_valued", 0), ("exponents", 2**63 + 12345), ("special", 42)):
         x = sample(kind, (2, 3, 33, 47), "bfloat16")
         key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-        quantize = quantize or compiled(lambda x, key: bfp.quantize(x, format, key=jnp.asarray(key)), x, key)
+        quantize = quantize or compiled(
+            lambda x, key: bfp.quantize(x, format, key=jnp.asarray(key), implementation="xla"), x, key
+        )
         assert_same_parts(parts(quantize(x, key)), numerics.quantize(x, format, key=seed), x)
 
 
@@ -133,18 +135,18 @@ def test_the_look_at_the_program_sees_a_division():
 def test_empty_and_single(format):
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 0), (1, 1)):
         x = np.zeros(shape, np.float32)
-        q = bfp.quantize(x, format, key=3)
+        q = bfp.quantize(x, format, key=3, implementation="xla")
         assert_same_parts(parts(q), numerics.quantize(x, format, key=3))
-        assert q.shape == q.dequantize().shape == shape
+        assert q.shape == q.dequantize(implementation="xla").shape == shape
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "nvfp4"])
 def test_double_precision_mode_changes_nothing(format):
     x = sample("bf16_valued", (40, 72))
     with jax.enable_x64(True):
-        q = bfp.quantize(x, format, key=7)
+        q = bfp.quantize(x, format, key=7, implementation="xla")
         assert_same_parts(parts(q), numerics.quantize(x, format, key=7), x)
-        assert_same(q.dequantize(), numerics.dequantize(*parts(q), format, "float32", columns=72))
+        assert_same(q.dequantize(implementation="xla"), numerics.dequantize(*parts(q), format, "float32", columns=72))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -154,7 +156,11 @@ def test_an_array_rounded_in_the_same_program_is_really_rounded(dtype):
     @jax.jit
     def program(x, scale):
         y = (x * scale).astype(dtype)
-        return y, bfp.quantize(bfp.fake_quantize(y, "fp8_e4m3"), "mxint8"), bfp.quantize(y, "mxint8")
+        return (
+            y,
+            bfp.quantize(bfp.fake_quantize(y, "fp8_e4m3", implementation="xla"), "mxint8", implementation="xla"),
+            bfp.quantize(y, "mxint8", implementation="xla"),
+        )
 
     y, again, once = program(sample("gaussian", (64, 256)), np.float32(1 / 3))
     y = np.asarray(y)
@@ -170,18 +176,20 @@ def test_every_form_of_a_key():
     typed = jax.random.wrap_key_data(jnp.array(WORDS, jnp.uint32))
     forms = (seed, WORDS, list(WORDS), np.array(WORDS, np.uint32), np.array(WORDS), jax.random.key_data(typed), typed)
     for key in forms:
-        assert_same_parts(parts(bfp.quantize(x, "nvfp4", key=key)), expected, x)
-    jitted = jax.jit(lambda x, key: bfp.quantize(x, "nvfp4", key=key))
+        assert_same_parts(parts(bfp.quantize(x, "nvfp4", key=key, implementation="xla")), expected, x)
+    jitted = jax.jit(lambda x, key: bfp.quantize(x, "nvfp4", key=key, implementation="xla"))
     for key in (typed, jax.random.key_data(typed)):
         assert_same_parts(parts(jitted(x, key)), expected, x)
-    assert_same_parts(parts(bfp.quantize(x, "nvfp4", key=jax.random.key(42))), numerics.quantize(x, "nvfp4", key=42), x)
+    assert_same_parts(
+        parts(bfp.quantize(x, "nvfp4", key=jax.random.key(42), implementation="xla")), numerics.quantize(x, "nvfp4", key=42), x
+    )
 
 
 def test_a_new_seed_compiles_nothing():
     x = sample("gaussian", (16, 64))
-    bfp.quantize(x, "mxint8", key=1)
+    bfp.quantize(x, "mxint8", key=1, implementation="xla")
     with jax.no_tracing():
-        bfp.quantize(x, "mxint8", key=2)
+        bfp.quantize(x, "mxint8", key=2, implementation="xla")
 
 
 def test_fold_in_is_that_of_jax():

@@ -149,7 +149,7 @@ def test_what_does_not_fit_an_optimizer(params):
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, other), q)
     with pytest.raises(ValueError, match="update needs the parameters"):
         optimizer.update(params, state)
-    with pytest.raises(ValueError, match="lr must be 0 or more"):
+    with pytest.raises(ValueError, match="learning_rate must be 0 or more"):
         bfp.adamw(-1.0)
 
 

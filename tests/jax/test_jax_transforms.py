@@ -93,11 +93,8 @@ def test_the_cotangent_is_cast_to_the_dtype_of_x_and_to_nothing_coarser():
     assert_same_tree(gradient, w.astype(jnp.bfloat16))
 
 
-def test_a_quantized_argument_is_a_constant():
-    """Codes carry no gradient: documented, and the reason why an array does not come back from jit with its source."""
+def test_an_array_quantized_outside_is_a_constant():
     x = jnp.asarray(sample("gaussian", (16, 32)))
-    gradient = jax.grad(lambda x: jax.jit(lambda q: q.dequantize())(bfp.quantize(x, "mxint8")).sum())(x)
-    np.testing.assert_array_equal(gradient, np.zeros(x.shape))
     q = bfp.quantize(x, "mxint8")
     w_gradient = jax.grad(lambda w: (q.dequantize() * w).sum())(x)
     assert_same_tree(w_gradient, q.dequantize())

@@ -49,6 +49,41 @@ def test_read_only_and_unaligned_arrays(name):
 
 @SOME
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [1, 2])
+def test_odd_addresses(name, dtype, offset):
+    """No kernel reads a number from an address that isn't a multiple of its size: UBSan looks (`make sanitize`)."""
+    torch = pytest.importorskip("torch")
+
+    def moved(array):
+        odd = np.zeros(array.nbytes + offset, np.uint8)[offset:].view(array.dtype).reshape(array.shape)
+        odd[...] = array
+        return odd
+
+    def as_tensor(array):
+        kind = array.dtype if array.dtype.kind in "iuf" else np.dtype(f"i{array.itemsize}")
+        buffer = bytearray(moved(array).tobytes().rjust(array.nbytes + offset, b"\0"))
+        flat = torch.frombuffer(buffer, dtype=getattr(torch, array.dtype.name), offset=offset)
+        assert flat.data_ptr() % kind.itemsize == offset % kind.itemsize
+        return flat.view(array.shape)
+
+    x = sample("special", (40, 70), dtype)
+    q, amax = native.quantize(x, name), native.amax(x, name)
+    values = native.dequantize(*q, name, "float32", columns=70)
+    for odd in (moved, as_tensor):
+        assert_same_bits(tuple(native.quantize(odd(x), name)), tuple(q))
+        assert_same_bits(tuple(native.amax(odd(x), name)), tuple(amax))
+        rotated = native.rotate(odd(x[:, :64]))
+        rotated = rotated if odd is moved else rotated.view(torch.uint8).numpy()
+        assert rotated.tobytes() == native.rotate(np.ascontiguousarray(x[:, :64])).tobytes()
+        parts = (None if part is None else odd(np.asarray(part)) if np.ndim(part) else part for part in q)
+        assert_same_bits(native.dequantize(*parts, name, "float32", columns=70), values)
+        given = numerics.Amax(*(None if part is None else odd(part) if np.ndim(part) else part for part in amax))
+        if odd is moved:
+            assert_same_bits(tuple(native.quantize(odd(x), name, amax=given)), tuple(q))
+
+
+@SOME
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_tensors(name, dtype):
     torch = pytest.importorskip("torch")
     x = sample("special", (3, 40, 70), dtype)

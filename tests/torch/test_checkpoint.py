@@ -130,12 +130,12 @@ def test_a_state_dict_is_plain_tensors_and_shares_memory(tmp_path):
     state = model.state_dict()
     weight = model[1].weight
     assert {name for name in state if name.startswith("1.")} == {
-        *("1.weight", "1.weight_scale", "1.weight_tensor_scale", "1.weight_format_nvfp4_16x16"),
+        *("1.weight", "1.weight_codes", "1.weight_scale", "1.weight_tensor_scale", "1.weight_format_nvfp4_16x16"),
         *("1.bias", "1.input_amax_history", "1.input_scale", "1.rng_key", "1.step"),
     }
-    assert state["1.weight"].data_ptr() == weight.codes.data_ptr()
+    assert state["1.weight_codes"].data_ptr() == weight.codes.data_ptr()
     assert state["1.weight_scale"].data_ptr() == weight.scales.data_ptr()
-    assert state["1.weight_format_nvfp4_16x16"].shape == (0, 37, 40)
+    assert state["1.weight"].shape == state["1.weight_format_nvfp4_16x16"].shape == (0, 37, 40)
     assert {type(value) for value in state.values()} == {torch.Tensor}
     torch.save(state, tmp_path / "model.pt")
     other = model_of("nvfp4_16x16", SHAPES, seed=50)
@@ -147,7 +147,7 @@ def test_assigning_makes_new_parameters():
     model, other = model_of("mxfp4_e2m1", SHAPES), model_of("mxfp4_e2m1", SHAPES, seed=50)
     state = model.state_dict()
     other.load_state_dict(state, assign=True)
-    assert other[0].weight.codes.data_ptr() == state["0.weight"].data_ptr()
+    assert other[0].weight.codes.data_ptr() == state["0.weight_codes"].data_ptr()
     assert_is_part_of(other, None, model, None)
 
 
@@ -156,7 +156,7 @@ def _plain_dcp(rank, folder):
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     other = shard(model_of("fp8_e4m3_128x128", SHAPES, seed=50), "fsdp4")
     state = get_model_state_dict(other)
-    assert local_of(state["0.weight"]).data_ptr() == local_of(other[0].weight).codes.data_ptr()
+    assert local_of(state["0.weight_codes"]).data_ptr() == local_of(other[0].weight).codes.data_ptr()
     # Blocks of 128 rows straddle all shards: one whole grid.
     assert tuple(local_of(state["0.weight_scale"]).shape) == (1, 1)
     dcp.load(state, checkpoint_id=folder)

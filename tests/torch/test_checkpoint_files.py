@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from blockfp.torch_backend.checkpoint import plain_values
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from blockfp.torch_backend.checkpoint.checkpoint_files import read_index
+from blockfp.torch_backend.checkpoint.index import read_index
 from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 

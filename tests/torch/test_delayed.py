@@ -1,5 +1,6 @@
 """Delayed scaling: histories, scales and their update, alone and over ranks."""
 
+import copy
 import threading
 from inspect import signature as signature_of
 
@@ -7,9 +8,11 @@ import pytest
 import threaded
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 from blockfp import recipes, scaling
@@ -65,9 +68,22 @@ def sharded(rank, shape):
     return [buffer.clone() for buffer in model.buffers()]
 
 
+def stepped(rank, shape):
+    """The same, whole weights still in place when the optimizer steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]))
+    model.set_reshard_after_backward(False)
+    optimizer = bfp.AdamW(model.parameters(), lr=1e-3)
+    model(values(rank, 10.0**rank)).sum().backward()
+    optimizer.step()
+    return buffers_of(model)
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
-def test_ranks_share_scales(shape):
-    results = threaded.run(4, sharded, shape)
+@pytest.mark.parametrize("how", ["by hand", "by the optimizer"])
+def test_ranks_share_scales(how, shape):
+    results = threaded.run(4, sharded if how == "by hand" else stepped, shape)
     largest = max(values(rank, 10.0**rank).abs().max() for rank in range(4))
     for buffers in results:
         for a, b in zip(buffers, results[0], strict=True):
@@ -102,3 +118,190 @@ def test_ddp_shares_scales():
     results = threaded.run(2, replicated)
     largest = max(values(rank, 10.0**rank).abs().max() for rank in range(2))
     assert results[0] == results[1] == torch.tensor(448.0) / largest
+
+
+# ---- without a call
+
+
+def trained_by_others(name="fp8_delayed"):
+    """A model, torch's own optimizer of it, and what makes its gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        bfp.Linear(32, 24, recipe=name, weights="high_precision"), bfp.Linear(24, 16, recipe=name, weights="high_precision")
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, lambda: one_backward(model)
+
+
+def one_backward(model, loss_scale=1.0):
+    (model(values(3, 2.0)).square().mean() * loss_scale).backward()
+
+
+def buffers_of(model):
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def test_a_hook_is_a_call_after_each_step():
+    model, optimizer, backward = trained_by_others()
+    other, other_optimizer, other_backward = trained_by_others()
+    handle = bfp.update_scales_after(optimizer, model)
+    for _ in range(3):
+        backward()
+        optimizer.step()
+        bfp.update_scales(model)  # left alone: no second time
+        optimizer.zero_grad()
+        other_backward()
+        other_optimizer.step()
+        bfp.update_scales(other)
+        other_optimizer.zero_grad()
+    assert model[0].gradient_scale > 1
+    for a, b in zip(buffers_of(model), buffers_of(other), strict=True):
+        assert torch.equal(a, b)
+    handle.remove()
+    for _ in range(2):
+        backward()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if _ == 0:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"2 layers that it trains .* use bfp.AdamW"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer_class", [bfp.AdamW, bfp.Adam])
+def test_our_optimizers_update_scales(optimizer_class):
+    torch.manual_seed(0)
+    model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+    for called in (False, True, "before"):
+        one, other = copy.deepcopy(model), copy.deepcopy(model)
+        optimizer = optimizer_class(one.parameters(), lr=1e-3)
+        layers = [recorded(layer) for layer in other]
+        for _ in range(3):
+            # Accumulated: both microbatches count as one step.
+            for scale in (1e-6, 3e-6):
+                one_backward(one, scale)
+            histories = [layer.input_amax_history.clone() for layer in one]
+            if called == "before":
+                bfp.update_scales(one)
+            optimizer.step()
+            if called is True:
+                bfp.update_scales(one)
+            optimizer.zero_grad()
+            for i, (history, (kept, scale)) in enumerate(zip(histories, layers, strict=True)):
+                kept[0] = history[0]
+                layers[i] = scaling.update(kept, scale, Format.parse("fp8_e4m3").element, margin=0, algorithm="max")
+                assert torch.equal(one[i].input_amax_history, layers[i][0])
+                assert torch.equal(one[i].input_scale, layers[i][1])
+        assert all(layer.gradient_scale > 1e6 for layer in one)
+        assert one[0].weight.grad is None
+
+
+def recorded(layer):
+    return layer.input_amax_history.clone(), layer.input_scale.clone()
+
+
+def test_gradients_of_a_small_loss_are_seen_in_the_second_step():
+    """With a scale of 1 all of them would be zero for ever."""
+    layer = bfp.Linear(32, 16, recipe="fp8_delayed")
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-3)
+    for step in range(2):
+        (layer(values(0, 1.0)) * 1e-6).square().mean().backward()
+        assert (layer.weight.grad.abs().max() > 0) == (step > 0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_does_not_count_as_stale():
+    """Accumulation, evaluation, recomputed forwards, steps of other models, and the step in which states are made."""
+    model, optimizer, backward = trained_by_others()
+    get_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(4):
+        backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        model(values(1, 1.0))
+    optimizer.zero_grad()
+    optimizer.step()  # no gradient
+    elsewhere = nn.Linear(2, 2)
+    unrelated = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+    for _ in range(3):
+        elsewhere(torch.ones(2)).sum().backward()
+        unrelated.step()
+    checkpoint(model, values(1, 1.0).requires_grad_(), use_reentrant=False).sum().backward()
+    bfp.update_scales(model)
+    optimizer.step()
+    backward()
+    with pytest.raises(RuntimeError, match="another step"):
+        optimizer.step()
+
+
+def test_updates_within_closures_count():
+    model, optimizer, backward = trained_by_others()
+
+    def closure():
+        optimizer.zero_grad()
+        bfp.update_scales(model)
+        backward()
+
+    for _ in range(3):
+        optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="another step"):
+        optimizer.step(backward)
+
+
+def test_frozen_layers_need_a_keeper():
+    """Adapters beside frozen layers: no optimizer holds the weights whose inputs and gradients are cast."""
+    layer, adapter = bfp.Linear(32, 32, recipe="fp8_delayed").requires_grad_(False), nn.Linear(32, 32)
+    optimizer = bfp.AdamW(adapter.parameters(), lr=1e-3)
+    model = nn.Sequential(adapter, layer)
+    one_backward(model)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="1 frozen layers"):
+        optimizer.step()
+    handle = bfp.update_scales_after(optimizer, model)
+    for _ in range(3):
+        one_backward(model)
+        optimizer.step()
+    assert layer.gradient_scale > 1
+    handle.remove()
+
+
+def test_bad_arguments_of_the_hook():
+    model, optimizer, _ = trained_by_others()
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got Sequential"):
+        bfp.update_scales_after(model, model)
+    with pytest.raises(TypeError, match="model must be"):
+        bfp.update_scales_after(optimizer, optimizer)
+    with pytest.raises(ValueError, match="no layer of model"):
+        bfp.update_scales_after(optimizer, bfp.Linear(32, 16, recipe="mxfp8"))
+
+
+def replicated_steps(rank, broadcasts):
+    torch.manual_seed(0)
+    layer = bfp.Linear(32, 24, recipe="fp8_delayed")
+    optimizer = bfp.AdamW(layer.parameters(), lr=1e-3)
+    apart = next(
+        name
+        for name in ("forward_sync_buffers", "broadcast_buffers")
+        if name in signature_of(DistributedDataParallel).parameters
+    )
+    model = DistributedDataParallel(layer, init_sync=False, **{apart: broadcasts})
+    with DDP_FORWARD:
+        y = model(values(rank, 10.0**rank))
+    y.sum().backward()
+    codes = layer.weight.codes.clone()
+    if broadcasts:
+        with pytest.raises(ValueError, match="forward_sync_buffers=False"):
+            optimizer.step()
+        assert torch.equal(layer.weight.codes, codes)
+        return None
+    optimizer.step()
+    return layer.input_scale.clone()
+
+
+def test_ddp_shares_scales_without_a_call():
+    results = threaded.run(2, replicated_steps, False)
+    largest = max(values(rank, 10.0**rank).abs().max() for rank in range(2))
+    assert results[0] == results[1] == torch.tensor(448.0) / largest
+    assert threaded.run(1, replicated_steps, False)

@@ -5,7 +5,8 @@ import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
-from blockfp.torch_backend.weights.loading import accept_high_precision, load_high_precision_
+from blockfp.torch_backend.weights.loading import load_high_precision_
+from blockfp.torch_backend.weights.module_state import keep_in_parts
 from small_model import Side, SmallLinear, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -27,7 +28,7 @@ def on_meta(shapes, format):
     with torch.device("meta"):
         model = Side(quantized([torch.empty(shape) for shape in shapes], format))
     for layer in model.layers:
-        accept_high_precision(layer)
+        keep_in_parts(layer)
     return model
 
 
@@ -90,7 +91,7 @@ def load_later(rank, weights, expected, kept):
     """The root still holds its gathered weight when new values are loaded."""
     zeros = torch.zeros(50, 64)
     model = SmallLinear(CastWeight.from_values(zeros, "fp8_e4m3") if kept else bfp.quantize(zeros, "fp8_e4m3"))
-    accept_high_precision(model)
+    keep_in_parts(model)
     model.keep_init = False
     fully_shard(model, mesh=device_mesh((4,)))
     optimizer = bfp.AdamW(model.parameters(), lr=0.0)
@@ -137,7 +138,7 @@ def test_without_sharding():
     weight = weights_for([(50, 64)])[0]
     module = nn.Linear(64, 50)
     module.weight = nn.Parameter(bfp.quantize(torch.zeros(50, 64), "nvfp4_16x16"))
-    accept_high_precision(module)
+    keep_in_parts(module)
     codes = module.weight.codes
     bias = torch.randn(50)
     assert not any(module.load_state_dict({"weight": weight, "bias": bias}))
@@ -168,8 +169,9 @@ def test_from_the_meta_device():
     load_high_precision_(model.weight, weight, keep_init=False)
     assert_same(model.weight, bfp.quantize(weight, "nvfp4_16x16"))
     assert model.weight.initial is None
-    with pytest.raises(NotImplementedError, match=r"_to_copy.*cast to torch.bfloat16"):
-        model.bfloat16()
+    assert model.bfloat16().weight.dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match=r"_to_copy.*can't be torch.float64"):
+        model.double()
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["quantized", "high precision"])
@@ -182,7 +184,7 @@ def test_assigned_to_the_meta_device(kept):
     model.other.weight = model.weight
     values = weight.bfloat16()
     for one in (model, model.other):
-        accept_high_precision(one)
+        keep_in_parts(one)
     state = {"weight": values, "bias": values[:, 0], "other.weight": values, "other.bias": values[:, 0]}
     parameter = model.weight
     # The second time it has memory, and is written to as without `assign`.

@@ -250,7 +250,7 @@ def test_likes():
         (lambda q: q[::2], "slice"),
         (lambda q: q.view(-1), "view.*init_sync=False"),
         (lambda q: q.reshape(96, 70), "view"),
-        (lambda q: q.float(), "_to_copy"),
+        (lambda q: q.double(), "_to_copy"),
         (lambda q: q.as_strided((3, 3), (1, 1)), "as_strided"),
         (lambda q: torch.cat([q, q]), "cat"),
         (lambda q: q.fill_(0), "fill"),

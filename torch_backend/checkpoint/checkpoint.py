@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..quantized_tensor import sharding
 from ..weights.state_dict import placed
 from . import model_names, ranks
 from .conversion import Conversion, conversions, convert, masters_of, replace, replace_masters, values_of
-from .fitting import EXTRA, MODEL, OPTIMIZER, empty, fit_model, fit_optimizer, names_of
+from .fitting import EXTRA, MODEL, OPTIMIZER, described, empty, fit_model, fit_optimizer, names_of
 from .training_state import as_it_is, optimizer_state
 from .uneven import leaves, make_whole, put_back
 
@@ -37,6 +37,7 @@ class Saving:
         self.path = path
         self._future = future
         self._group = process_group
+        self._given_up = False
 
     def done(self) -> bool:
         """Whether this rank has nothing more to do with it."""
@@ -50,7 +51,9 @@ class Saving:
         """
         if self in _behind:
             _behind.remove(self)
-        with _given_up_on_error(self.path, self._group):
+        # Once: at a second wait another save of this step may be under way.
+        given_up, self._given_up = self._given_up, True
+        with nullcontext() if given_up else _given_up_on_error(self.path), _as_not_saved(self.path):
             self._future.result()
         return self.path
 
@@ -105,8 +108,10 @@ def save_checkpoint(
 
     Raises:
         FileExistsError: there is a checkpoint of this step, or the folder is a checkpoint itself.
-        OSError: it could not be written, or the one before it, behind the training's back, which nobody has waited for.
-        ValueError: step or keep is out of range.
+        OSError: it could not be written, or the one before it, behind the training's back, which nobody has waited for; or a
+            file of it isn't there, since a rank sees another file system.
+        ValueError: step or keep is out of range; or ranks were called with other folders, steps or settings, or hold other
+            formats, shapes or recipes under one name. Both are named.
         TypeError: extra, or a setting of the optimizer, couldn't be loaded again; step is no whole number; model is no module.
     """
     from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -115,21 +120,29 @@ def save_checkpoint(
     from .checkpoint_files import WholeOrNothing
     from .plain_values import plain, plain_extra, tied_names
 
-    step, keep = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
-    model = model_names.plain_module(model)
-    own = {f"own.{name}": value for name, value in plain_extra(extra).items()}
-    state: dict[str, Any] = {EXTRA: {"step": step, "tied": tied_names(model)} | own}
-    checkpoint = manifest.folder_of(Path(folder).absolute(), step)
-    while _behind:
-        # Two at a time would mix up their exchanges.
-        _behind[-1].wait()
-    state[MODEL] = plain(MODEL, get_model_state_dict(model))
-    if optimizer is not None:
-        with ExitStack() as afterwards:
-            afterwards.callback(as_it_is(optimizer))
-            state[OPTIMIZER] = plain(OPTIMIZER, optimizer_state(model, optimizer, whole=False))
+    def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
+        number, most = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
+        inner = model_names.plain_module(model)
+        own = {f"own.{name}": value for name, value in plain_extra(extra).items()}
+        checkpoint = manifest.folder_of(Path(folder).absolute(), number)
+        while _behind:
+            # Two at a time would mix up their exchanges.
+            _behind[-1].wait()
+        settings = {"the checkpoint": str(checkpoint), "keep": most, "wait": bool(wait), "optimizer": type(optimizer).__name__}
+        state = {EXTRA: {"step": number, "tied": tied_names(inner)} | own}
+        return (inner, most, checkpoint, state), settings, described(inner)
+
+    def contents() -> None:
+        state[MODEL] = plain(MODEL, get_model_state_dict(model))
+        if optimizer is not None:
+            with ExitStack() as afterwards:
+                afterwards.callback(as_it_is(optimizer))
+                state[OPTIMIZER] = plain(OPTIMIZER, optimizer_state(model, optimizer, whole=False))
+
+    model, keep, checkpoint, state = ranks.alike(arguments, process_group)
+    ranks.together(contents, process_group)
     ranks.on_all(lambda: manifest.begin(checkpoint), process_group)
-    with _given_up_on_error(checkpoint, process_group), ranks.without_groups_quietly():
+    with _given_up_on_error(checkpoint), _as_not_saved(checkpoint), ranks.without_groups_quietly():
         make_whole(state)
         writer = WholeOrNothing(checkpoint, keep)
         if wait:
@@ -142,6 +155,7 @@ def save_checkpoint(
             if value.ndim == 0 and sharding.mesh_of(value) is not None:
                 holder[name] = value.clone()
         group = process_group or ranks.own_group()
+        ranks.say_nothing_of_groups()
         future = dcp.async_save(state, storage_writer=writer, process_group=group)  # pyright: ignore[reportAssignmentType]
     _behind.append(Saving(checkpoint, future, process_group))
     return _behind[-1]
@@ -174,36 +188,49 @@ def load_checkpoint(
     Raises:
         BadCheckpoint: there is no checkpoint, a file is missing, truncated or altered, or something the model has is not there
             or has another shape or format. Nothing was changed then, unless a file could be read no more after that.
+        ValueError: ranks were called with other folders, steps or settings, or hold other formats, shapes or recipes under one
+            name. Both are named.
     """
     from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import PlainPlanner, PlainReader, read_listed_index
+    from .checkpoint_files import PlainPlanner, PlainReader
+    from .index import read_index
     from .plain_values import read_plain
 
-    step = None if step is None else _whole_number("step", step, 0)
-    model = model_names.plain_module(model)
+    def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
+        number = None if step is None else _whole_number("step", step, 0)
+        inner = model_names.plain_module(model)
+        settings = {"the run's folder": str(Path(folder).absolute()), "step": number, "requantize": bool(requantize)}
+        return (inner, number), settings | {"optimizer": type(optimizer).__name__}, described(inner)
+
+    model, step = ranks.alike(arguments, process_group)
     checkpoint = ranks.on_all(lambda: manifest.find(Path(folder).absolute(), step), process_group)
     _check_files(checkpoint, process_group)
-    index = read_listed_index(checkpoint)
+    index = ranks.together(lambda: read_index(checkpoint), process_group)
     there = names_of(index, MODEL)
     parts = (MODEL, EXTRA) if optimizer is None else (MODEL, EXTRA, OPTIMIZER)
     plain = ranks.on_all(lambda: read_plain(checkpoint, index, tuple(f"{part}." for part in parts)), process_group)
-    state: dict[str, Any] = {EXTRA: {name: empty(what) for name, what in names_of(index, EXTRA).items()}}
-    with ExitStack() as until_it_fits:
-        state[MODEL] = get_model_state_dict(model)
-        converted = conversions(model, there, requantize)
-        replace(converted, state[MODEL])
-        fit_model(checkpoint, there, state[MODEL], model, requantize)
-        lacking: list[Conversion] = []
-        if optimizer is not None:
-            until_it_fits.callback(as_it_is(optimizer))
-            state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
-            there = names_of(index, OPTIMIZER)
-            ours = isinstance(optimizer, AdamW | Adam)
-            lacking = replace_masters(converted, state[OPTIMIZER]["state"], there, may_ignore=ours)
-            fit_optimizer(checkpoint, there, plain, state[OPTIMIZER], model, optimizer)
-        until_it_fits.pop_all()
+
+    def fitted() -> tuple[dict[str, Any], list[Conversion], list[Conversion]]:
+        state: dict[str, Any] = {EXTRA: {name: empty(what) for name, what in names_of(index, EXTRA).items()}}
+        with ExitStack() as until_it_fits:
+            state[MODEL] = get_model_state_dict(model)
+            converted = conversions(model, there, requantize)
+            replace(converted, state[MODEL])
+            fit_model(checkpoint, there, state[MODEL], model, requantize)
+            lacking: list[Conversion] = []
+            if optimizer is not None:
+                until_it_fits.callback(as_it_is(optimizer))
+                state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
+                of_optimizer = names_of(index, OPTIMIZER)
+                ours = isinstance(optimizer, AdamW | Adam)
+                lacking = replace_masters(converted, state[OPTIMIZER]["state"], of_optimizer, may_ignore=ours)
+                fit_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)
+            until_it_fits.pop_all()
+        return state, converted, lacking
+
+    state, converted, lacking = ranks.together(fitted, process_group)
     replaced = make_whole(state)
     with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.without_groups_quietly():
         # Settings of the optimizer's groups may be missing there; all else has been found.
@@ -277,12 +304,14 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 
 @contextmanager
-def _given_up_on_error(checkpoint: Path, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Removes what there is of a checkpoint that could not be written, and says which."""
+def _given_up_on_error(checkpoint: Path) -> Iterator[None]:
+    """Removes what there is of a checkpoint that could not be written; on every rank, which may see a folder of its own."""
     try:
-        with ranks.failing_as(OSError, f"{checkpoint} was not saved"):
-            yield
+        yield
     except Exception:
-        if ranks.rank_and_world(group)[0] == 0:
-            manifest.give_up(checkpoint)
+        manifest.give_up(checkpoint)
         raise
+
+
+def _as_not_saved(checkpoint: Path) -> AbstractContextManager[None]:
+    return ranks.failing_as(OSError, f"{checkpoint} was not saved")

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from blockfp import manifest
+from blockfp import manifest, untrusted
 from blockfp.manifest import BadCheckpoint, FileSum
 
-INDEX = ".metadata"
-"""What DCP calls the file that says what lies where."""
+from .index import INDEX, pieces, read_index, read_tensor
 
 
 class _Summed(NamedTuple):
@@ -97,81 +95,50 @@ def problems(checkpoint: Path, rank: int = 0, world: int = 1) -> list[str]:
 
 
 class PlainReader(FileSystemReader):
-    """Reads a checkpoint; of Python objects only those of which DCP's index consists."""
+    """Reads a checkpoint: from regular files in its folder alone, and nothing but what its index says."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index: which tensors there are, of what shape and dtype, and where."""
         index = read_index(Path(self.path))
         assert index.storage_meta is not None
         index.storage_meta.load_id = self.load_id
+        self._pieces = {key: (dtype, shape) for key, dtype, shape in pieces(index)}
         return index
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what a plan wants, file by file.
 
-def read_listed_index(checkpoint: Path) -> Metadata:
-    """DCP's index of a checkpoint whose manifest, and so `problems`, has every file that it names.
+        Raises:
+            BadCheckpoint: a file can't be read, or a piece is not what the index says of it.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            path = Path(self.path) / name
+            with untrusted.open_regular(path) as file:
+                for item in items:
+                    try:
+                        self._read(file, item, planner)
+                    except Exception as error:
+                        raise BadCheckpoint(f"{path}, {item.storage_index.fqn}: {error}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    Raises:
-        BadCheckpoint: it is no index, or the manifest lacks a file.
-    """
-    index, listed = read_index(checkpoint), manifest.read_manifest(checkpoint)
-    used = {INDEX, *(where.relative_path for where in (index.storage_data or {}).values())}
-    if used - listed.keys():
-        raise BadCheckpoint(f"{checkpoint / manifest.MANIFEST} doesn't list {', '.join(sorted(used - listed.keys()))}")
-    return index
-
-
-def read_index(checkpoint: Path) -> Metadata:
-    """DCP's index of a checkpoint.
-
-    Raises:
-        BadCheckpoint: there is none, or it holds what an index doesn't.
-    """
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    path = checkpoint / INDEX
-    try:
-        index = _IndexUnpickler(io.BytesIO(path.read_bytes())).load()
-    except OSError as error:
-        raise BadCheckpoint(f"{checkpoint} is no checkpoint of torch's DCP: {path}: {error.strerror}") from error
-    except Exception as error:
-        raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error!r}") from error
-    if not isinstance(index, Metadata) or not isinstance(getattr(index, "state_dict_metadata", None), dict):
-        raise BadCheckpoint(f"{path} is not an index of torch's DCP: it holds a {type(index).__name__} without tensors")
-    if getattr(index, "storage_meta", None) is None:
-        index.storage_meta = StorageMeta()
-    return index
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Makes nothing but the plain values that DCP's index consists of, so that reading a foreign one runs nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and f"{module}.{name}" not in _IN_INDEX:
-            raise BadCheckpoint(f"it names {module}.{name}, which an index has no use for")
-        return super().find_class(module, name)
-
-
-_IN_INDEX = {
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "BytesStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.serialization._get_layout",
-    "torch.Size",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-}
+    def _read(self, file: IO[bytes], item: ReadItem, planner: LoadPlanner) -> None:
+        stream = self._slice_file(file, self.storage_data[item.storage_index])
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(stream.read()))
+            return
+        tensor = read_tensor(stream, *self._pieces[item.storage_index])
+        for axis, (first, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(axis, first, size)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != tensor.shape:  # copy_ would broadcast
+            raise BadCheckpoint(f"{tuple(tensor.shape)} can't be read into {tuple(target.shape)}")
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
 
 
 class PlainPlanner(DefaultLoadPlanner):

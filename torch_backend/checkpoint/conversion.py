@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from blockfp import parts
 from blockfp.formats import Format
 from blockfp.manifest import BadCheckpoint
-from blockfp.parts import FORMAT, SUFFIXES
+from blockfp.parts import FORMAT, SUFFIXES, no_values
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -76,7 +76,7 @@ def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) ->
         kinds = (f"{ours} of {param.dtype}", f"{theirs} of {dtype}") if nominal else (ours or param.dtype, theirs or dtype)
         different.append(f"{name} is {kinds[0]} in the model and {kinds[1]} in the checkpoint")
         keep = getattr(holders.get(name.rpartition(".")[0]), "keep_init", True)
-        read = _format_entry(name, param, theirs, dtype) if nominal else _to_read(name, param, theirs, dtype)
+        read = _format_entries(name, param, theirs, dtype) if nominal else _to_read(name, param, theirs, dtype)
         found.append(Conversion(name, param, theirs, dtype, nominal, keep, read))
     if different and not requantize:
         more = f"; and {len(different) - 4} more" if len(different) > 4 else ""
@@ -89,7 +89,7 @@ def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
     for one in converted:
         local = sharding.local_of(one.param)
         if isinstance(local, QuantizedTensor) and not one.nominal:
-            for suffix in (*SUFFIXES.values(), f"{FORMAT}{local.format}"):
+            for suffix in ("", *SUFFIXES.values(), f"{FORMAT}{local.format}"):
                 state.pop(one.name + suffix, None)
         state.update(one.read)
 
@@ -161,8 +161,8 @@ def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -
             local.geometry.loaded = True
 
 
-def _format_entry(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {f"{name}{FORMAT}{theirs}": torch.empty((0, *param.shape), dtype=dtype)}
+def _format_entries(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {key: torch.empty(no_values(param.shape), dtype=dtype) for key in (name, f"{name}{FORMAT}{theirs}")}
 
 
 def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype
         else:
             value = replicated(param, whole)
         read[name + SUFFIXES[part.name]] = value
-    return read | _format_entry(name, param, theirs, dtype)
+    return read | _format_entries(name, param, theirs, dtype)
 
 
 def values_of(one: Conversion) -> Tensor:

@@ -14,6 +14,7 @@ from blockfp.manifest import BadCheckpoint
 from blockfp.recipes import STATE
 
 from ..optimizer.adamw import misfit
+from ..quantized_tensor.agreement import kind_of, recipe_of
 from . import model_names
 
 if TYPE_CHECKING:
@@ -26,6 +27,13 @@ def names_of(index: Metadata, part: str) -> dict[str, Any]:
     """What a checkpoint has under "model", "optimizer" or "extra", by name."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """What each parameter of a model is, and the recipe of each layer that has one: what ranks must have alike."""
+    found = {name: kind_of(param) for name, param in model_names.parameters(model).items()}
+    recipes = {f"the recipe of {name or 'the model'}": recipe_of(module) for name, module in model_names.modules(model).items()}
+    return found | {name: recipe for name, recipe in recipes.items() if recipe is not None}
 
 
 def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:
@@ -161,7 +169,11 @@ def _check(checkpoint: Path, part: str, there: Mapping[str, Any], wanted: dict[s
 def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> None:
     if value.is_meta:
         raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
-    kinds = (("shape", tuple(saved.size), tuple(value.shape)), ("dtype", saved.properties.dtype, value.dtype))
+    shapes = [tuple(saved.size), tuple(value.shape)]
+    if all(shape[:1] == (0,) for shape in shapes):
+        # Of quantized weights: what stands under their names has no bytes (`parts.no_values`).
+        shapes = [shape[1:] for shape in shapes]
+    kinds = (("shape", *shapes), ("dtype", saved.properties.dtype, value.dtype))
     for what, there, here in kinds:
         if there != here:
             raise BadCheckpoint(f"{name} has {what} {there} in the checkpoint and {here} here")

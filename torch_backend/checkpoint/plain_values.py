@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from blockfp import untrusted
 from blockfp.manifest import BadCheckpoint
 
 from ..quantized_tensor import sharding
@@ -98,7 +99,7 @@ def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dic
             continue
         try:
             where = index.storage_data[MetadataIndex(name)]
-            with (checkpoint / where.relative_path).open("rb") as file:
+            with untrusted.open_regular(checkpoint / where.relative_path) as file:
                 file.seek(where.offset)
                 found[name] = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
         except Exception as error:

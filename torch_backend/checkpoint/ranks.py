@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,11 +33,74 @@ def on_all(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
         try:
             outcome = action()
         except Exception as error:
-            outcome = error
+            outcome = _sendable(error)
     (outcome, *_) = gather(outcome, group)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def together(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Has every rank do something: each gets what its own returns, or raises what the first raised whose own did."""
+    try:
+        own, error = action(), None
+    except Exception as raised:
+        own, error = None, raised
+    raise_first(gather(None if error is None else _sendable(error), group), error)
+    return own
+
+
+def raise_first(errors: list[Exception | None], own: Exception | None) -> None:
+    """Raises this rank's own error, or that of the first rank that has one."""
+    if own is not None:
+        raise own
+    for rank, error in enumerate(errors):
+        if error is not None:
+            error.add_note(f"(on rank {rank})")
+            raise error
+
+
+def alike(action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None) -> Any:
+    """Has every rank look at what it was called with, and raises on all of them where one does, or where they differ.
+
+    Args:
+        action: gives what is returned; settings that must be equal, plain values by name; and what is held, by name. Ranks need
+            not hold the same names, such as those of a pipeline's stages, but under one name the same.
+        group: the ranks.
+
+    Raises:
+        ValueError: the name, and two ranks' values; the same on every rank.
+    """
+    result, settings, described, error = None, {}, {}, None
+    try:
+        result, settings, described = action()
+    except Exception as raised:
+        error = raised
+    digest = hashlib.sha256(repr(sorted(described.items())).encode()).digest()
+    everyones = gather((None if error is None else _sendable(error), dict(settings), digest), group)
+    raise_first([error for error, _, _ in everyones], error)
+    _refuse_differences([settings for _, settings, _ in everyones])
+    if any(digest != other for _, _, other in everyones):
+        _refuse_differences(gather(dict(described), group))
+    return result
+
+
+def _refuse_differences(everyones: list[dict[str, Any]]) -> None:
+    first: dict[str, tuple[int, Any]] = {}
+    for rank, values in enumerate(everyones):
+        for name, value in values.items():
+            other, theirs = first.setdefault(name, (rank, value))
+            if theirs != value:
+                raise ValueError(f"{name} is {theirs} on rank {other} and {value} on rank {rank}: it must be the same on all")
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or one that says the same where it can't be sent to other ranks."""
+    try:
+        sent = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return sent if isinstance(sent, Exception) else RuntimeError(str(error))
 
 
 @contextmanager
@@ -76,8 +141,14 @@ def without_groups_quietly() -> Iterator[None]:
         yield
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        say_nothing_of_groups()
         yield
+
+
+def say_nothing_of_groups() -> None:
+    """From now on, where there is no process group: torch's thread that saves would say it too, and later."""
+    if not _distributed():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _distributed() -> bool:

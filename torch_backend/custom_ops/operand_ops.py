@@ -4,7 +4,8 @@
                                 -> [row parts .., column parts .., amax where a multiplier is given]
 
 Columnwise is rowwise of x transposed, so scales run along the rows of x and codes lie transposed. Parts are codes, scales and,
-for formats of two levels, tensor_scale. `row` and `column` are names of formats, None where the direction isn't wanted.
+for formats of two levels, tensor_scale. `row` and `column` are names of formats, None where the direction isn't wanted. The
+scales are those of the definition, but that they are NaN where x holds an Inf (`overflow`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from blockfp.numerics import Amax, Quantized
 from blockfp.scaling import eps_for
 
 from .ops import empty_parts, kernels_for
+from .overflow import mark
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -56,7 +58,8 @@ def quantize_operand(
     Args:
         x: [rows, columns], float32, float16 or bfloat16.
         row, column: formats, or None.
-        amax: int32 [1], fp32 bits of the largest magnitude, for formats with one scale per tensor; by default it is computed.
+        amax: int32 [1], fp32 bits of the largest magnitude, where it is known: formats with one scale per tensor take their
+            scale from it, and all formats whether x overflows.
         multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
         row_key, column_key: two words each as int32 [2], for stochastic rounding.
         rotate: the random Hadamard transform before the columnwise direction.
@@ -90,7 +93,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[Quantized]:
     """One direction after the other, by the definition or the CPU kernels."""
     results = []
-    given = None if amax is None else Amax(amax.reshape(1, 1), None, None)
+    given = None if amax is None or not (row or column).per_tensor else Amax(amax.reshape(1, 1), None, None)
     if row is not None:
         results.append(run.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=given))
     if column is not None:
@@ -125,10 +128,21 @@ def _flat(results: list[Quantized]) -> list[Tensor]:
 
 def _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps) -> list[Tensor]:
     row, column = _formats(row, column, multiplier)
+    largest = amax if multiplier is None else run.amax(x, row or column).blocks.reshape(1)
     if multiplier is None:
-        return _flat(_both(run, x, row, column, amax, row_key, column_key, rotate, eps))
-    largest = run.amax(x, row or column).blocks.reshape(1)
-    return [*_flat(_multiplied(x, row, column, multiplier)), largest]
+        parts = _flat(_both(run, x, row, column, amax, row_key, column_key, rotate, eps))
+    else:
+        parts = _flat(_multiplied(x, row, column, multiplier))
+    mark(x, _directions(row, column, parts), largest)
+    return parts if multiplier is None else [*parts, largest]
+
+
+def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
+    """Each direction's format and parts."""
+    if row is None or column is None:
+        return [(row or column, parts)]  # pyright: ignore[reportReturnType]
+    first = part_count(row)
+    return [(row, parts[:first]), (column, parts[first:])]
 
 
 def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> tuple[Format | None, Format | None]:
@@ -152,9 +166,9 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
     first, second = _formats(row, column, multiplier)
     # Gradients of sums come as expanded scalars.
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if amax is not None or multiplier is not None:
-        format = first or second
-        assert format is not None
+    format = first or second
+    assert format is not None
+    if multiplier is not None or (amax is not None and format.per_tensor):
         both, largest = cuda.quantize_scaled(
             x,
             format,
@@ -165,15 +179,31 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
             eps=eps_for(format, eps),
         )
         parts = _written(both.row, both.column)
+        mark(x, _directions(first, second, parts), amax if largest is None else largest)
         return parts if largest is None else [*parts, largest]
     if first is not None and first is second and (row_key is None) == (column_key is None):
         key = None if row_key is None or column_key is None else torch.cat([row_key, column_key])
-        return _written(*cuda.quantize_both(x, first, key=key, eps=eps_for(first, eps), rotate=rotate))
-    parts = [] if first is None else _written(cuda.quantize(x, first, key=row_key, eps=eps_for(first, eps)))
+        both = cuda.quantize_both(x, first, key=key, eps=eps_for(first, eps), rotate=rotate)
+        parts = _written(both.row, both.column)
+        mark(x, _directions(first, second, parts), _plain(amax, both))
+        return parts
+    parts = []
+    if first is not None:
+        both = cuda.quantize_both(x, first, key=row_key, eps=eps_for(first, eps), columns=False)
+        parts = _written(both.row)
+        amax = _plain(amax, both)
+        mark(x, [(first, parts)], amax)
     if second is not None:
         both = cuda.quantize_both(x, second, key=_second(column_key), eps=eps_for(second, eps), rotate=rotate, rows=False)
-        parts += _written(both.column)
+        turned = _written(both.column)
+        mark(x, [(second, turned)], _plain(amax, both))
+        parts += turned
     return parts
+
+
+def _plain(amax: Tensor | None, both: cuda.Both) -> Tensor | None:
+    """The amax of x itself, if it was given or measured."""
+    return both.amax[:1] if amax is None and both.amax is not None else amax
 
 
 def _written(*results: Quantized) -> list[Tensor]:

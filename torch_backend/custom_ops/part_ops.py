@@ -1,7 +1,7 @@
 """The custom ops that quantize a part of a matrix that is cut over ranks. Between the first two stands a collective.
 
     blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
-    blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]
+    blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]; NaN scales mark an Inf
     blockfp::turned         (codes, scales, ..) -> [codes, scales]    of the transposed matrix, for square blocks
 
 `columnwise` and `rotate` come first: `origin` and `shape` speak of the matrix as it is encoded.
@@ -19,6 +19,7 @@ from blockfp.rotation import rotate as rotated
 from blockfp.scaling import eps_for
 
 from .ops import empty_parts, kernels_for
+from .overflow import mark
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -67,8 +68,12 @@ def _quantize_part(
         blocks, nan, tensor = amaxes
         amax = Amax(blocks, None if parsed.element.has_nan else nan, tensor if parsed.scale.two_level else None)
     options = {"key": key, "eps": eps_for(parsed, eps), "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
-    parts = kernels_for(values).quantize(values, parsed, **options)
-    return [part.contiguous() for part in parts if part is not None]
+    parts = [part.contiguous() for part in kernels_for(values).quantize(values, parsed, **options) if part is not None]
+    known = None
+    if amax is not None and (parsed.per_tensor or parsed.scale.two_level):
+        known = amax.blocks if parsed.per_tensor else amax.tensor
+    mark(x, [(parsed, parts)], known)
+    return parts
 
 
 @torch.library.impl(_library, "turned", "CompositeExplicitAutograd")

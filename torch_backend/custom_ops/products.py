@@ -26,6 +26,7 @@ from blockfp.formats import Format
 from blockfp.products import Route, has_tensor_scale, route
 
 from . import ops
+from .views import view_codes, view_scales
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -36,8 +37,6 @@ _library.define(
 )
 
 product = torch.ops.blockfp.product.default
-
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Operand(NamedTuple):
@@ -155,7 +154,7 @@ def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
 
 
 def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    (left, right), _ = _float8(a, b)
+    (left, right), _ = _elements(a, b)
     # cuBLAS adds a bias of 16 bits only.
     fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
     # F.scaled_mm comes to the same call of cuBLAS, after a third more of the host's time.
@@ -165,7 +164,7 @@ def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype,
 
 
 def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes, formats = _float8(a, b)
+    codes, formats = _elements(a, b)
     kinds, scales = [], []
     for x, format in zip((a, b), formats, strict=True):
         assert x.scales is not None
@@ -183,9 +182,9 @@ def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _float8(a: Operand, b: Operand) -> tuple[list[Tensor], list[Format]]:
+def _elements(a: Operand, b: Operand) -> tuple[list[Tensor], list[Format]]:
     formats = [x.format for x in (a, b) if x.format is not None]
-    return [x.data.view(_FLOAT8[f.element.name]) for x, f in zip((a, b), formats, strict=True)], formats
+    return [view_codes(x.data, f) for x, f in zip((a, b), formats, strict=True)], formats
 
 
 def _interleaved(x: Operand) -> Tensor:
@@ -199,16 +198,16 @@ def _interleaved(x: Operand) -> Tensor:
 
 
 def _mx(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes, _ = _float8(a, b)
-    scales = [_interleaved(x).view(torch.float8_e8m0fnu) for x in (a, b)]
+    codes, formats = _elements(a, b)
+    scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
     kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kind, scales[1], kind, swizzle, swizzle, output_dtype=dtype)
     return out if bias is None else (out + bias).to(dtype)
 
 
 def _nvfp4(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes = [x.data.view(torch.float4_e2m1fn_x2) for x in (a, b)]
-    scales = [[_interleaved(x).view(torch.float8_e4m3fn), x.tensor_scale] for x in (a, b)]
+    codes, formats = _elements(a, b)
+    scales = [[view_scales(_interleaved(x), f), x.tensor_scale] for x, f in zip((a, b), formats, strict=True)]
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=dtype)

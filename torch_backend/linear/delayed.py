@@ -1,13 +1,19 @@
-"""Delayed scaling: casts use the scale of earlier steps and record amaxes, `update_scales` turns them into new scales."""
+"""Delayed scaling: casts use the scale of earlier steps and record amaxes, which become new scales after each optimizer step.
+
+`AdamW` and `Adam` update the scales of the layers whose weights they hold; `update_scales_after` makes any optimizer do it; and
+`update_scales` is the step by hand (`scale_watch` says which layer is whose, and refuses steps that nobody follows up).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from blockfp import scaling
 from blockfp.bits import INFINITY
@@ -16,6 +22,8 @@ from blockfp.recipes import Delayed, Recipe
 
 from ..custom_ops.collectives import max_reduce
 from ..quantized_tensor import sharding
+from . import scale_watch
+from .scale_watch import delayed_layers
 
 
 def record(history: Tensor, amax: Tensor) -> None:
@@ -39,26 +47,94 @@ class _Scaled(NamedTuple):
     groups: tuple[str, ...]
 
 
-@torch.no_grad()
 def update_scales(model: nn.Module) -> None:
-    """The step of delayed scaling: amaxes that were recorded since the last call become the scales of the next casts.
+    """Updates the scales by hand: amaxes that were recorded since the last time become the scales of the next casts.
 
-    Call it once per optimizer step, on every rank alike. The newest amaxes of all layers are max-reduced together, one
-    collective for each axis of the mesh over which a layer's weight lies (FSDP2), or over the ranks of DDP. Layers without
-    delayed scaling are left alone, so it may be called for any model.
+    `AdamW`, `Adam` and `update_scales_after` make this call needless: layers that they update are left alone. Otherwise call it
+    once per optimizer step, on every rank alike. The newest amaxes of all layers are max-reduced together, one collective for
+    each axis of the mesh over which a layer's weight lies (FSDP2), or over the ranks of DDP. Layers without delayed scaling are
+    left alone, so it may be called for any model.
 
     Raises:
         ValueError: the model is wrapped by DDP that broadcasts buffers, which would overwrite the amaxes of all ranks but one.
     """
-    ddp = isinstance(model, DistributedDataParallel)
-    operands = list(_operands(model))
-    if not operands:
-        return
-    if ddp and model.broadcast_buffers:
+    layers = delayed_layers(model)
+    replicas = model if isinstance(model, DistributedDataParallel) else None
+    check_buffers(layers, replicas)
+    update_layers(scale_watch.by_hand(layers), replicas)
+
+
+def update_scales_after(optimizer: Optimizer, model: nn.Module) -> RemovableHandle:
+    """Makes an optimizer update the scales of delayed scaling after each of its steps.
+
+    For optimizers other than `AdamW` and `Adam` of this library, and for layers that are trained through while their weights
+    are frozen (LoRA), which no optimizer holds. Layers without delayed scaling are left alone. A step that a gradient scaler
+    skips is none.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        model: the model, as its forward is called: wrapped by DDP, sharded, compiled.
+
+    Returns:
+        A handle, whose `remove()` undoes it.
+
+    Raises:
+        TypeError: optimizer or model is something else.
+        ValueError: no layer of the model has delayed scaling; or, at a step, DDP broadcasts buffers.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> bfp.update_scales_after(optimizer, model)
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not delayed_layers(model):
+        raise ValueError("no layer of model has delayed scaling: there is nothing to update after a step")
+    keeper = _After(model)
+    scale_watch.keep(delayed_layers(model), keeper)
+    return optimizer.register_step_post_hook(keeper)
+
+
+class _After:
+    """The hook of `update_scales_after`; as long as it lives its layers are its own."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __call__(self, *_) -> None:
+        layers = delayed_layers(self.model)
+        scale_watch.keep(layers, self)
+        replicas = self.model if isinstance(self.model, DistributedDataParallel) else None
+        check_buffers(layers, replicas)
+        update_layers(layers, replicas)
+
+
+def check_buffers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
+    """Refuses DDP that would overwrite amaxes.
+
+    Raises:
+        ValueError: it broadcasts buffers.
+    """
+    found = [replicas] if replicas is not None and layers else scale_watch.replicas_of(layers)
+    if any(ddp is not None and ddp.broadcast_buffers for ddp in found):
         raise ValueError(
             "DDP broadcasts the buffers of rank 0 over the amaxes that other ranks recorded: pass it "
             "forward_sync_buffers=False (broadcast_buffers=False before torch 2.13)"
         )
+
+
+@torch.no_grad()
+def update_layers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
+    """`update_scales` of these layers, in an order that is every rank's.
+
+    Args:
+        layers: with delayed scaling.
+        replicas: the DDP model that they are of; by default the one that is found.
+    """
+    found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
+    operands = [one for layer, ddp in zip(layers, found, strict=True) for one in _operands(layer, ddp)]
     for groups, members in _by(operands, lambda one: one.groups):
         newest = torch.stack([one.history[0] for one in members])
         # Magnitudes are ordered like their bits.
@@ -76,18 +152,15 @@ def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
     torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _operands(model: nn.Module) -> Iterator[_Scaled]:
-    ranks = model.process_group if isinstance(model, DistributedDataParallel) else None
-    for module in model.modules():
-        recipe = getattr(module, "checked", None)
-        if not isinstance(recipe, Recipe) or recipe.delayed is None:
-            continue
-        groups = _groups(module.get_parameter("weight")) if ranks is None else (ranks.group_name,)
-        for operand in ("input", "gradient"):
-            format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
-            history, scale = getattr(module, f"{operand}_amax_history"), getattr(module, f"{operand}_scale")
-            if format is not None:
-                yield _Scaled(history, scale, format.element, recipe.delayed, groups)
+def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
+    recipe: Recipe = layer.checked  # pyright: ignore[reportAssignmentType]
+    assert recipe.delayed is not None
+    groups = _groups(scale_watch.weight_of(layer)) if replicas is None else (replicas.process_group.group_name,)
+    for operand in ("input", "gradient"):
+        format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
+        history, scale = getattr(layer, f"{operand}_amax_history"), getattr(layer, f"{operand}_scale")
+        if format is not None:
+            yield _Scaled(history, scale, format.element, recipe.delayed, groups)
 
 
 def _groups(weight: Tensor) -> tuple[str, ...]:

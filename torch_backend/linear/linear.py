@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,10 +173,13 @@ def _run(
     arguments = (call, counts, *tensors, words, state.step, state.observed)
     function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
-    # Products choose their dtypes themselves.
-    with torch.autocast(device, enabled=False):
-        return function.apply(x, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
+        outputs: Any = function.apply(x, weight, bias, *arguments)
+    else:
+        # Products choose their dtypes themselves.
+        with torch.autocast(device, enabled=False):
+            outputs = function.apply(x, weight, bias, *arguments)
+    # Beside y there may be what gradients of gradients need.
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _check_state(recipe: Recipe, state: LinearState, key: Key | None, training: bool) -> None:

@@ -20,13 +20,14 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
-from ..custom_ops import ops
 from ..custom_ops.operand_ops import part_count, quantize_operand, tensor_amax
+from ..custom_ops.overflow import scales_tell
 from ..custom_ops.products import product
 from ..quantized_tensor.keys import gradient_keys
 from .delayed import record
 from .observe import observe_operand
 from .parallel import Parallel
+from .second_order import OfInput, StraightThrough, columnwise_values, taken, values_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class LinearFunction(torch.autograd.Function):
         key: Tensor | None,
         step: Tensor | None,
         observed: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         recipe = call.recipe
         format, parts = _weight_parts(weight, call)
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
@@ -84,19 +85,38 @@ class LinearFunction(torch.autograd.Function):
             del row, column, operands
         if call.needs[1] and columnwise.format is None:
             columns = [x]
-        ctx.save_for_backward(*columns, *(parts if call.needs[0] else ()))
-        ctx.columns, ctx.call, ctx.counts, ctx.format = len(columns), call, counts, format
+        kept = parts if call.needs[0] else []
+        ctx.call, ctx.counts, ctx.format, ctx.columns, ctx.parts = call, counts, format, len(columns), len(kept)
+        y = outputs[0] if counts is None else torch.cat(outputs)
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
-        return outputs[0] if counts is None else torch.cat(outputs)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*columns, *kept)
+            return y
+        # What gradients of gradients go to: a weight of which `kept` are the codes alone, and x.
+        ctx.weight_beside = bool(kept) and call.stored is None and format is not None
+        own = [weight] if ctx.weight_beside else []
+        if not (call.needs[0] and call.needs[1]):
+            ctx.save_for_backward(*columns, *kept, *own)
+            return y
+        anchor = x.new_empty(0)
+        ctx.waiting = []
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*columns, *kept, *own, anchor)
+        return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        if gradient is None:
+            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return _with_graph(ctx, gradient)
         saved = list(ctx.saved_tensors)
-        inputs, parts = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts), saved[ctx.columns :]
+        inputs = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts)
+        parts = saved[ctx.columns : ctx.columns + ctx.parts]
         del saved
         if not torch.compiler.is_compiling():
             # From here on each copy lives until its product is done.
@@ -108,7 +128,7 @@ class LinearFunction(torch.autograd.Function):
         d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
         d_inputs = []
         for index, group in groups_of(gradient, ctx.counts):
-            key, overflow = None if keys is None else keys[index or 0], overflow_of(group)
+            key = None if keys is None else keys[index or 0]
             row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
             if needs_weight:
                 across = column if columnwise.format is not None else [group.mT]
@@ -116,7 +136,6 @@ class LinearFunction(torch.autograd.Function):
                 size = (ctx.shape[-1], group.shape[0])
                 each = _product("wgrad", operands, size, recipe, ctx.dtype)
                 del operands, across
-                each = passing_overflow(each, overflow)
                 if d_weight is None:
                     d_weight = each
                 else:
@@ -124,13 +143,78 @@ class LinearFunction(torch.autograd.Function):
                 del each
             del column
             if needs_x:
-                d_inputs.append(passing_overflow(_dgrad(row, group, parts, index, ctx, recipe), overflow))
+                d_inputs.append(_dgrad(row, group, parts, index, ctx, recipe))
             del row
         d_x = None
         if needs_x:
             d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
+            if carried is not None:
+                d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
         d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
         return d_x, d_weight, d_bias, *([None] * 9)
+
+
+def _plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
+    return d_x if carried is None else d_x + carried
+
+
+def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The backward where it is to be differentiated (`second_order`)."""
+    call: Call = ctx.call
+    recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+    saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
+    columns, parts = saved[: ctx.columns], saved[ctx.columns : ctx.columns + ctx.parts]
+    with torch.no_grad():
+        rows, across = _gradient_values(ctx, gradient.detach())
+        x = [
+            columnwise_values(one, recipe.input_columnwise, length)
+            for one, length in zip(_columns(columns, recipe.input_columnwise.format, ctx.counts), lengths, strict=needs_weight)
+        ]
+        w = _weight_values(parts, ctx, recipe) if needs_x else None
+    d_x = d_weight = None
+    # Products choose their dtypes themselves.
+    with torch.autocast(gradient.device.type, enabled=False):
+        if w is not None:
+            w = StraightThrough.apply(saved[ctx.columns + ctx.parts] if ctx.weight_beside else parts[0], w)
+            weights = [w] if ctx.counts is None else w.unbind()
+            g = StraightThrough.apply(gradient, torch.cat(rows)).split(lengths)
+            d_x = torch.cat([one @ weight for one, weight in zip(g, weights, strict=True)]).to(gradient.dtype)
+        if needs_weight:
+            whole = torch.cat(x)
+            x = (OfInput.apply(saved[-1], whole, ctx.waiting) if needs_x else whole).split(lengths)
+            g = StraightThrough.apply(gradient, torch.cat(across)).split(lengths)
+            each = [one.mT @ other for one, other in zip(g, x, strict=True)]
+            d_weight = (each[0] if ctx.counts is None else torch.stack(each)).to(ctx.dtype)
+    if d_x is not None and needs_weight:
+        d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
+    d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+    return d_x, d_weight, d_bias, *([None] * 9)
+
+
+def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; those that are not wanted are of no use."""
+    recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
+    rowwise = recipe.gradient if needs_x else HIGH_PRECISION
+    columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
+    keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
+    scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+    rows, across = [], []
+    for index, group in groups_of(gradient, ctx.counts):
+        key = None if keys is None else keys[index or 0]
+        row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
+        rows.append(values_of(row, rowwise.format, group.shape[1]))
+        across.append(columnwise_values(column if columnwise.format else [group.mT], columnwise, group.shape[0]))
+    return rows, across
+
+
+def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
+    """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
+    columnwise = recipe.weight_columnwise.format
+    if ctx.format is not None or columnwise is None:
+        return values_of(parts, ctx.format, ctx.shape[-1])
+    matrices = parts[0].unbind() if parts[0].ndim > 2 else (parts[0],)
+    each = [values_of(quantize_operand(one, None, columnwise).column, columnwise, ctx.shape[-2]).mT for one in matrices]
+    return torch.stack(each) if parts[0].ndim > 2 else each[0]
 
 
 class Scaling(NamedTuple):
@@ -152,7 +236,7 @@ def _weight_parts(weight: Tensor, call: Call) -> tuple[Format | None, list[Tenso
     format = call.recipe.weight.format
     if call.stored is not None or format is None:
         return call.stored, [weight]
-    return format, ops.quantize(weight, format.name)
+    return format, quantize_operand(weight, format, None).row
 
 
 def quantized_whole(
@@ -162,15 +246,17 @@ def quantized_whole(
     row, column = rowwise.format, columnwise.format
     if row is None and column is None:
         return [x], []
-    per_tensor = all(format is None or format.per_tensor for format in (row, column))
+    per_tensor = {format.per_tensor for format in (row, column) if format is not None}
     row_key = key[0] if key is not None and rowwise.stochastic else None
     column_key = key[1] if key is not None and columnwise.stochastic else None
     amax = None
     # The kernel that takes an amax rounds to nearest, and rotated values have another one.
     plain = row_key is column_key is None and not columnwise.rotate
-    if scaling.multiplier is None and per_tensor and plain and x.is_cuda and torch.compiler.is_compiling() and x.numel():
+    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
         # There the compiler finds it while it makes x.
-        amax = tensor_amax(x)
+        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
+        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
+            amax = tensor_amax(x)
     found = quantize_operand(
         x,
         row,
@@ -242,19 +328,6 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
     ctx.step.add_(1)
     return keys[own]
-
-
-def overflow_of(gradient: Tensor) -> Tensor | None:
-    """Whether a float16 gradient holds an Inf, bool (); None for other dtypes, which need no loss scale."""
-    return gradient.isinf().any() if gradient.dtype is torch.float16 else None
-
-
-def passing_overflow(product: Tensor, overflow: Tensor | None) -> Tensor:
-    """The product of a gradient, NaN where that holds an Inf.
-
-    FP8 saturates Inf at its largest finite value, behind which a GradScaler would not see that the loss scale was too large.
-    """
-    return product if overflow is None else torch.where(overflow, torch.full_like(product, torch.nan), product)
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

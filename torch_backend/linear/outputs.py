@@ -87,9 +87,8 @@ def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
     if format is None or not rows:
         sums = _c10d.reduce_scatter_tensor(terms, "sum", place.ranks, place.group)
         return Pending(sums, place.runs * own, chunk)
-    if terms.dtype is torch.float16:
-        # Codes saturate an Inf, which a GradScaler is to see.
-        terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
+    # Codes saturate an Inf, which a loss scaler is to see.
+    terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
     sent = torch.cat([part.view(place.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
     sizes = [1] * place.ranks

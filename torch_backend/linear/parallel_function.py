@@ -23,9 +23,8 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
-from ..custom_ops import ops
 from ..custom_ops.collectives import max_reduce_together
-from ..custom_ops.operand_ops import part_count
+from ..custom_ops.operand_ops import part_count, quantize_operand
 from ..custom_ops.products import product
 from . import outputs
 from .linear_function import (
@@ -34,12 +33,11 @@ from .linear_function import (
     bias_gradient,
     groups_of,
     keys_of_gradient,
-    overflow_of,
-    passing_overflow,
 )
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
 from .place import ROWS, Place
+from .second_order import once_differentiable
 
 
 class ParallelFunction(torch.autograd.Function):
@@ -97,6 +95,9 @@ class ParallelFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable(
+        "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out create_graph"
+    )
     def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, _parallel(call), call.needs
@@ -132,7 +133,7 @@ class ParallelFunction(torch.autograd.Function):
                 row, column = quantized(group, "gradient", *casts, scaling, parallel.cut_gradient, key)
             if needs_x:
                 each = _dgrad(row, w, ctx, recipe, group.dtype, index)
-                d_inputs.append(passing_overflow(each, overflow))
+                d_inputs.append(_passing_overflow(each, overflow))
                 del each
             del row
             if needs_x and parallel.style == "column" and ctx.counts is None:
@@ -142,7 +143,7 @@ class ParallelFunction(torch.autograd.Function):
                 b = inputs.pop(0) if coming is None else coming.finish(scaling)
                 tokens = ctx.x_shape[0] if parallel.gathers_gradient else group.shape[0]
                 each = _times("wgrad", column, b, (ctx.shape[-1], tokens), recipe, ctx.dtype)
-                each = passing_overflow(each, overflow)
+                each = _passing_overflow(each, overflow)
                 if d_weight is None:
                     d_weight = each
                 else:
@@ -200,7 +201,7 @@ def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     format, (count, rows, _) = cast.format, weight.shape
     if not (format.per_tensor or format.scale.two_level):
         if parallel.style == "experts":
-            return Matrix(ops.quantize(weight, format.name), format)
+            return Matrix(quantize_operand(weight, format, None).row, format)
         each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]
         parts = [torch.stack(fields) for fields in zip(*(one.parts for one in each), strict=True)]
         return each[0]._replace(parts=parts)
@@ -264,12 +265,18 @@ def _inputs(kept: list[Tensor], recipe: Recipe, ctx: Any) -> list[Matrix]:
 
 
 def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
-    """`overflow_of` each group's whole gradient, of which this rank may hold a part."""
-    own = [overflow_of(group) for group in groups]
-    found = [overflow.int() for overflow in own if overflow is not None]
-    if not found or not (parallel.gathers_gradient or parallel.cut_gradient):
-        return own
-    return [overflow > 0 for overflow in max_reduce_together(found, (parallel.group,))]
+    """Whether each group's whole float16 gradient holds an Inf, bool (): each rank's loss scaler looks at its own part.
+
+    None where every rank sees it in the scales (`overflow.mark`), and for dtypes that need no loss scale.
+    """
+    if not groups or groups[0].dtype is not torch.float16 or not (parallel.gathers_gradient or parallel.cut_gradient):
+        return [None] * len(groups)
+    own = [group.isinf().any().int() for group in groups]
+    return [overflow > 0 for overflow in max_reduce_together(own, (parallel.group,))]
+
+
+def _passing_overflow(product: Tensor, overflow: Tensor | None) -> Tensor:
+    return product if overflow is None else torch.where(overflow, torch.full_like(product, torch.nan), product)
 
 
 def _bias_gradient(gradient: Tensor, ctx: Any, parallel: Parallel) -> Tensor:

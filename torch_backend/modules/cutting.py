@@ -189,5 +189,5 @@ def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
         part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)
     }
     initial = None if q.initial is None else q.initial[region.slices].clone()
-    geometry = Geometry(region.origin, initial=initial)
+    geometry = Geometry(region.origin, initial=initial, cut=True)
     return q.with_parts(own["codes"], own["scales"], own.get("tensor_scale"), columns=region.shape[-1], geometry=geometry)

@@ -16,20 +16,22 @@ from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..linear.pipelines import keep_state
+from ..linear.scale_watch import watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.loading import accept_high_precision, load_high_precision_
-from ..weights.state_dict import save_in_parts
+from ..weights.loading import load_high_precision_
+from ..weights.module_state import InParts, keep_in_parts
 from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(InParts):
     """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
 
     Attributes:
@@ -70,8 +72,23 @@ class QuantizedLayer(nn.Module):
 
     def register_hooks(self) -> None:
         """Makes state dicts show and take the weight as codes, and take values for it."""
-        save_in_parts(self)
-        accept_high_precision(self)
+        keep_in_parts(self)
+        self._announce()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tells what looks after a layer's state that there is one more: made, copied or unpickled."""
+        if self.checked.delayed is not None:
+            watch(self)
+        if self.checked.delayed is not None or self._stochastic:
+            keep_state()
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
@@ -131,10 +148,7 @@ class QuantizedLayer(nn.Module):
 
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
-        delayed, stochastic = (
-            self.checked.delayed,
-            self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic,
-        )
+        delayed, stochastic = self.checked.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)

@@ -22,6 +22,8 @@ from blockfp import adamw
 from blockfp.adamw import Coefficients
 from blockfp.rounding import Key, key_words
 
+from ..linear import scale_watch
+from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, renew_master, restore
@@ -76,6 +78,7 @@ class _Adam(Optimizer):
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
         super().add_param_group(param_group)
+        scale_watch.layers_of(self)  # while modules hold what the optimizer does: FSDP2 may put whole weights there
 
     @torch.no_grad()
     def make_state(self) -> None:
@@ -88,6 +91,9 @@ class _Adam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step; parameters without a gradient stay as they are.
+
+        Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
+        gradient scaler leaves out, too.
 
         Sharded quantized weights may need collectives: every rank that holds a part of a parameter must call it. It writes
         shards, which FSDP2's next gather reads; where FSDP2 still holds whole weights (after a forward without a backward, or
@@ -103,6 +109,13 @@ class _Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        layers = scale_watch.layers_to_update(self)
+        check_buffers(layers)
+        self._step()
+        update_layers(layers)
+        return loss
+
+    def _step(self) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
         todo: list[Todo] = []
@@ -113,11 +126,10 @@ class _Adam(Optimizer):
                     group_todo.append(self._todo(param, group, number))
                 number += 1
             if group_todo and not self._begin(group, group_todo, found, scale):
-                return loss
+                return
             todo += group_todo
         # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
         carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
-        return loss
 
     def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
         part = part_of(param)

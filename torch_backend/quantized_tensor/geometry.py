@@ -21,6 +21,13 @@ from torch import Tensor
 
 Origin = tuple[int, int]
 
+COPIED = (
+    "values were copied into a shard of a quantized weight, and its codes are still the old ones: a shard alone can't be "
+    "quantized; set_model_state_dict and load_state_dict do it on all ranks together, and so does "
+    "blockfp.torch.load_high_precision_(parameter, values)"
+)
+"""What is said of a shard whose `Geometry.copied` nobody has taken."""
+
 
 @dataclass(frozen=True)
 class Base:
@@ -51,6 +58,9 @@ class Geometry:
         initial: the original values of its rows, a plain CPU tensor, if they are kept. Never written to.
         gathered: whether it is FSDP's gathered copy of a sharded weight, which the next reshard throws away.
         loaded: whether high-precision values were loaded that no optimizer has taken for its master yet.
+        cut: whether tensor parallelism cut it out of the unsharded matrix.
+        copied: high-precision values that `copy_` was given for a part of a weight, whose scales other ranks may share: all of
+            them quantize it together once `load_state_dict` says so.
     """
 
     origin: Origin | None = (0, 0)
@@ -58,6 +68,8 @@ class Geometry:
     initial: Tensor | None = None
     gathered: bool = False
     loaded: bool = False
+    cut: bool = False
+    copied: Tensor | None = None
 
     @property
     def start(self) -> Origin:

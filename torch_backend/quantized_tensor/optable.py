@@ -19,15 +19,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp import layout, numerics
+from blockfp.bits import FLOAT_DTYPES
 
 from ..custom_ops import ops, products
-from .geometry import Base, Geometry
-from .refusals import FLAT, FROZEN, refusal, refused
+from .geometry import COPIED, Base, Geometry
+from .refusals import FLAT, refusal, refused
 
 if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
+
+NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
 _VIEWS: set[Any] = set()
@@ -83,6 +87,8 @@ def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geo
 
 @implements(ops.dequantize_tensor)
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    if q.geometry.copied is not None:
+        raise RuntimeError(COPIED)
     origin = list(q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
 
@@ -155,12 +161,16 @@ def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = No
 
 @implements(aten._to_copy.default)
 def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
-    if dtype is not None and dtype != q.dtype:
-        raise refused(aten._to_copy.default, f"a cast to {dtype} has no codes", f"use dequantize({dtype}); {FROZEN}")
+    dtype = q.dtype if dtype is None else dtype
+    if dtype not in NOMINAL:
+        names = ", ".join(map(str, NOMINAL))
+        raise refused(aten._to_copy.default, f"the nominal dtype can't be {dtype}", f"cast to one of {names}, or dequantize()")
     if where.get("layout") not in (None, torch.strided):
         raise refused(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
-    return _map(q, lambda part: aten._to_copy.default(part, **where), q.geometry.copy(initial=q.initial))
+    moved = [aten._to_copy.default(part, **where) for part in _parts(q)]
+    tensor_scale = moved[2] if len(moved) > 2 else None
+    return q.with_parts(moved[0], moved[1], tensor_scale, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
 
 
 @implements(aten._pin_memory.default)
@@ -184,6 +194,9 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     from .tensor import QuantizedTensor
 
     op = aten.copy_.default
+    if not isinstance(source, QuantizedTensor) and isinstance(destination, QuantizedTensor) and _keeps(destination, source):
+        destination.geometry.copied = source.detach().clone()
+        return destination
     if not isinstance(source, QuantizedTensor):
         raise refused(
             op,
@@ -207,12 +220,24 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         )
     else:
         destination.geometry.initial = None if source.initial is None else source.initial.clone()
+        destination.geometry.copied = source.geometry.copied
         destination.geometry.loaded = source.geometry.loaded
     aten.copy_.default(destination.codes, source.codes, non_blocking)
     aten.copy_.default(scales, source.scales, non_blocking)
     if destination.tensor_scale is not None and source.tensor_scale is not None:
         aten.copy_.default(destination.tensor_scale, source.tensor_scale, non_blocking)
     return destination
+
+
+def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+
+    torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
+    """
+    geometry = shard.geometry
+    if geometry.gathered or not (geometry.cut or geometry.base) or source.dtype not in NOMINAL or shard.is_meta:
+        return False
+    return source.shape == shard.shape or (source.ndim == shard.ndim + 1 and source.shape[0] == 0)
 
 
 def _phase(q: QuantizedTensor) -> tuple[int, int]:

@@ -50,11 +50,6 @@ _READ = (
     'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function)'
 )
 
-FROZEN = (
-    "where code prepares a model for adapters (PEFT's prepare_model_for_kbit_training), freeze it with requires_grad_(False) "
-    "instead, which needs no cast"
-)
-
 FLAT = (
     "flatten dequantize(), or quantize what is reshaped; torch.nn.utils.parameters_to_vector wants "
     "blockfp.torch.high_precision_state_dict(model).values(), DistributedDataParallel init_sync=False: it would broadcast the "

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from blockfp import checks, numerics
-from blockfp.bits import FLOAT_DTYPES
 from blockfp.formats import Format
 
-from ..custom_ops import ops
+from ..custom_ops import ops, views
 from . import fsdp, optable
-from .geometry import Base, Geometry, Origin
+from .agreement import agree_before_gather
+from .geometry import COPIED, Base, Geometry, Origin
+from .identity import NO_POINTER, Wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(Wrapper):
     """Codes and scales in any format, as a tensor of the original's shape and dtype.
 
     It holds no values of that dtype: operations on values raise, `dequantize()` gives them. Made by `quantize`, or by
@@ -28,14 +29,17 @@ class QuantizedTensor(Tensor):
     a device, and go in and out of compiled functions.
 
     Attributes:
-        codes: uint8 [..., rows, bytes], packed along the last axis.
-        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor.
+        codes: uint8 [..., rows, bytes], packed along the last axis; `view_codes` has them as elements.
+        scales: uint8 or float32, one for each block; (1,) * ndim for one scale per tensor; `view_scales` has them as numbers.
         tensor_scale: float32 of shape () for NVFP4, else None.
         format: the `Format`. In a compiled function it can be read on arguments and parameters, not on a tensor made there.
 
     `shape` and `dtype` are the original's. `mT` is a copy with the last two axes swapped, exact and not requantized, for
     square blocks and one scale per tensor; other blocks raise ValueError. Slices of rows, and of whole blocks along the last
     axis, share memory with the whole. `fully_shard` shards it, and gathers codes and scales.
+
+    `nbytes` is what codes and scales take. `element_size()` is that of the nominal dtype. `to(dtype)`, and `data` set to such a
+    copy, change the nominal dtype alone. `data_ptr()` tells weights apart (equal where they share codes), and is no pointer.
     """
 
     codes: Tensor
@@ -83,8 +87,8 @@ class QuantizedTensor(Tensor):
         """A quantized tensor of codes and scales that are already there; they are not copied.
 
         Args:
-            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`).
-            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`).
+            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`), or as `view_codes` gives them.
+            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`), or as `view_scales` gives them.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis, which packing hides.
@@ -106,6 +110,7 @@ class QuantizedTensor(Tensor):
                 raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
+        codes, scales = views.stored(codes, scales, format)
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
@@ -154,6 +159,22 @@ class QuantizedTensor(Tensor):
         self.geometry.initial = None if values is None else values.detach()
         self.geometry.loaded = values is not None
 
+    def view_codes(self) -> Tensor:
+        """The codes as elements of a torch dtype, in the same memory; times the scales of their blocks they are values.
+
+        [..., rows, columns] of float8_e4m3fn, float8_e5m2 or int8 (64 times the value); of E2M1 [..., rows, ceil(columns / 2)]
+        of float4_e2m1fn_x2, pairs in a byte.
+
+        Raises:
+            TypeError: 6-bit elements, which torch has no dtype for.
+        """
+        return views.view_codes(self.codes, self.format)
+
+    def view_scales(self) -> Tensor:
+        """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
+        else float32."""
+        return views.view_scales(self.scales, self.format)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The values, rounded once to `dtype`; the gradient passes through unchanged.
 
@@ -169,6 +190,21 @@ class QuantizedTensor(Tensor):
         if self.requires_grad and torch.is_grad_enabled():
             return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
         return ops.dequantize_tensor(self, dtype)
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Bytes of codes and scales."""
+        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
+
+    def memory(self) -> Tensor:
+        return self.codes
+
+    def shift(self) -> int:
+        return NO_POINTER
+
+    def take(self, other: QuantizedTensor) -> None:
+        self.codes, self.scales, self.tensor_scale = other.codes, other.scales, other.tensor_scale
+        self.format, self.geometry = other.format, other.geometry
 
     def share_memory_(self) -> QuantizedTensor:
         """Moves codes and scales to memory that other processes can map, as `Tensor.share_memory_` does."""
@@ -203,6 +239,9 @@ class QuantizedTensor(Tensor):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        agree_before_gather()
+        if self.geometry.copied is not None:
+            raise RuntimeError(COPIED)
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
@@ -224,8 +263,7 @@ class QuantizedTensor(Tensor):
         return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
 
 
-DTYPES = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
-"""The dtypes that can be quantized, and dequantized to."""
+DTYPES = optable.NOMINAL
 
 
 class _Dequantize(torch.autograd.Function):

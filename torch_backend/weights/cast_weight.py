@@ -22,7 +22,9 @@ from blockfp.steps import Quantize
 
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp
+from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.geometry import Base, Geometry
+from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.optable import viewing
 from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -69,7 +71,7 @@ class Cut(NamedTuple):
     length: int
 
 
-class CastWeight(Tensor):
+class CastWeight(Wrapper):
     """Values of a weight, and the format in which they travel and are multiplied.
 
     Every operation acts on the values, but for products with something else, which raise: they are the layer's to quantize.
@@ -125,6 +127,7 @@ class CastWeight(Tensor):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+        agree_before_gather()
         base = (
             Base(self.whole, (0, 0))
             if self.cut is None
@@ -184,6 +187,15 @@ class CastWeight(Tensor):
 
         with viewing(weight):
             return return_and_correct_aliasing(func, args, kwargs, pytree.tree_map_only(Tensor, keep, result))
+
+    def memory(self) -> Tensor:
+        return self.values
+
+    def shift(self) -> int:
+        return 0
+
+    def take(self, other: CastWeight) -> None:
+        self.values, self.format, self.whole, self.cut = other.values, other.format, other.whole, other.cut
 
     def share_memory_(self) -> CastWeight:
         """Moves the values to memory that other processes can map, as `Tensor.share_memory_` does."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from blockfp.placement import StridedShard
@@ -59,6 +58,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
     if isinstance(local, CastWeight):
         local.values.copy_(values)
         return
+    local.geometry.copied = None
     requantize_([param], [values.to(local.device)])
     if keep_init:
         local.initial = values.to("cpu", copy=True)
@@ -92,59 +92,3 @@ def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
     if tuple(local.shape) != region.shape or (strided and len({r.shape for r in lies.regions}) > 1):
         raise ValueError(f"tensor, {lies}, may hold other rows than the parameter on this rank: pass full_tensor()")
     return local
-
-
-def accept_high_precision(module: nn.Module) -> None:
-    """Makes `load_state_dict` take whole or sharded high-precision values for the module's own quantized parameters.
-
-    They are taken out of the state dict before torch would copy them, and loaded by `load_high_precision_` once FSDP2's own
-    hooks have put the sharded parameters back into the module. The module's attribute `keep_init` says whether originals are
-    kept.
-    """
-    module.register_load_state_dict_pre_hook(_take_out)
-    module.register_load_state_dict_post_hook(_load)
-
-
-_TAKEN = "_high_precision_taken"
-
-
-def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    taken: dict[str, tuple[str, Tensor]] = {}
-    for name, param in module.named_parameters(recurse=False):
-        key = prefix + name
-        value = state_dict.get(key)
-        ours = isinstance(sharding.local_of(param), QuantizedTensor | CastWeight)
-        # What has another shape, or is quantized itself, torch copies or complains of.
-        if not ours or not isinstance(value, Tensor) or value.shape != param.shape:
-            continue
-        if not isinstance(sharding.local_of(value), QuantizedTensor):
-            if value.dtype not in DTYPES:
-                raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
-            if value.is_meta:
-                raise ValueError(f"{key} is on the meta device in what is loaded, and has no values")
-            taken[name] = (key, state_dict.pop(key))
-    module.__dict__[_TAKEN] = bool(metadata.get("assign_to_params_buffers")), taken
-
-
-def _load(module: nn.Module, incompatible: Any) -> None:
-    assign, taken = module.__dict__.pop(_TAKEN, (False, {}))
-    for name, (key, value) in taken.items():
-        param, keep_init = module.get_parameter(name), getattr(module, "keep_init", True)
-        if assign and param.is_meta and sharding.mesh_of(param) is None:
-            new = _made_for(param, value)
-            load_high_precision_(new, value, keep_init=keep_init)
-            # The same object from now on in all modules that share it, and in optimizers.
-            torch.utils.swap_tensors(param, new)
-        else:
-            load_high_precision_(param, value, keep_init=keep_init)
-        if key in incompatible.missing_keys:
-            incompatible.missing_keys.remove(key)
-
-
-def _made_for(param: Tensor, value: Tensor) -> nn.Parameter:
-    """Memory for a parameter on the meta device, of the dtype and on the device of a value, which torch would assign."""
-    if isinstance(param, QuantizedTensor):
-        like = param.with_parts(param.codes, param.scales, param.tensor_scale, dtype=value.dtype)
-    else:
-        like = param.detach().to(value.dtype)
-    return nn.Parameter(torch.empty_like(like, device=value.device), param.requires_grad)

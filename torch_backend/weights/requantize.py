@@ -21,6 +21,7 @@ from blockfp.steps import Quantize, Straddle, grid_span
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import sharding
+from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 
 
@@ -105,6 +106,8 @@ def _parameter(param: Tensor, values: Tensor, key: Key | None) -> _Parameter:
             "params: this is FSDP's gathered copy of a sharded weight, which the next reshard throws away: call reshard() on "
             "its FSDPModule, then take the parameter"
         )
+    if local.geometry.copied is not None:
+        raise ValueError(f"params: {COPIED}")
     if sharding.mesh_of(values) is not None and not sharding.placed_alike(values, param):
         raise ValueError(
             f"values must be placed like their parameter, {sharding.sharding_of(param)}, got {sharding.sharding_of(values)}: "

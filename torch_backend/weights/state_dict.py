@@ -2,10 +2,12 @@
 
 A quantized parameter NAME of a module, sharded or not, becomes
 
-    NAME                    uint8, the codes
+    NAME                    nothing in memory: its shape is (0, *shape of the weight), its dtype the nominal one. A plain model
+                            refuses it, with strict=False too, and nothing that casts makes values of it
+    NAME_codes              uint8
     NAME_scale              uint8 or float32, one for each block
     NAME_tensor_scale       float32 of shape (), for NVFP4 only
-    NAME_format_FORMAT      nothing in memory: its shape is (0, *shape of the weight), its dtype the nominal one
+    NAME_format_FORMAT      as NAME: it says what the codes are
 
 Under FSDP2 and tensor parallelism they are DTensors with the parameter's mesh and placements, which share its memory: torch's
 checkpoints (DCP) save them, reshard them, and load into the weights themselves. What can't be cut as the weight is cut
@@ -17,55 +19,20 @@ that lacks the key. No class of blockfp's is pickled, so `torch.load(weights_onl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockfp import layout, parts
 from blockfp.formats import Format
-from blockfp.parts import FORMAT, SUFFIXES, Part
+from blockfp.parts import FORMAT, SUFFIXES, Part, no_values
 from blockfp.placement import Region, Sharding
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
-from .cast_weight import CastWeight
-
-
-@dataclass(frozen=True)
-class InStateDict:
-    """What a module has under the name of a part, such as `weight_scale`: a note that state dicts do (torch looks for it)."""
-
-    weight: str
-    part: str
-
-    def __repr__(self) -> str:
-        return f"<the {self.part} of {self.weight}, in state dicts>"
-
-
-def save_in_parts(module: nn.Module) -> None:
-    """Makes the module's own quantized parameters appear in state dicts as codes and scales, and load from them.
-
-    `load_state_dict` raises ValueError where the codes are of another format, or a part is missing or of another shape, and
-    then leaves the parameter as it was. Under FSDP2 every rank calls `state_dict` and `load_state_dict`.
-    """
-    module.register_state_dict_post_hook(_show)
-    module.register_load_state_dict_pre_hook(_take_out)
-    module.register_load_state_dict_post_hook(_load)
-
-
-def _show(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        local = sharding.local_of(param)
-        if isinstance(local, CastWeight):
-            state_dict[prefix + name] = placed(param, local.values.detach())
-        elif isinstance(local, QuantizedTensor):
-            for suffix, part in stored(param).items():
-                state_dict[prefix + name + suffix] = part
-                if suffix:
-                    module.__dict__.setdefault(name + suffix, InStateDict(name, suffix.strip("_")))
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
@@ -74,9 +41,17 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     Collective where a part is to be whole.
     """
     q = _quantized(param)
-    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in _parts(param, q)}
-    shown[f"{FORMAT}{q.format}"] = torch.empty((0, *param.shape), dtype=q.dtype, device=q.device)
-    return shown
+    if q.geometry.copied is not None:
+        raise RuntimeError(COPIED)
+    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in lying(param)}
+    empty = nothing(q, param.shape)
+    empty = empty if sharding.mesh_of(param) is None else replicated(param, empty)
+    return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
+
+
+def nothing(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
+    """What stands under a parameter's own name, and under that of its format."""
+    return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
 
 
 def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
@@ -172,53 +147,15 @@ def _quantized(param: Tensor) -> QuantizedTensor:
     return q
 
 
-def _parts(param: Tensor, q: QuantizedTensor) -> tuple[Part, ...]:
-    return parts.parts(q.format, sharding.sharding_of(param))
+def lying(param: Tensor) -> tuple[Part, ...]:
+    """The parts of a quantized parameter, as they lie on its mesh."""
+    return parts.parts(_quantized(param).format, sharding.sharding_of(param))
 
 
 # ---- loading
 
 
-_TAKEN = "_parts_taken"
-
-
-def _take_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    taken: dict[str, dict[str, Tensor]] = {}
-    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-        key = prefix + name
-        if isinstance(sharding.local_of(param), QuantizedTensor):
-            if isinstance(state_dict.get(key), Tensor):
-                check_format(param, key, state_dict)
-                if format_of(key, state_dict) is not None:
-                    taken[name] = {suffix: state_dict.pop(key + suffix) for suffix in _suffixes(param, key, state_dict)}
-            else:
-                # Without the codes, which torch leaves out where frozen parameters are ignored, the rest is of no use.
-                for suffix in [*filter(None, SUFFIXES.values()), f"{FORMAT}{format_of(key, state_dict)}"]:
-                    state_dict.pop(key + suffix, None)
-        elif format_of(key, state_dict) is not None:
-            raise ValueError(
-                f"{key} is {param.dtype} in the model and {format_of(key, state_dict)} in what is loaded: {_REMEDY}"
-            )
-    module.__dict__[_TAKEN] = prefix, bool(metadata.get("assign_to_params_buffers")), taken
-
-
-def _load(module: nn.Module, incompatible: Any) -> None:
-    prefix, assign, taken = module.__dict__.pop(_TAKEN, ("", False, {}))
-    for name, values in taken.items():
-        key = prefix + name
-        param = module.get_parameter(name)
-        if assign and sharding.mesh_of(param) is None:
-            q = _quantized(param)
-            values = [values.get(SUFFIXES[part.name]) for part in _parts(param, q)]
-            new = QuantizedTensor.from_parts(*values, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)
-            setattr(module, name, nn.Parameter(new, param.requires_grad))
-        else:
-            load_parts_(param, values, key)
-        if key in incompatible.missing_keys:
-            incompatible.missing_keys.remove(key)
-
-
-_REMEDY = "load_checkpoint(.., requantize=True) converts; load_high_precision_(parameter, values) quantizes values"
+REMEDY = "load_checkpoint(.., requantize=True) converts; load_high_precision_(parameter, values) quantizes values"
 
 
 def format_of(key: str, names: Mapping[str, Any]) -> Format | None:
@@ -234,22 +171,26 @@ def format_of(key: str, names: Mapping[str, Any]) -> Format | None:
 def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None:
     """Raises ValueError where the codes in a state dict are not in a parameter's format."""
     ours, theirs = _quantized(param).format, format_of(key, state_dict)
-    value = state_dict[key]
-    if theirs is None and value.dtype == torch.uint8:
+    if theirs is None and key + SUFFIXES["codes"] in state_dict:
         raise ValueError(
-            f"{key} is {ours} in the model; what is loaded has bytes, and no {key}{FORMAT}.. that says what they are"
+            f"{key} is {ours} in the model; what is loaded has codes, and no {key}{FORMAT}.. that says what they are"
         )
     if theirs is not None and theirs is not ours:
-        raise ValueError(f"{key} is {ours} in the model and {theirs} in what is loaded: {_REMEDY}")
+        raise ValueError(f"{key} is {ours} in the model and {theirs} in what is loaded: {REMEDY}")
 
 
-def _suffixes(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> list[str]:
-    q = _quantized(param)
-    suffixes = [*(SUFFIXES[part.name] for part in _parts(param, q)), f"{FORMAT}{q.format}"]
+def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
+    """Takes the parts of a parameter out of a state dict, by what follows its name.
+
+    Raises:
+        ValueError: one is missing; nothing is taken out then.
+    """
+    suffixes = [*(SUFFIXES[part.name] for part in lying(param)), f"{FORMAT}{_quantized(param).format}"]
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
-        raise ValueError(f"{key} in {q.format} needs {', '.join(missing)}, which what is loaded doesn't have")
-    return suffixes
+        format = _quantized(param).format
+        raise ValueError(f"{key} in {format} needs {', '.join(missing)}, which what is loaded doesn't have")
+    return {suffix: state_dict.pop(key + suffix) for suffix in suffixes}
 
 
 @torch.no_grad()
@@ -269,11 +210,11 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         raise ValueError(f"{key} is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if q.geometry.gathered:
         raise ValueError(f"{key} is FSDP's gathered copy of a sharded weight: call reshard() on its FSDPModule first")
-    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in _parts(param, q)]
+    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in lying(param)]
     for own, value in copies:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
-    q.initial = None
+    q.initial = q.geometry.copied = None
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:

@@ -1,0 +1,39 @@
+"""What is refused, with what to write instead, where a quantized array is taken for an array of values."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+
+class NoValues:
+    """The base of quantized arrays: what other code asks of arrays, and codes and scales can't answer, raises TypeError.
+
+    Equality is among it: arrays can have the same codes, or the same values. `is` and hashing go by identity.
+    """
+
+    _remedy: ClassVar[str] = "q.dequantize() gives values"
+
+    # NumPy's operators give way to the ones below, and its functions raise.
+    __array_ufunc__ = None
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        raise TypeError(f"a QuantizedArray is no array of values, and its codes are none: {self._remedy}")
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not hasattr(other, "__array__"):
+            return NotImplemented
+        raise TypeError(
+            "== is not defined for a QuantizedArray: compare format, codes, scales and tensor_scale for the same bits, "
+            "or what dequantize() gives for the same values"
+        )
+
+    __hash__ = object.__hash__
+
+    def _refuse(self, other: Any = None) -> NoReturn:
+        raise TypeError(f"codes of a QuantizedArray can't be calculated with: {self._remedy}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse

@@ -1,0 +1,107 @@
+"""What files of other libraries know a quantized array by: its format stands in the names and bytes that they write.
+
+Those libraries see a pytree's leaves. Of what stands beside them, such as the format, they write nothing of their own accord,
+and codes of E5M2 have the shape and dtype of those of E4M3. So the format is in the name of the codes (Orbax and Flax write
+names), in bytes that `jax.export` asks for, and for Equinox, which writes leaves without names, in a leaf in front of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from blockfp.formats import Format
+from blockfp.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
+
+
+class Static(NamedTuple):
+    """All of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
+
+    format: Format
+    columns: int
+    dtype: np.dtype
+    origin: tuple[int, int]
+    sharding: Sharding | None
+
+
+def of(q: Any) -> Static:
+    """The static part of a quantized array."""
+    return Static(q.format, q.columns, q.dtype, q.origin, q.sharding)
+
+
+def codes_name(static: Static) -> str:
+    """The name of the codes: "codes_mxfp8_e4m3_bfloat16_64" of 64 columns, and where they lie if that isn't a whole array."""
+    name = f"codes_{static.format}_{static.dtype}_{static.columns}"
+    if tuple(static.origin) != (0, 0):
+        name += "_at_{}_{}".format(*static.origin)
+    if static.sharding is not None:
+        # Letters, digits and underscores: names become paths.
+        name += "_of_" + re.sub(r"\W+", "_", str(static.sharding)).strip("_")
+    return name
+
+
+_CODES = re.compile(
+    r"codes_(?P<format>\w+?)_(?P<dtype>float32|float16|bfloat16)_(?P<columns>\d+)"
+    r"(?:_at_(?P<row>\d+)_(?P<column>\d+))?(?P<part>_of_\w+)?"
+)
+
+
+def of_codes_name(name: Any) -> Static | None:
+    """What `codes_name` was made of; None of another name.
+
+    Raises:
+        ValueError: a format that isn't known here, or the stored parts of a sharded array, which only a target describes.
+    """
+    found = _CODES.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        return None
+    if found["part"]:
+        raise ValueError(
+            f"{name} are the parts of an array that was cut over a mesh: restore them into parameters that are cut alike, or "
+            "save blockfp.jax.unshard_params(params)"
+        )
+    origin = (int(found["row"] or 0), int(found["column"] or 0))
+    return Static(Format.parse(found["format"]), int(found["columns"]), np.dtype(found["dtype"]), origin, None)
+
+
+_PLACEMENTS = {kind.__name__: kind for kind in (Replicate, Shard, StridedShard, Partial)}
+
+
+def to_bytes(static: Static) -> bytes:
+    """What stands beside the leaves, as `jax.export` writes it."""
+    whole: dict[str, Any] = static._asdict() | {"format": static.format.name, "dtype": static.dtype.name}
+    if static.sharding is not None:
+        placements = [[type(p).__name__, asdict(p)] for p in static.sharding.placements]
+        whole["sharding"] = {"shape": static.sharding.shape, "mesh": asdict(static.sharding.mesh), "placements": placements}
+    return json.dumps(whole).encode()
+
+
+def of_bytes(data: bytes) -> Static:
+    """The inverse of `to_bytes`."""
+    whole = json.loads(data)
+    sharding = whole["sharding"]
+    if sharding is not None:
+        mesh = Mesh(tuple(sharding["mesh"]["shape"]), tuple(sharding["mesh"]["names"]))
+        placements = tuple(_PLACEMENTS[kind](**fields) for kind, fields in sharding["placements"])
+        sharding = Sharding(tuple(sharding["shape"]), mesh, placements)
+    format, dtype, origin = Format.parse(whole["format"]), np.dtype(whole["dtype"]), tuple(whole["origin"])
+    return Static(format, whole["columns"], dtype, origin, sharding)
+
+
+def to_leaf(static: Static) -> np.ndarray:
+    """A leaf that says what the others are: the name of the codes as bytes."""
+    return np.frombuffer(codes_name(static).encode(), np.uint8)
+
+
+def check_leaf(leaf: Any, static: Static) -> None:
+    """Raises ValueError where a leaf that was read says something else; of what isn't an array, nothing is known."""
+    if not isinstance(leaf, np.ndarray):
+        return
+    expected = codes_name(static)
+    found = leaf.tobytes().decode(errors="replace") if leaf.dtype == np.uint8 else f"an array of {leaf.dtype} {leaf.shape}"
+    if found != expected:
+        raise ValueError(f"the file has {found}, expected {expected}: read it into an array of the format that was written")

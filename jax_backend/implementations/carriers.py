@@ -1,0 +1,148 @@
+"""Carriers: arrays without bytes that stand for a differentiated array beside its codes, and take its gradient.
+
+Codes are integers, which JAX gives no tangent. A carrier has the shape of the array that was quantized, elements of no bytes,
+and tangents of that array's dtype: it goes through every transformation as arrays do, and no program stores anything for it.
+JAX knows such elements as extended dtypes (its random keys have one); what follows is what it asks of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core, dtypes
+from jax._src.earray import EArray
+from jax._src.interpreters import pxla
+from jax._src.interpreters.mlir import get_constant_handler
+from jax._src.sharding_impls import physical_sharding
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+class _Rules:
+    allow_conversion = False
+
+    @staticmethod
+    def physical_element_aval(dtype: CarrierDType):
+        return core.ShapedArray((0,), np.dtype(np.uint8))
+
+    @staticmethod
+    def tangent_dtype(dtype: CarrierDType) -> np.dtype:
+        return dtype.of
+
+    @staticmethod
+    def full(shape, fill_value, dtype: CarrierDType):
+        return carrier_of(jnp.zeros(shape, dtype.of))
+
+    @staticmethod
+    def zero(dtype: CarrierDType):
+        return carrier_of(jnp.zeros((), dtype.of))
+
+    @staticmethod
+    def global_sharded_result_handler(aval, out_sharding, committed):
+        return _physical_handler(aval, out_sharding, committed).wrap(lambda buffer: EArray(aval, buffer))
+
+    @staticmethod
+    def make_sharded_array(aval, sharding, arrays, committed):
+        return EArray(aval, _physical_handler(aval, sharding, committed)([a._data for a in arrays]))
+
+
+def _physical_handler(aval, sharding, committed):
+    make = pxla.global_result_handlers[core.ShapedArray]
+    return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
+
+
+class _carrier(dtypes.extended):
+    """Scalar type of carriers."""
+
+
+@dataclass(frozen=True, repr=False)
+class CarrierDType(dtypes.ExtendedDType):
+    """The dtype of carriers of arrays of dtype `of`."""
+
+    of: np.dtype
+    _rules = _Rules
+    type = _carrier
+    itemsize = 0
+
+    @property
+    def name(self) -> str:
+        return f"carrier<{self.of.name}>"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Watch:
+    """Whether an array whose codes were made in a trace is differentiated there, and whether its codes went on without it.
+
+    Attributes:
+        live: the array is known to be differentiated, so that its carrier must stay beside its codes.
+        escaped: the codes were taken apart without their carrier.
+    """
+
+    def __init__(self) -> None:
+        self.live = self.escaped = False
+        self._making = True
+
+    def made(self) -> Watch:
+        """This, once the carrier is there: what differentiates it from now on does so after its trace has ended."""
+        self._making = False
+        return self
+
+    def differentiated(self) -> None:
+        """Raises TypeError where codes that are differentiated have lost their carrier."""
+        if self._making:
+            self.live = True
+        elif self.escaped and not self.live:
+            raise TypeError(
+                "the gradient of an array that was quantized inside a function which JAX traces by itself (jit, checkpoint, scan, "
+                "cond, ..) is lost, because codes left that function, or went through a transformation or jax.tree.map there, "
+                "without what takes it: differentiate inside jit (jax.jit(jax.grad(f)) instead of jax.grad(jax.jit(f))); or "
+                "give on quantize(x, ..).with_carrier(); or quantize and dequantize in one function; or, where no gradient is "
+                "wanted, quantize jax.lax.stop_gradient(x)"
+            )
+
+
+def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
+    """The carrier of x, or of what x is the carrier of: its tangent is x's."""
+    return _carrier_p.bind(x, watch=watch)
+
+
+def is_carrier(x: Any) -> bool:
+    """Whether x is a carrier, or stands for one (as a shape)."""
+    return isinstance(getattr(x, "dtype", None), CarrierDType)
+
+
+def _dtype(x) -> CarrierDType:
+    return x.dtype if is_carrier(x) else CarrierDType(np.dtype(x.dtype))
+
+
+def _of_concrete(x, *, watch):
+    aval = core.ShapedArray(np.shape(x), _dtype(x))
+    return EArray(aval, jnp.zeros((*np.shape(x), 0), np.uint8))
+
+
+def _lowered(ctx, x, *, watch):
+    (aval,) = ctx.avals_out
+    ctx = ctx.replace(avals_out=[core.physical_aval(aval)])
+    return mlir.lower_fun(lambda x: jnp.zeros((*x.shape, 0), np.uint8), multiple_results=False)(ctx, x)
+
+
+def _jvp(primals, tangents, *, watch):
+    if watch is not None:
+        watch.differentiated()
+    return carrier_of(primals[0], watch), tangents[0]
+
+
+mlir.register_constant_handler(EArray, lambda x, aval: get_constant_handler(type(x._data))(x._data, core.physical_aval(aval)))
+
+_carrier_p = Primitive("carrier")
+_carrier_p.def_impl(_of_concrete)
+_carrier_p.def_abstract_eval(lambda x, *, watch: x.update(dtype=_dtype(x), weak_type=False))
+mlir.register_lowering(_carrier_p, _lowered)
+batching.primitive_batchers[_carrier_p] = lambda args, dims, *, watch: (carrier_of(args[0], watch), dims[0])
+ad.primitive_jvps[_carrier_p] = _jvp

@@ -1,0 +1,262 @@
+"""Derivatives of our own making that hold at every order, forward and in reverse, under every transformation.
+
+`jax.custom_jvp` and `custom_vjp` lose their rules where scan evaluates one part of its body before the other, and the first has
+no transpose of its own, the second no forward mode. These are primitives, and JAX never looks inside one.
+
+attach       results with a rule for their tangents, from the tangents of carriers
+linear_map   a linear function of tangents whose transpose is another function, such as the backward of quantized products
+either       a function, or another one with derivatives where they are taken
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import core
+from jax.core import Tracer
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from . import explicit
+from .carriers import carrier_of
+
+Flat = Sequence[Any]
+
+
+def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
+    """`values`, whose tangent is the carrier's, and which lie on an Explicit mesh as it does."""
+    values, dtype = explicit.lying_like(values, carrier), values.dtype
+    return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(dtype)])
+
+
+def without_gradient(x: jax.Array, why: str) -> jax.Array:
+    """x, of which a derivative can't be taken: that raises TypeError with these words."""
+
+    def refuse(*_):
+        raise TypeError(why)
+
+    return attach(x, (), carrier_of(x), refuse) if isinstance(x, Tracer) else x
+
+
+def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any], Flat]) -> Any:
+    """`results`, a tree, with derivatives.
+
+    Args:
+        results: arrays; what they depend on has no say in their derivatives.
+        kept: arrays that the rule wants.
+        carriers: what the results are functions of.
+        rule: from (kept, carriers, tangents of carriers, None for zeros) to the tangents of the results' leaves, None for
+            zeros. It may differentiate through `carriers`, for derivatives of higher order.
+    """
+    flat, structure = jax.tree.flatten(results)
+    others, of_others = jax.tree.flatten(kept)
+    points, of_points = jax.tree.flatten(carriers)
+    if not any(isinstance(point, Tracer) for point in points):
+        return results
+    flat, others = lax.stop_gradient((flat, others))
+
+    def of_leaves(others, points, tangents):
+        return rule(of_others.unflatten(others), of_points.unflatten(points), of_points.unflatten(tangents))
+
+    return structure.unflatten(_attach_p.bind(*flat, *others, *points, counts=(len(flat), len(others)), rule=of_leaves))
+
+
+def linear_map(
+    forward: Callable[[Any, Any], Flat], backward: Callable[[Any, Any, Flat], Any], kept: Any, tangents: Any, like: Flat
+) -> Flat:
+    """forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
+
+    Args:
+        forward: gives results of the types of `like`; None stands for a tangent of zeros.
+        backward: gives a tree like `tangents`; those are passed as Nones and their types (`jax.typeof`).
+        kept: arrays, in which both are differentiable.
+        tangents: a tree, with None for zeros.
+        like: the types of the results.
+    """
+    known, of_known = jax.tree.flatten(kept)
+    points, of_points = jax.tree.flatten(tangents)
+    types = of_points.unflatten([jax.typeof(point) for point in points])
+
+    def there(known, points):
+        return list(forward(of_known.unflatten(known), of_points.unflatten(points)))
+
+    def back(known, cotangents):
+        return of_points.flatten_up_to(backward(of_known.unflatten(known), types, cotangents))
+
+    avals = tuple(aval.to_tangent_aval() for aval in like)
+    return _linear_p.bind(*known, *points, count=len(known), there=there, back=back, avals=avals)
+
+
+def either(plain: Callable[..., Any], differentiable: Callable[..., Any], *args: Any) -> Any:
+    """plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
+    leaves, structure = jax.tree.flatten(args)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return plain(*args)
+    of_results: Any = None
+
+    def of_leaves(function):
+        def run(*leaves):
+            nonlocal of_results
+            results, of_results = jax.tree.flatten(function(*structure.unflatten(leaves)))
+            return results
+
+        return run
+
+    jaxpr = jax.make_jaxpr(of_leaves(plain))(*leaves)
+    return of_results.unflatten(_either_p.bind(*leaves, jaxpr=jaxpr, differentiable=of_leaves(differentiable)))
+
+
+# attach
+
+
+def _attach_jvp(primals, tangents, *, counts, rule):
+    results, kept = counts
+    others, points = primals[results : results + kept], primals[results + kept :]
+    given = [None if type(t) is ad.Zero else t for t in tangents[results + kept :]]
+    out = _attach_p.bind(*primals, counts=counts, rule=rule)
+    dots = [None] * results if all(t is None for t in given) else rule(others, points, given)
+    zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
+    return out, [zero if dot is None else dot for zero, dot in zip(zeros, dots, strict=True)]
+
+
+def _attach_batch(args, dims, *, counts, rule):
+    results, kept = counts
+    size = _batch_size(args, dims)
+    flat = [batching.bdim_at_front(x, d, size) for x, d in zip(args[:results], dims[:results], strict=True)]
+    of_others, of_points = dims[results : results + kept], dims[results + kept :]
+
+    def batched(others, points, tangents):
+        present = [i for i, t in enumerate(tangents) if t is not None]
+        made: list[int] = []
+
+        def one(others, points, given):
+            tangents: list[Any] = [None] * len(points)
+            for i, t in zip(present, given, strict=True):
+                tangents[i] = t
+            dots = rule(others, points, tangents)
+            made[:] = [i for i, dot in enumerate(dots) if dot is not None]
+            return [dot for dot in dots if dot is not None]
+
+        axes = (list(of_others), list(of_points), [of_points[i] for i in present])
+        if all(axis is None for each in axes for axis in each):
+            dots = one(others, points, [tangents[i] for i in present])
+            dots = [jnp.broadcast_to(dot, (size, *dot.shape)) for dot in dots]
+        else:
+            dots = jax.vmap(one, in_axes=axes, axis_size=size)(list(others), list(points), [tangents[i] for i in present])
+        all_dots: list[Any] = [None] * results
+        for i, dot in zip(made, dots, strict=True):
+            all_dots[i] = dot
+        return all_dots
+
+    return _attach_p.bind(*flat, *args[results:], counts=counts, rule=batched), [0] * results
+
+
+_attach_p = Primitive("straight_through")
+_attach_p.multiple_results = True
+_attach_p.def_impl(lambda *args, counts, rule: list(args[: counts[0]]))
+_attach_p.def_abstract_eval(lambda *args, counts, rule: [a.update(weak_type=False) for a in args[: counts[0]]])
+mlir.register_lowering(_attach_p, lambda ctx, *args, counts, rule: list(args[: counts[0]]))
+ad.primitive_jvps[_attach_p] = _attach_jvp
+batching.primitive_batchers[_attach_p] = _attach_batch
+
+
+# linear_map
+
+
+def _linear_impl(*args, count, there, back, avals):
+    return there(args[:count], args[count:])
+
+
+def _linear_jvp(primals, tangents, *, count, there, back, avals):
+    how = {"count": count, "there": there, "back": back, "avals": avals}
+    known, points = primals[:count], primals[count:]
+    out = _linear_p.bind(*primals, **how)
+    terms = []
+    if any(type(t) is not ad.Zero for t in tangents[count:]):
+        terms.append(_linear_p.bind(*known, *map(ad.instantiate_zeros, tangents[count:]), **how))
+    if any(type(t) is not ad.Zero for t in tangents[:count]):
+        terms.append(_jvp_of(lambda *known: there(known, points), known, tangents[:count])[1])
+    return out, [sum(each[1:], each[0]) for each in zip(*terms, strict=True)]
+
+
+def _linear_transpose(cotangents, *args, count, there, back, avals):
+    known, points = args[:count], args[count:]
+    given = [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct for ct in cotangents]
+    results = back(known, given)
+    return [None] * count + [r if ad.is_undefined_primal(p) else None for r, p in zip(results, points, strict=True)]
+
+
+def _linear_batch(args, dims, *, count, there, back, avals):
+    size = _batch_size(args, dims)
+    # A tangent that all share is handed to each, so that their cotangents are added.
+    points = [batching.bdim_at_front(x, d, size) for x, d in zip(args[count:], dims[count:], strict=True)]
+    of_known = list(dims[:count])
+
+    def each(function):
+        return lambda known, last: jax.vmap(function, in_axes=(of_known, 0), axis_size=size)(list(known), list(last))
+
+    avals = tuple(core.unmapped_aval(size, 0, aval) for aval in avals)
+    out = _linear_p.bind(*args[:count], *points, count=count, there=each(there), back=each(back), avals=avals)
+    return out, [0] * len(avals)
+
+
+_linear_p = Primitive("straight_through_linear")
+_linear_p.multiple_results = True
+_linear_p.def_impl(_linear_impl)
+_linear_p.def_abstract_eval(lambda *args, count, there, back, avals: list(avals))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_linear_impl, multiple_results=True))
+ad.primitive_jvps[_linear_p] = _linear_jvp
+ad.primitive_transposes[_linear_p] = _linear_transpose
+batching.primitive_batchers[_linear_p] = _linear_batch
+
+
+# either
+
+
+def _either_impl(*args, jaxpr, differentiable):
+    return jaxpr_as_fun(jaxpr)(*args)
+
+
+def _either_jvp(primals, tangents, *, jaxpr, differentiable):
+    return _jvp_of(differentiable, primals, tangents)
+
+
+def _either_batch(args, dims, *, jaxpr, differentiable):
+    each = [
+        jax.vmap(function, in_axes=dims, axis_size=_batch_size(args, dims))
+        for function in (jaxpr_as_fun(jaxpr), differentiable)
+    ]
+    out = _either_p.bind(*args, jaxpr=jax.make_jaxpr(each[0])(*args), differentiable=each[1])
+    return out, [0] * len(out)
+
+
+_either_p = Primitive("quantized")
+_either_p.multiple_results = True
+_either_p.def_impl(_either_impl)
+_either_p.def_abstract_eval(lambda *args, jaxpr, differentiable: jaxpr.out_avals)
+mlir.register_lowering(_either_p, mlir.lower_fun(_either_impl, multiple_results=True))
+ad.primitive_jvps[_either_p] = _either_jvp
+batching.primitive_batchers[_either_p] = _either_batch
+
+
+def _jvp_of(function: Callable[..., Flat], primals: Flat, tangents: Flat) -> tuple[Flat, Flat]:
+    """Results and tangents of a function, of which tangents that are zero (`ad.Zero`) are not passed."""
+    live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def of_live(*points):
+        whole = list(primals)
+        for i, point in zip(live, points, strict=True):
+            whole[i] = point
+        return list(function(*whole))
+
+    out, dots = jax.jvp(of_live, [primals[i] for i in live], [tangents[i] for i in live])
+    avals = [jax.typeof(x).to_tangent_aval() for x in out]
+    return out, [ad.Zero(a) if a.dtype == jax.dtypes.float0 else dot for a, dot in zip(avals, dots, strict=True)]
+
+
+def _batch_size(args: Flat, dims: Flat) -> int:
+    return next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)

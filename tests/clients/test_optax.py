@@ -1,0 +1,233 @@
+"""optax's optimizers over quantized parameters: each of them, what wraps one of ours, and what can't be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from same_trees import assert_same_tree
+from samples import sample
+
+import blockfp.jax as bfp
+
+pytestmark = pytest.mark.usefixtures("little_optimization")
+
+WEIGHTS = {
+    "w": jnp.asarray(sample("gaussian", (32, 64))),
+    "b": jnp.zeros(32),
+    "h": jnp.asarray(sample("gaussian", (4, 32), seed=1)).astype("bfloat16"),
+}
+X = jnp.asarray(sample("gaussian", (8, 64), seed=2)) / 8
+Y = jnp.asarray(sample("gaussian", (8, 4), seed=3))
+
+
+def quantized():
+    return bfp.quantize_params(WEIGHTS, "mxfp8", filter=lambda path, _: path == "w")
+
+
+def loss(params):
+    hidden = jax.nn.relu(X @ params["w"].dequantize().T + params["b"])
+    return ((hidden @ params["h"].astype("float32").T - Y) ** 2).mean()
+
+
+def gradients_of(step):
+    """Gradients of any size, the same for both."""
+    return jax.tree.map(lambda w: jnp.asarray(sample("gaussian", w.shape, seed=10 + step)), WEIGHTS)
+
+
+NAMES = (
+    "adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd "
+    "noisy_sgd optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi"
+)
+CONTRIBUTED = "acprop ademamix dadapt_adamw dog momo muon prodigy schedule_free_adamw"
+OPTIMIZERS = {name: getattr(optax, name) for name in NAMES.split()}
+OPTIMIZERS |= {name: getattr(optax.contrib, name) for name in CONTRIBUTED.split()}
+
+
+def made(name):
+    make = OPTIMIZERS[name]
+    if name == "noisy_sgd":
+        return make(0.01, key=0)
+    return make() if name in ("prodigy", "dadapt_adamw", "momo", "dog") else make(0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_moves_masters_as_it_moves_plain_weights(name):
+    plain, wrapped = made(name), bfp.with_masters(made(name))
+    # The quantized weight's master begins with the original.
+    weights = jax.tree.map(lambda w: w.astype("float32"), WEIGHTS)
+    params = quantized()
+    inner, state = plain.init(weights), wrapped.init(params, WEIGHTS)
+    extra = {"value": jnp.float32(1.5)} if name == "momo" else {}
+
+    @jax.jit
+    def both(weights, inner, params, state, gradients):
+        updates, inner = plain.update(gradients, inner, weights, **extra)
+        weights = optax.apply_updates(weights, updates)
+        updates, state = wrapped.update(gradients, state, params, **extra)
+        return weights, inner, bfp.apply_updates(params, updates), state
+
+    for i in range(3):
+        weights, inner, params, state = both(weights, inner, params, state, gradients_of(i))
+    masters = state.masters | {"b": params["b"]}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-7), masters, weights)
+    assert_same_tree(params["w"], bfp.quantize_params({"w": masters["w"]}, "mxfp8")["w"])
+    np.testing.assert_array_equal(params["h"], masters["h"].astype("bfloat16"))
+
+
+def train(optimizer, steps=4, params=None, state=None, **arguments):
+    params = quantized() if params is None else params
+    state = optimizer.init(params) if state is None else state
+
+    @jax.jit
+    def step(params, state):
+        value, gradients = bfp.value_and_grad(loss)(params)
+        extra = {name: {"value": value, "grad": gradients, "value_fn": loss}[name] for name in arguments}
+        updates, state = optimizer.update(gradients, state, params, **extra)
+        return bfp.apply_updates(params, updates), state, value
+
+    values = []
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        values.append(float(value))
+    return params, state, values
+
+
+def test_lbfgs_searches_along_the_line_with_quantized_weights():
+    """It wants the loss as a function: the one of quantized parameters, whose gradient is straight-through."""
+    _, _, values = train(bfp.with_masters(optax.lbfgs()), steps=6, value=1, grad=1, value_fn=1)
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < 0.2 * values[0]
+
+
+def test_extra_arguments_go_on():
+    optimizer = bfp.with_masters(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
+    _, state, _ = train(optimizer, value=1)
+    assert state.inner[1].plateau_count.dtype == jnp.int32
+    assert float(state.inner[1].best_value) < 10  # infinite before it was told of a value
+    polyak = bfp.with_masters(optax.polyak_sgd(max_learning_rate=0.1))
+    _, _, values = train(polyak, value=1)
+    assert values[-1] < values[0]
+    with pytest.raises(TypeError, match="required keyword-only argument: 'value'"):
+        polyak.update(gradients_of(0), polyak.init(quantized()), quantized())
+
+
+def test_lookahead():
+    optimizer = bfp.with_masters(optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5))
+    plain = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(quantized())
+    weights = optax.LookaheadParams.init_synced(jax.tree.map(lambda w: w.astype("float32"), WEIGHTS))
+    state, inner = optimizer.init(params, optax.LookaheadParams.init_synced(WEIGHTS)), plain.init(weights)
+    for i in range(3):
+        updates, state = optimizer.update(gradients_of(i), state, params)
+        params = bfp.apply_updates(params, updates)
+        updates, inner = plain.update(gradients_of(i), inner, weights)
+        weights = optax.apply_updates(weights, updates)
+    for masters, expected, got in zip(state.masters, weights, params, strict=True):
+        np.testing.assert_allclose(masters["w"], expected["w"], rtol=1e-6)
+        assert_same_tree(got["w"], bfp.quantize_params({"w": masters["w"]}, "mxfp8")["w"])
+
+
+@pytest.mark.parametrize("make", [bfp.adamw, lambda rate: bfp.with_masters(optax.adamw(rate))], ids=["adamw", "with_masters"])
+def test_multi_steps_around_ours_and_inside_are_the_same(make):
+    outside = train(optax.MultiSteps(make(0.01), 2))
+    inner = optax.MultiSteps(optax.adamw(0.01), 2).gradient_transformation()
+    inside = train(bfp.with_masters(inner))
+    np.testing.assert_allclose(outside[2], inside[2], rtol=1e-5)
+    # The step between two updates changes nothing, and what is updated is really the mean of two gradients.
+    assert outside[2][0] == outside[2][1] != outside[2][2] == outside[2][3]
+    one = train(optax.MultiSteps(make(0.01), 2), steps=1)[0]
+    assert_same_tree(one, quantized())
+
+
+def test_multi_steps_skips():
+    optimizer = optax.MultiSteps(bfp.adamw(0.01), 1, should_skip_update_fn=optax.skip_not_finite)
+    params = quantized()
+    state = optimizer.init(params)
+    bad = jax.tree.map(lambda g: g * jnp.nan, gradients_of(0))
+    updates, state = jax.jit(optimizer.update)(bad, state, params)
+    assert_same_tree(bfp.apply_updates(params, updates), params)
+    updates, state = jax.jit(optimizer.update)(gradients_of(0), state, params)
+    moved = bfp.apply_updates(params, updates)
+    assert (moved["w"].codes != params["w"].codes).any()
+
+
+def test_around_ours():
+    params, _, values = train(optax.chain(optax.clip_by_global_norm(1.0), bfp.adamw(0.01)))
+    assert values[-1] < values[0]
+    only = optax.masked(bfp.adamw(0.1), {"w": True, "b": True, "h": False})
+    updates, _ = only.update(gradients_of(0), only.init(params), params)
+    assert (bfp.apply_updates({"w": params["w"]}, {"w": updates["w"]})["w"].codes != params["w"].codes).any()
+    parts = optax.multi_transform({"a": bfp.adamw(0.01), "b": optax.sgd(0.1)}, {"w": "a", "b": "b", "h": "a"})
+    assert train(parts)[2][-1] < values[0]
+    frozen = optax.multi_transform({"a": optax.sgd(0.1), "f": optax.set_to_zero()}, {"w": "f", "b": "a", "h": "a"})
+    after, _, values = train(bfp.with_masters(frozen))
+    assert_same_tree(after["w"], quantized()["w"])
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("make", [bfp.adamw, bfp.adam])
+def test_injected_hyperparameters(make):
+    schedule = optax.linear_schedule(0.01, 0.0, 10)
+    injected = train(optax.inject_hyperparams(make)(learning_rate=schedule))
+    np.testing.assert_allclose(injected[2], train(make(schedule))[2], rtol=1e-4)
+    assert injected[1].hyperparams["learning_rate"] == schedule(3)
+
+
+def assert_same_masters(ours, theirs):
+    masters = []
+    for optimizer in (ours, theirs):
+        params = quantized()
+        state, update = optimizer.init(params, WEIGHTS), jax.jit(optimizer.update)
+        for i in range(3):
+            updates, state = update(gradients_of(i), state, params)
+            params = bfp.apply_updates(params, updates)
+        masters.append(state.masters)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *masters)
+
+
+@pytest.mark.parametrize("decay", [0.3, optax.linear_schedule(0.3, 0.1, 4)], ids=["number", "schedule"])
+def test_adamw_is_optax_adamw(decay):
+    schedule = optax.exponential_decay(0.01, 2, 0.5)
+    ours = bfp.adamw(schedule, b1=0.8, b2=0.95, eps=1e-6, weight_decay=decay)
+    theirs = bfp.with_masters(optax.adamw(schedule, b1=0.8, b2=0.95, eps=1e-6, weight_decay=decay))
+    assert_same_masters(ours, theirs)
+    assert_same_masters(bfp.adamw(0.01), bfp.with_masters(optax.adamw(0.01)))
+
+
+def test_adam_is_optax_adam_and_its_decay_is_a_term_of_the_gradient():
+    assert_same_masters(bfp.adam(0.01), bfp.with_masters(optax.adam(0.01)))
+    with_term = bfp.with_masters(optax.chain(optax.add_decayed_weights(0.1), optax.adam(0.01)))
+    assert_same_masters(bfp.adam(0.01, weight_decay=0.1), with_term)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"learning_rate": -1.0}, ValueError, "learning_rate must be 0 or more, got -1.0"),
+        ({"b2": 1.0}, ValueError, "b2 must be 0 or more and below 1, got 1.0"),
+        ({"eps": "x"}, TypeError, "eps must be a number, got str: 'x'"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a number, got NoneType: None"),
+    ],
+)
+def test_settings_that_mean_nothing(settings, error, message):
+    with pytest.raises(error, match=message):
+        bfp.adamw(**{"learning_rate": 0.1} | settings)
+
+
+@pytest.mark.parametrize("scale", [0.5, -1, 2])
+def test_new_values_can_not_be_calculated_with(scale):
+    with pytest.raises(TypeError, match=r"[hw]: the update of a leaf with a master is its new value, .*belongs inside"):
+        train(optax.chain(bfp.adamw(0.01), optax.scale(scale)), steps=1)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "adamw", "lion"])
+def test_without_masters_the_message_names_them(name):
+    optimizer, params = getattr(optax, name)(0.01), quantized()
+
+    def step():
+        updates, _ = optimizer.update(gradients_of(0), optimizer.init(params), params)
+        return bfp.apply_updates(params, updates)
+
+    with pytest.raises(TypeError, match="with_masters"):
+        step()

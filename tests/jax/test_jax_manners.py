@@ -1,0 +1,198 @@
+"""What other code asks of arrays: answered by a quantized array, or refused with what to write."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.array_serialization import pytree_serialization
+from jax.sharding import AxisType, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.flax import save as save_flax
+from same_trees import assert_same_tree
+from samples import sample
+
+import blockfp
+import blockfp.jax as bfp
+
+X = jnp.asarray(sample("bf16_valued", (40, 64), "bfloat16"))
+FACES = pytest.mark.parametrize("make", [bfp.quantize, lambda x, f: blockfp.quantize(np.asarray(x), f)], ids=["jax", "numpy"])
+
+
+@FACES
+@pytest.mark.parametrize(
+    "take",
+    [
+        np.asarray,
+        lambda q: np.array([q, q]),
+        jnp.asarray,
+        lambda q: np.ones((4, 40), np.float32) @ q,
+        lambda q: X.T @ q,
+        lambda q: 2.0 * q,
+        lambda q: q - X,
+        lambda q: -q,
+        lambda q: np.multiply(np.ones((40, 64)), q),
+        lambda q: np.sum(q),
+        lambda q: np.savez("/dev/null", w=q),
+        lambda q: q == X,
+        lambda q: X == q,
+        lambda q: q > 0,
+        lambda q: save_flax({"w": q}),
+    ],
+)
+def test_codes_are_not_taken_for_values(make, take):
+    with pytest.raises(TypeError, match=r"dequantize\(\)|does not support ufuncs"):
+        take(make(X, "mxfp8_e4m3"))
+
+
+@FACES
+def test_equality_is_not_guessed(make):
+    q, same = make(X, "mxfp8_e4m3"), make(X, "mxfp8_e4m3")
+    with pytest.raises(TypeError, match="== is not defined for a QuantizedArray: compare format, codes, scales"):
+        q == same  # noqa: B015
+    with pytest.raises(TypeError, match="== is not defined"):
+        q != same  # noqa: B015
+    assert q == q  # noqa: PLR0124
+    assert q != "mxfp8"
+    assert q in [None, q]
+    assert len({q, same}) == 2
+
+
+@FACES
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4_16x16", "mxfp6_e3m2_32x32"])
+def test_sizes_and_transpose(make, format):
+    q = make(X, format)
+    assert q.size == 40 * 64
+    parts = (q.codes, q.scales, q.tensor_scale)
+    assert q.nbytes == sum(np.asarray(part).nbytes for part in parts if part is not None)
+    np.testing.assert_array_equal(q.T.dequantize(), np.asarray(q.dequantize()).T)
+    with pytest.raises(ValueError, match=r"\.T is for two axes, got shape \(2, 40, 64\): \.mT swaps the last two"):
+        make(jnp.stack([X, X]), format).T  # noqa: B018
+
+
+def test_sizes_under_jit():
+    sizes = []
+    jax.jit(lambda q: sizes.append((q.size, q.nbytes)))(bfp.quantize(X, "mxfp4_e2m1"))
+    assert sizes == [(40 * 64, 40 * 32 + 40 * 2)]
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_axes_that_vmap_put_behind(format):
+    behind = jax.vmap(lambda x: bfp.quantize(x, format), in_axes=-1, out_axes=-1)(jnp.stack([X, X, X], -1))
+    for use in (lambda q: q.dequantize(), lambda q: q.shape, lambda q: q.mT, lambda q: q.view_scales()):
+        with pytest.raises(ValueError, match=r"columns don't fit; vmap takes and gives axes in front"):
+            use(behind)
+    assert format in repr(behind)
+    # Back through the same axis it is what it was.
+    values = jax.vmap(lambda q: q.dequantize(), in_axes=-1)(behind)
+    np.testing.assert_array_equal(values[1], bfp.quantize(X, format).dequantize())
+
+
+def test_axes_that_vmap_put_between():
+    between = jax.vmap(lambda x: bfp.quantize(x, "mxfp8_e4m3_32x32"), out_axes=1)(jnp.stack([X, X]))
+    with pytest.raises(ValueError, match=r"scales of \(40, 2, 64\) have shape \(40, 1, 2\)"):
+        between.dequantize()
+
+
+def test_keys_of_a_step():
+    for make in (lambda: jnp.int32(3), lambda: jnp.uint32(3)):
+        with pytest.raises(ValueError, match=r"jax\.random\.fold_in\(jax\.random\.key\(seed\), step\) makes a key of a step"):
+            bfp.quantize(X, "nvfp4", key=make())
+    with pytest.raises(ValueError, match=r"jax\.random\.fold_in"):
+        jax.jit(lambda step: bfp.quantize(X, "nvfp4", key=step))(3)
+    jax.eval_shape(lambda step: bfp.quantize(X, "nvfp4", key=jax.random.fold_in(jax.random.key(0), step)), 3)
+
+
+def test_nothing_to_contract():
+    x, w = jnp.ones((3, 2, 0)), jnp.ones((5, 0))
+    layer = lambda x, w: bfp.linear(x, w, recipe="mxfp8")  # noqa: E731
+    np.testing.assert_array_equal(layer(x, w), np.zeros((3, 2, 5)))
+    gradients = jax.grad(lambda *a: layer(*a).sum(), (0, 1))(x, w)
+    assert [g.shape for g in gradients] == [(3, 2, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("precision", ["default", jax.lax.Precision.DEFAULT, ("default", None), ["default"] * 2])
+def test_default_precisions(precision):
+    product = lambda precision: bfp.dot_general(X, X, (((1,), (1,)), ((), ())), precision, recipe="mxfp8")  # noqa: E731
+    assert jax.eval_shape(lambda: product(precision)).shape == (40, 40)
+    with pytest.raises(ValueError, match="leave it None"):
+        product(("default", "highest"))
+
+
+def tree(format):
+    return {"w": bfp.quantize(X, format), "stack": [bfp.quantize_params({"w": jnp.ones((2, 32, 32))}, "nvfp4")]}
+
+
+def test_export_of_functions_of_quantized_arrays():
+    def f(tree, x):
+        return tree | {"y": x @ tree["w"].dequantize("float32").T}
+
+    exported = jax.export.export(jax.jit(f))(tree("mxfp8_e4m3"), jnp.ones((3, 64)))
+    again = jax.export.deserialize(exported.serialize())
+    assert_same_tree(again.call(tree("mxfp8_e4m3"), jnp.ones((3, 64))), f(tree("mxfp8_e4m3"), jnp.ones((3, 64))))
+    with pytest.raises(ValueError, match="mxfp8_e5m2"):
+        again.call(tree("mxfp8_e5m2"), jnp.ones((3, 64)))
+
+
+def test_export_of_a_step_on_a_mesh():
+    """Where parameters lie and what an optimizer keeps are in the file too."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    optimizer = bfp.adamw(0.1)
+    whole = bfp.quantize_params({"w": X, "plain": jnp.ones(3)}, "mxfp8", filter=lambda path, _: path == "w")
+    params = bfp.shard_params(whole, mesh, {"w": P("d"), "plain": P()})
+    state = bfp.shard_state(optimizer.init(whole), params)
+    exported = jax.export.export(jax.jit(lambda params, state: (params, state)))(params, state)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.in_tree == exported.in_tree
+    assert_same_tree(again.call(params, state), (params, state))
+
+
+def test_trees_in_files_of_jax(tmp_path):
+    """JAX's own files of trees, which have what `jax.export` has."""
+    pytree_serialization.save(tree("mxfp8_e4m3"), tmp_path / "tree")
+    made = pytree_serialization.load_pytreedef(tmp_path / "tree")
+    assert jax.tree.structure(made) == jax.tree.structure(tree("mxfp8_e4m3"))
+    here = SingleDeviceSharding(jax.devices()[0])
+    assert_same_tree(pytree_serialization.load(tmp_path / "tree", here), tree("mxfp8_e4m3"))
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
+import jax.numpy as jnp, numpy as np
+import blockfp.jax as bfp
+mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+cut = jax.tree.map(
+    lambda part: jax.make_array_from_callback(part.shape, rows, lambda at: np.asarray(part)[at]),
+    bfp.quantize(jnp.ones((4, 32)), "mxfp8_e4m3"),
+)
+try:
+    bfp.save(sys.argv[3], {"w": cut})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_save_of_several_processes_names_orbax(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-c", PROCESS]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    arguments = (port, str(tmp_path / "w.safetensors"))
+    running = [subprocess.Popen([*command, str(rank), *arguments], env=environment, **pipes) for rank in range(2)]
+    for process in running:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "w.codes_mxfp8_e4m3_float32_32 lies on devices of several processes" in out
+        assert "save it with Orbax" in out
+    assert not any(tmp_path.iterdir())

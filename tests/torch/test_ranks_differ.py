@@ -1,0 +1,213 @@
+"""Ranks that were called with different things, or hold different weights: the same error on all of them, and nothing lost."""
+
+import os
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import gloo
+import pytest
+import threaded
+import torch
+import torch.distributed as dist
+from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from blockfp.torch_backend.quantized_tensor import agreement
+from resumed import model_of, shard
+from small_model import Side, device_mesh, inputs_for, quantized, weights_for
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import blockfp.torch as bfp
+from blockfp import manifest
+from blockfp.manifest import BadCheckpoint
+
+SHAPES = [(64, 128), (37, 40)]
+FORMAT = "mxfp8_e4m3_32x32"
+
+
+def raised(action, error, match):
+    """What this rank raises is what the others do, too."""
+    with pytest.raises(error, match=match) as caught:
+        action()
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, str(caught.value))
+    assert len(set(everyones)) == 1, everyones
+    return caught.value
+
+
+def side(format, shapes=((50, 64),)):
+    return Side(quantized(weights_for(list(shapes)), format))
+
+
+def saves(rank):
+    run, elsewhere = Path(os.environ["RUN"]) / "run", Path(os.environ["RUN"]) / "elsewhere"
+    model, other = model_of(FORMAT, SHAPES), model_of("mxfp8_e5m2_32x32", SHAPES)
+    save_checkpoint(run, model, step=1)
+    mine = rank == 1
+    for arguments, match in (
+        ({"folder": elsewhere if mine else run}, r"the checkpoint is \S*/run/step-00000002 on rank 0 and \S*/elsewhere/step-"),
+        ({"step": 3 if mine else 2}, r"step-00000002 on rank 0 and \S*step-00000003 on rank 1"),
+        ({"keep": 2 if mine else 1}, "keep is 1 on rank 0 and 2 on rank 1"),
+        ({"wait": mine}, "wait is False on rank 0 and True on rank 1"),
+        ({"model": other if mine else model}, r"0\.weight is mxfp8_e4m3_32x32 of shape .* and mxfp8_e5m2_32x32 of"),
+        ({"model": model_of(FORMAT, [(64, 128), (38, 40)]) if mine else model}, r"\(37, 40\) .* on rank 0 and .*\(38, 40\)"),
+        (
+            {"model": nn.ModuleDict({"layer": bfp.Linear(32, 32, recipe="fp8_current" if mine else "fp8_delayed")})},
+            "recipe of layer is fp8_delayed",
+        ),
+    ):
+        given = {"folder": run, "model": model, "step": 2, "keep": 1} | arguments
+        raised(lambda given=given: save_checkpoint(**given), ValueError, match)
+        assert [path.name for path in run.iterdir()] == ["step-00000001"]
+    # What only one of them raises.
+    extra = {"cursor": {}} if mine else {}
+    raised(lambda: save_checkpoint(run, model, step=2, extra=extra), TypeError, r"extra\['cursor'\] must be a tensor")
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
+    if mine:
+        optimizer.param_groups[0]["eps"] = range(2)
+    raised(lambda: save_checkpoint(run, model, optimizer, step=2), TypeError, r"optimizer.param_groups\[0\].eps must be")
+    assert [path.name for path in run.iterdir()] == ["step-00000001"]
+    assert not elsewhere.exists()
+    own_disks(rank, run, elsewhere, model)
+
+
+def own_disks(rank, run, elsewhere, model):
+    """A rank whose folder of the same name is on another disk: the checkpoint lacks its file, and step 1 stays."""
+
+    sharded = shard(model_of(FORMAT, SHAPES), "fsdp2")
+
+    def temporary_of(checkpoint):
+        return (elsewhere if rank == 1 else run) / f".{checkpoint.name}.tmp"
+
+    with mock.patch.object(manifest, "temporary_of", temporary_of):
+        for wait in (True, False):
+            raised(
+                lambda wait=wait: save_checkpoint(run, sharded, step=2, keep=1, wait=wait).wait(),
+                OSError,
+                r"step-00000002 was not saved: .*__1_0\.distcp: No such file.* a file system that all of them see",
+            )
+            dist.barrier()
+            assert [path.name for path in run.iterdir()] == ["step-00000001"]
+            assert not list(elsewhere.iterdir())
+    assert load_checkpoint(run, model).step == 1
+    assert save_checkpoint(run, model, step=2, keep=1).wait().name == "step-00000002"
+
+
+def loads(rank):
+    run = Path(os.environ["RUN"]) / "run"
+    model, other = model_of(FORMAT, SHAPES), model_of("mxfp8_e5m2_32x32", SHAPES)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.1)
+    for step in (1, 2):
+        save_checkpoint(run, model, optimizer, step=step)
+    mine = rank == 1
+    for arguments, match in (
+        ({"folder": run / "step-00000002" if mine else run}, r"the run's folder is \S*/run on rank 0 and \S*/step-00000002"),
+        ({"step": 2 if mine else 1}, "step is 1 on rank 0 and 2 on rank 1"),
+        ({"requantize": mine}, "requantize is False on rank 0 and True on rank 1"),
+        ({"optimizer": optimizer if mine else None}, "optimizer is NoneType on rank 0 and AdamW on rank 1"),
+        ({"model": other if mine else model}, r"0\.weight is mxfp8_e4m3_32x32 of shape .* and mxfp8_e5m2_32x32 of"),
+    ):
+        given = {"folder": run, "model": model} | arguments
+        raised(lambda given=given: load_checkpoint(**given), ValueError, match)
+    # Found out by one rank alone, whose optimizer has other groups.
+    first, *rest = model.parameters()
+    optimizer = bfp.AdamW([{"params": [first]}, {"params": rest}] if mine else model.parameters(), lr=0.1)
+    raised(lambda: load_checkpoint(run, model, optimizer), BadCheckpoint, "has the optimizer's parameters in other groups")
+    assert load_checkpoint(run, model).step == 2
+
+
+@pytest.mark.parametrize("function", ["saves", "loads"])
+def test_ranks_of_a_checkpoint(function, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN", str(tmp_path))
+    gloo.run(2, __file__, function)
+
+
+PAIRS = (
+    ("fp8_e4m3", "fp8_e5m2"),
+    ("mxfp8_e4m3_32x32", "mxfp8_e4m3_32x32_floor"),
+    ("mxfp8_e4m3", "mxfp4_e2m1"),
+    ("nvfp4_16x16", "mxfp8_e4m3_32x32"),
+)
+
+
+def gathers(rank):
+    for formats in PAIRS:
+        model = side(formats[rank])
+        fully_shard(model, mesh=device_mesh((2,)))
+        match = rf"layers\.0\.weight is {formats[0]} of shape \(50, 64\) .* on rank 0 and {formats[1]} of shape"
+        raised(lambda model=model: model(inputs_for(0, 64)), ValueError, match)
+    for recipes in (("fp8_current", "fp8_delayed"), ("mxfp8", "nvfp4")):
+        for weights in ("quantized", "high_precision"):
+            layer = bfp.Linear(64, 64, recipe=recipes[rank], weights=weights)
+            fully_shard(layer, mesh=device_mesh((2,)))
+            match = rf"recipe {recipes[0]} .*on rank 0 and .*recipe {recipes[1]} "
+            raised(lambda layer=layer: layer(torch.ones(2, 64)), ValueError, match)
+    # One of them has its weights in high precision.
+    layers = nn.Sequential(
+        bfp.Linear(64, 64, recipe="mxfp8"), nn.Linear(64, 64) if rank else bfp.Linear(64, 64, recipe="mxfp8")
+    )
+    fully_shard(layers, mesh=device_mesh((2,)))
+    raised(lambda: layers(torch.ones(2, 64)), ValueError, r"1\.weight is mxfp8_e4m3_32x32 .* and in high precision of")
+
+
+def test_ranks_of_a_first_gather():
+    gloo.run(2, __file__, "gathers")
+
+
+@pytest.mark.parametrize(("shape", "odd"), [((2, 2), 2), ((2, 2), 3), ((4,), 3)])
+def test_also_replicas_and_empty_ranks(shape, odd):
+    """HSDP's replicas hold the same weights, and a rank without a row of a weight knows its format all the same."""
+
+    def rank_main(rank):
+        model = side("fp8_e5m2" if rank == odd else "fp8_e4m3", [(2, 64), (1, 32)])
+        fully_shard(model, mesh=device_mesh(shape))
+        model(inputs_for(0, 64))
+
+    for error in threaded.errors(4, rank_main):
+        assert isinstance(error, ValueError), error
+        assert "layers.0.weight is fp8_e4m3 of shape (2, 64) and torch.float32 on rank 0 and fp8_e5m2 of" in str(error)
+        assert f"on rank {odd}:" in str(error)
+
+
+def test_one_reduction_for_a_group_of_parameters_and_none_after_the_first_step():
+    """With rows that end unevenly FSDP2 replaces the local tensor at the first gather; what it knows a parameter by stays."""
+    counted = []
+    original = agreement._agree
+
+    def agree(mesh, kinds, device):
+        counted.append((dist.get_rank(), *kinds))
+        return original(mesh, kinds, device)
+
+    def rank_main(rank):
+        model = side("mxfp8_e4m3_32x32", [(50, 64), (33, 64), (1, 64)])
+        fully_shard(model.layers[2], mesh=device_mesh((4,)))
+        fully_shard(model, mesh=device_mesh((4,)))
+        for _ in range(3):
+            model(inputs_for(rank, 64)).backward()
+
+    with mock.patch.object(agreement, "_agree", agree):
+        threaded.run(4, rank_main)
+    groups = (("layers.0.weight", "layers.1.weight"), ("layers.2.weight",))
+    assert sorted(counted) == sorted((rank, *group) for rank in range(4) for group in groups)
+
+
+def a_protected_surplus(rank):
+    """What can't be removed is said with its path, and saving goes on."""
+    run = Path(os.environ["RUN"]) / "run"
+    model = model_of(FORMAT, SHAPES)
+    for step in (1, 2, 3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with mock.patch.object(manifest, "_delete", mock.Mock(side_effect=OSError(39, "Directory not empty"))):
+                save_checkpoint(run, model, step=step, keep=1)
+        there = [str(one.message) for one in said if "can't be removed" in str(one.message)]
+        if rank == 0 and step > 1:
+            assert any(f"step-0000000{step - 1} is surplus and can't be removed: [Errno 39]" in text for text in there), there
+        if rank == 0 and step > 2:
+            assert any(".step-00000001.old was left behind and can't be removed" in text for text in there), there
+    assert manifest.steps(run) == [3]
+
+
+def test_a_surplus_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN", str(tmp_path))
+    gloo.run(2, __file__, "a_protected_surplus")

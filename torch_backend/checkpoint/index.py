@@ -1,0 +1,333 @@
+"""DCP's index of a checkpoint (`.metadata`): which tensors, of what shape and dtype, in which pieces, and where these lie.
+
+It is a pickle by its nature, and anybody may have written it. It is read so that nothing runs and nothing outside of it is
+changed: its objects become bags of attributes, and torch's own are made of what these say, once it is what an index says.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from blockfp import manifest, untrusted
+from blockfp.manifest import BadCheckpoint
+
+INDEX = ".metadata"
+"""What DCP calls the file that says what lies where."""
+
+LONGEST = 2**30
+"""Bytes of an index that is read; a hundred describe a piece."""
+
+_MOST_AXES = 64
+
+
+def read_index(checkpoint: Path) -> Metadata:
+    """DCP's index of a checkpoint, of which every tensor is there whole: its pieces cover it once, and lie in their files.
+
+    Where there is a manifest it has every file that the index names, and so `problems` looks at it.
+
+    Raises:
+        BadCheckpoint: there is none, it holds what an index doesn't, its pieces aren't what they should be, or the manifest
+            lacks a file.
+    """
+    path = checkpoint / INDEX
+    try:
+        with untrusted.open_regular(path) as file:
+            length = untrusted.length_of(file)
+            if length > LONGEST:
+                raise BadCheckpoint(f"{path} has {length} bytes: an index of up to {LONGEST} is read")
+            content = file.read(length)
+        _check_opcodes(content)
+        raw = _IndexUnpickler(io.BytesIO(content)).load()
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error}") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{checkpoint} is no checkpoint of torch's DCP: {path}: {error.strerror}") from error
+    except Exception as error:
+        raise BadCheckpoint(f"{path} is not an index of torch's DCP: {error!r}") from error
+    index = _made_of(path, raw)
+    lengths = _lengths(checkpoint, index)
+    for name, what in index.state_dict_metadata.items():
+        try:
+            _check_pieces(index, name, what, lengths)
+        except ValueError as error:
+            raise BadCheckpoint(f"{path}: {name} {error}") from error
+    held, there = sum(where.length for where in index.storage_data.values()), sum(lengths.values())
+    if held > there:
+        raise BadCheckpoint(f"{path} gives its tensors {held} bytes, and its files have {there}")
+    return index
+
+
+def pieces(index: Metadata) -> Iterator[tuple[MetadataIndex, torch.dtype, torch.Size]]:
+    """(key, dtype, shape) of each piece of each tensor."""
+    for name, what in index.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata):
+            for chunk in what.chunks:
+                yield MetadataIndex(name, chunk.offsets), what.properties.dtype, chunk.sizes
+
+
+def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """A piece of a tensor as `torch.save` wrote it.
+
+    Raises:
+        BadCheckpoint: it is none, or not what the index says of it.
+    """
+    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise BadCheckpoint(f"it is no dense tensor but {type(tensor).__name__}")
+    if (tensor.dtype, tuple(tensor.shape)) != (dtype, tuple(shape)):
+        kinds = (f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{dtype} of shape {tuple(shape)}")
+        raise BadCheckpoint(f"it is {kinds[0]}, and {kinds[1]} in the index")
+    return tensor
+
+
+def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
+    """How long each file is that an index names: by the manifest, where there is one."""
+    names = {where.relative_path for where in index.storage_data.values()}
+    if manifest.is_own(checkpoint):
+        listed = manifest.read_manifest(checkpoint)
+        if missing := {INDEX, *names} - listed.keys():
+            raise BadCheckpoint(f"{checkpoint / manifest.MANIFEST} doesn't list {', '.join(sorted(missing))}")
+        return {name: listed[name].length for name in names}
+    found = {}
+    for name in sorted(names):
+        path = checkpoint / name
+        try:
+            if untrusted.leads_out(path):
+                raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: copy what it leads to")
+            with untrusted.open_regular(path) as file:
+                found[name] = untrusted.length_of(file)
+        except OSError as error:
+            raise BadCheckpoint(f"{path}: {error.strerror}") from error
+    return found
+
+
+def _check_pieces(index: Metadata, name: str, what: Any, lengths: dict[str, int]) -> None:
+    """Raises ValueError where what an index says of a tensor, or another value, can't be read or leaves some of it out."""
+    if isinstance(what, BytesStorageMetadata):
+        _check_place(index, MetadataIndex(name), lengths, 0)
+        return
+    shape, itemsize = tuple(what.size), what.properties.dtype.itemsize
+    elements = 0
+    for chunk in what.chunks:
+        if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
+            raise ValueError(f"has shape {shape}, and a piece of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)}")
+        if any(first + size > whole for first, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            raise ValueError(f"of shape {shape} has a piece {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, beyond its end")
+        count = math.prod(chunk.sizes)
+        _check_place(index, MetadataIndex(name, chunk.offsets), lengths, count * itemsize)
+        elements += count
+    if elements != math.prod(shape):
+        raise ValueError(f"of shape {shape} has {math.prod(shape)} elements, its pieces have {elements}")
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in what.chunks if math.prod(chunk.sizes)]
+    if len(boxes) > 1 and _overlap(np.array(boxes, np.int64)):
+        raise ValueError("has pieces that lie on one another")
+
+
+def _check_place(index: Metadata, key: MetadataIndex, lengths: dict[str, int], nbytes: int) -> None:
+    where = index.storage_data.get(key)
+    at = "" if key.offset is None else f"a piece at {tuple(key.offset)} of which "
+    if where is None:
+        raise ValueError(f"has {at or 'a value of which '}the index doesn't say where it lies")
+    if where.length < nbytes or where.offset + where.length > lengths[where.relative_path]:
+        place = f"{where.length} bytes from {where.offset} of {where.relative_path}"
+        raise ValueError(f"has {at or 'a value of which '}{nbytes} bytes should lie in {place}, which hasn't so many")
+    if where.transform_descriptors:
+        raise ValueError(f"is stored through {where.transform_descriptors}, which is not read here")
+
+
+def _overlap(boxes: np.ndarray) -> bool:
+    """Whether any two boxes [n, (offset, size), axes] have an element in common."""
+    first, last = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
+    for axis in range(boxes.shape[2]):
+        order = np.argsort(first[:, axis], kind="stable")
+        if (first[order[1:], axis] >= last[order[:-1], axis]).all():
+            return False  # one after another
+    # In slices, so that many pieces take little memory.
+    for i in range(0, len(boxes), 256):
+        apart = ((first[i : i + 256, None] >= last[None]) | (last[i : i + 256, None] <= first[None])).any(-1)
+        rows = np.arange(i, i + len(apart))
+        apart[rows - i, rows] = True
+        if not apart.all():
+            return True
+    return False
+
+
+# What a pickle of an index consists of. The number is that of bytes that follow an opcode; "b", "n" and "q" of one, four and
+# eight bytes that say how many follow, "l" two lines. Nothing that makes large things of little.
+_OPCODES: dict[int, int | str] = dict.fromkeys(b"(.0N)]}l\x85\x86\x87\x88\x89tadeusRb\x81\x93\x94", 0)
+_OPCODES |= {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8, ord("h"): 1, ord("j"): 4, ord("q"): 1, ord("r"): 4}
+_OPCODES |= {0x80: 1, 0x95: 8, 0x8A: "b", ord("X"): "n", 0x8C: "b", 0x8D: "q", ord("c"): "l"}
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Raises ValueError where a pickle has other opcodes than an index, or would keep its objects at places far apart.
+
+    The unpickler makes room for every place up to the one that is named, so four bytes could ask for gigabytes.
+    """
+    at, end = 0, len(content)
+    opcodes = [_OPCODES.get(i, -1) for i in range(256)]
+    while at < end:
+        code = content[at]
+        follows = opcodes[code]
+        at += 1
+        if isinstance(follows, int):
+            if follows < 0:
+                raise ValueError(f"it has the opcode {code:#x}, which an index has no use for")
+            if code == 0x72 and int.from_bytes(content[at : at + 4], "little") > end:
+                raise ValueError("it keeps more objects than it has bytes")
+            if code == 0x2E:
+                return
+            at += follows
+        elif follows == "l":
+            for _ in range(2):
+                line = content.find(b"\n", at)
+                if line < 0:
+                    raise ValueError("it is cut short")
+                at = line + 1
+        else:
+            width = {"b": 1, "n": 4, "q": 8}[follows]
+            at += width + int.from_bytes(content[at : at + width], "little")
+    raise ValueError("it is cut short")
+
+
+class _Raw:
+    """An object of an index, whatever its pickle makes of it: what it was called with, and its state."""
+
+    def __new__(cls, *args: Any) -> _Raw:
+        raw = object.__new__(cls)
+        raw.args, raw.state = args, None
+        return raw
+
+    def __init__(self, *args: Any):
+        self.args: tuple[Any, ...] = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes nothing but dtypes, sizes and bags of attributes.
+
+    Classes are this unpickler's own: a pickle can set attributes of a class that it names, and would change torch's.
+    """
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self._classes: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        full = f"{module}.{name}"
+        if full == "torch.Size":
+            return torch.Size
+        if full not in _IN_INDEX:
+            raise BadCheckpoint(f"it names {full}, which an index has no use for")
+        if full not in self._classes:
+            self._classes[full] = type(name, (_Raw,), {})
+        return self._classes[full]
+
+
+_IN_INDEX = {
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "BytesStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+}
+
+
+def _made_of(path: Path, raw: Any) -> Metadata:
+    """The index that an unpickled one means."""
+    state = _state(raw, "Metadata")
+    tensors, places = state.get("state_dict_metadata"), state.get("storage_data")
+    if not isinstance(tensors, dict) or not isinstance(places, dict):
+        held = type(raw).__name__
+        raise BadCheckpoint(f"{path} is not an index of torch's DCP: it holds a {held} without tensors or their places")
+    index = Metadata({}, None, {}, StorageMeta(), version if isinstance(version := state.get("version"), str) else None)
+    for name, what in tensors.items():
+        if not isinstance(name, str):
+            raise BadCheckpoint(f"{path} has a tensor of the name {name!r}, which is no string")
+        index.state_dict_metadata[name] = _failing(path, repr(name), _what, what)
+    for key, where in places.items():
+        place = _failing(path, "a place", _place, key, where)
+        if place[0] in index.storage_data:
+            raise BadCheckpoint(f"{path} says twice where {place[0].fqn} lies")
+        index.storage_data[place[0]] = place[1]
+    return index
+
+
+def _failing(path: Path, what: str, make: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return make(*args)
+    except Exception as error:  # a damaged index holds anything
+        raise BadCheckpoint(f"{path} says of {what} what an index doesn't: {error!r}") from error
+
+
+def _state(raw: Any, name: str) -> dict[str, Any]:
+    """The attributes of an object of this class; {} of anything else."""
+    return raw.state if type(raw).__name__ == name and isinstance(raw, _Raw) and isinstance(raw.state, dict) else {}
+
+
+def _what(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(raw, _Raw) and type(raw).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    state = _state(raw, "TensorStorageMetadata")
+    dtype, layout = state["properties"].state[:2]
+    if not isinstance(dtype, torch.dtype) or layout.args != ("torch.strided",):
+        raise ValueError(f"{dtype} and {layout.args} are no dtype and layout of a dense tensor")
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+    made = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    return TensorStorageMetadata(TensorProperties(dtype), _size(state["size"]), made)
+
+
+def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    key, state = _state(raw_key, "MetadataIndex"), _state(raw, "_StorageInfo")
+    offset, name = key.get("offset"), state["relative_path"]
+    if not isinstance(key["fqn"], str) or not untrusted.is_plain_name(name):
+        raise ValueError(f"{key['fqn']!r} can't lie in {name!r}, which is no file in its folder")
+    if not untrusted.is_size(state["offset"]) or not untrusted.is_size(state["length"]):
+        raise ValueError(f"{key['fqn']!r} can't lie at {state['offset']!r}, and be {state['length']!r} bytes long")
+    through = state.get("transform_descriptors")
+    where = _StorageInfo(name, state["offset"], state["length"], None if not through else [str(one) for one in through])
+    return MetadataIndex(key["fqn"], None if offset is None else _size(offset)), where
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
+        raise ValueError(f"{value!r} is no shape")
+    if math.prod(size or 1 for size in value) >= 2**60:
+        raise ValueError(f"shape {tuple(value)} is larger than any memory")
+    return torch.Size(value)

@@ -1,0 +1,97 @@
+"""Marks operands that hold an Inf, so that every element of their products is NaN.
+
+Codes saturate: an Inf becomes the largest code, and where its scale is 1 nothing tells it from a finite value. So the scales
+that products get of such an operand are NaN (byte 255 of E8M0). Codes, and what `quantize` returns, stay as the definition
+says.
+
+    the amax is at hand    one scale per tensor, two levels     one comparison
+    the scales tell        MX: only an Inf has byte 254         a look at the scales, 1/32 byte an element
+    neither                FP8 blocks, MXINT8                   on a GPU another read of the operand, or in compiled code a
+                                                                maximum that is found where the operand is made
+
+On a CPU the host looks, first at the scales: only where one is what an Inf leaves behind does it look at the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockfp.bits import INFINITY
+from blockfp.formats import Format
+
+_OF_INF, _NAN = 254, 255  # E8M0
+
+
+def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor | None = None) -> None:
+    """Writes NaN into the scales of an operand that holds an Inf; those of other operands keep their bits.
+
+    A NaN needs no mark: its code, or the scale of its block, is NaN already.
+
+    Args:
+        x: the operand, or this rank's part of it.
+        directions: format and parts of each direction, the parts new memory.
+        amax: int32 of one element, fp32 bits: the largest magnitude of the whole operand, where it is known.
+    """
+    if not x.numel() or not directions:
+        return
+    if x.device.type == "cpu":
+        if _overflows(x, directions[0], amax):
+            for format, parts in directions:
+                _factor(format, parts).fill_(_NAN if _bytes(format) else math.nan)
+        return
+    if amax is not None:
+        # Times zero: NaN of an Inf, nothing of all else.
+        _spoil(directions, amax.view(torch.float32))
+    elif all(_bytes(format) and scales_tell(format) for format, _ in directions):
+        _spoil_where(directions, directions[0][1][1].amax() >= _OF_INF)
+    else:
+        _spoil(directions, torch.linalg.vector_norm(x, math.inf))
+
+
+def _bytes(format: Format) -> bool:
+    return format.scale.name.startswith("e8m0")
+
+
+def _factor(format: Format, parts: Sequence[Tensor]) -> Tensor:
+    """The scale that goes into every element of a product."""
+    return parts[2] if format.scale.two_level else parts[1]
+
+
+def scales_tell(format: Format | None) -> bool:
+    """Whether no finite value has the scale of an Inf, or the kernels know the amax; nothing is to be known of no format."""
+    if format is None or format.per_tensor or format.scale.two_level:
+        return True
+    return _bytes(format) and format.element.max >= 2
+
+
+def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tensor | None) -> bool:
+    if amax is not None:
+        return int(amax) >= INFINITY
+    format, parts = direction
+    factor = parts[2] if format.scale.two_level else parts[1]
+    if factor.dtype is torch.uint8:
+        suspect = int(factor.max()) >= _OF_INF
+    elif factor.numel() == 1:
+        suspect = float(factor) == 1
+    else:
+        suspect = bool((factor == 1).any())
+    return suspect and bool(x.isinf().any())
+
+
+def _spoil(directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor) -> None:
+    """Adds zero times the amax to all scales."""
+    for format, parts in directions:
+        factor = _factor(format, parts)
+        if _bytes(format):
+            factor.masked_fill_(~amax.isfinite().view(()), _NAN)
+        else:
+            factor.add_(amax.view((1,) * factor.ndim), alpha=0)
+
+
+def _spoil_where(directions: Sequence[tuple[Format, Sequence[Tensor]]], overflow: Tensor) -> None:
+    for _, parts in directions:
+        parts[1].masked_fill_(overflow, _NAN)

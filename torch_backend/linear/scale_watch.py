@@ -1,0 +1,223 @@
+"""Which layers have delayed scaling, who updates their scales, and what refuses steps after which nobody does.
+
+A layer records amaxes, and an optimizer knows parameters alone. So layers enter here when they are made, and an optimizer's
+layers are those whose weights it holds. A layer has one keeper, which updates its scales after each of its own steps: an
+`AdamW` of this library or a hook. Where a layer has none, a step of any optimizer leaves it with stale scales, and the second
+such step in a row is refused, before it changes anything: torch calls the two hooks below around the steps of every optimizer.
+Nothing of it is done in compiled code; what the host knows decides, and no device is waited for (but for layers that are
+frozen and have no keeper: whether they were trained through stands in their history alone).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from blockfp.recipes import Recipe
+
+
+@dataclass
+class _Watched:
+    """What is known of a layer.
+
+    Attributes:
+        number: in the order in which layers were made, which is every rank's.
+        stale: optimizer steps since its scales were updated.
+        by_hand: whether they were updated by hand since the last step.
+        keeper: who updates them.
+        param: through which an optimizer holds its weight.
+        replicas: the DDP model that it is part of; None where that isn't known yet.
+    """
+
+    number: int
+    stale: int = 0
+    by_hand: bool = False
+    keeper: weakref.ref[Any] | None = None
+    param: weakref.ref[Tensor] | None = None
+    replicas: weakref.ref[DistributedDataParallel] | bool | None = None
+
+    @property
+    def kept_by(self) -> Any:
+        return None if self.keeper is None else self.keeper()
+
+
+_watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+_numbers = count()
+
+
+def watch(layer: nn.Module) -> None:
+    """Enters a layer with delayed scaling."""
+    if not _watched:
+        _listen()
+    _watched[layer] = _Watched(next(_numbers))
+
+
+def delayed_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that have delayed scaling."""
+    recipes = ((module, getattr(module, "checked", None)) for module in model.modules())
+    return [module for module, recipe in recipes if isinstance(recipe, Recipe) and recipe.delayed is not None]
+
+
+def _all() -> list[tuple[nn.Module, _Watched]]:
+    """All layers, at once: other threads may make some."""
+    layers = [layer for layer in (ref() for ref in _watched.keyrefs()) if layer is not None]
+    return sorted(((layer, _watched[layer]) for layer in layers), key=lambda item: item[1].number)
+
+
+def layers_of(optimizer: Optimizer) -> list[nn.Module]:
+    """The layers whose weights an optimizer holds, in the order of its parameters."""
+    if not _watched:
+        return []
+    by_weight: dict[int, list[nn.Module]] = {}
+    for layer, known in _all():
+        for weight in {id(weight): weight for weight in _weights(layer, known)}.values():
+            by_weight.setdefault(id(weight), []).append(layer)
+    found: dict[nn.Module, None] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for layer in by_weight.get(id(param), ()):
+                _watched[layer].param = weakref.ref(param)
+                found[layer] = None
+    return list(found)
+
+
+def _weights(layer: nn.Module, known: _Watched) -> list[Tensor]:
+    """The weight as the layer holds it now, and as an optimizer does: FSDP2 changes the first between forward and backward."""
+    weights = [layer._parameters.get("weight"), None if known.param is None else known.param()]
+    return [weight for weight in weights if weight is not None]
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The weight as an optimizer holds it; as the layer does, where none is known to."""
+    return _weights(layer, _watched[layer])[-1]
+
+
+def keep(layers: Iterable[nn.Module], keeper: Any) -> None:
+    """Makes `keeper` update these layers' scales from now on, as long as it lives."""
+    for layer in layers:
+        known = _watched[layer]
+        known.keeper, known.stale = weakref.ref(keeper), 0
+
+
+def layers_to_update(optimizer: Optimizer) -> list[nn.Module]:
+    """The layers that an optimizer is to update after the step it begins, whose keeper it is from now on.
+
+    Without those that have another keeper, or were updated by hand after their backward and before the keeper's first step.
+    """
+    own = [layer for layer in layers_of(optimizer) if _watched[layer].kept_by in (None, optimizer)]
+    keep(own, optimizer)
+    update = [layer for layer in own if not _watched[layer].by_hand]
+    for layer in own:
+        _watched[layer].by_hand = False
+    return update
+
+
+def by_hand(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the layers that a call by hand is to update: the ones without a keeper."""
+    own = [layer for layer in layers if _watched[layer].kept_by is None]
+    for layer in own:
+        known = _watched[layer]
+        known.stale, known.by_hand = 0, True
+    return own
+
+
+def replicas_of(layers: Iterable[nn.Module]) -> list[DistributedDataParallel | None]:
+    """The DDP model that each layer is part of. Neither layer nor parameter knows it: all objects are looked through, once."""
+    known = [_watched[layer] for layer in layers]
+    new = [one for one in known if one.replicas is None]
+    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    if new and not alone and torch.distributed.get_world_size() > 1:
+        # The type itself: what stands in for another object may do anything where it is asked for its class.
+        for model in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+            for module in delayed_layers(model):
+                _watched[module].replicas = weakref.ref(model)
+        for one in new:
+            one.replicas = False if one.replicas is None else one.replicas
+    return [one.replicas() if isinstance(one.replicas, weakref.ref) else None for one in known]
+
+
+# ---- refusing steps
+
+
+_listening: list[Any] = []
+
+
+def _listen() -> None:
+    if not _listening:
+        _listening.append(register_optimizer_step_pre_hook(_before_step))
+        _listening.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling() and _watched and not _has_closure(args, kwargs):
+        _refuse_stale(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or not _watched:
+        return
+    if _has_closure(args, kwargs):
+        # The forward and the backward, and perhaps an update by hand, were part of the step.
+        _refuse_stale(optimizer)
+    # The distributed checkpoint makes states by a step that moves nothing.
+    moves = any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
+    for layer in (*layers_of(optimizer), *_frozen()):
+        known = _watched[layer]
+        known.by_hand = False
+        known.stale += moves and known.kept_by is None
+
+
+def _is_zero(lr: float | Tensor) -> bool:
+    if isinstance(lr, Tensor):
+        return lr.device.type == "cpu" and float(lr) == 0
+    return lr == 0
+
+
+def _has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def _refuse_stale(optimizer: Optimizer) -> None:
+    trained = [layer for layer in layers_of(optimizer) if _is_stale(layer) and _has_gradient(layer)]
+    frozen = [layer for layer in _frozen() if _is_stale(layer) and _recorded(layer)]
+    if trained or frozen:
+        what = f"{len(trained)} layers that it trains" if trained else f"{len(frozen)} frozen layers"
+        use = "use bfp.AdamW, or call bfp" if trained else "call bfp"
+        raise RuntimeError(
+            f"{type(optimizer).__name__} takes another step, and the scales of {what} were not updated after the last one: "
+            f"delayed scaling would use them as they are for ever; {use}.update_scales_after(optimizer, model) once, or "
+            "bfp.update_scales(model) after each step"
+        )
+
+
+def _is_stale(layer: nn.Module) -> bool:
+    known = _watched[layer]
+    return known.stale > 0 and known.kept_by is None
+
+
+def _has_gradient(layer: nn.Module) -> bool:
+    return any(weight.grad is not None for weight in _weights(layer, _watched[layer]))
+
+
+def _frozen() -> list[nn.Module]:
+    """Layers whose weights no optimizer trains."""
+    return [layer for layer, known in _all() if not any(weight.requires_grad for weight in _weights(layer, known))]
+
+
+def _recorded(layer: nn.Module) -> bool:
+    """Whether amaxes were recorded that became no scales: it waits for the device."""
+    histories = (layer.input_amax_history, layer.gradient_amax_history)
+    readable = [history for history in histories if type(history) is Tensor and not history.is_meta]
+    if not readable or (readable[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return any(float(history[0]) > 0 for history in readable)

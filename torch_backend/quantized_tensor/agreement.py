@@ -1,0 +1,114 @@
+"""Whether ranks hold the same kinds of weights: found out once, before their codes are first gathered together.
+
+Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
+before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
+names, formats, shapes, dtypes and recipes of these parameters into one reduction, which gives the largest and the least: where
+they differ every rank raises. What FSDP2 made of a model says whether that was done, and it is alike on all ranks, whatever
+they hold, so they enter the reduction together; later gathers look no further than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+from ..custom_ops.collectives import max_reduce
+from .sharding import local_of, mesh_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_agreed: WeakSet[Any] = WeakSet()
+"""What FSDP2 keeps of each parameter (`FSDPParam`) on whose kind all ranks agree."""
+
+
+def agree_before_gather() -> None:
+    """Called by the hook before a gather, once for each parameter: the first of its group asks for all of them.
+
+    Raises:
+        ValueError: ranks hold different kinds of a weight; both are named. The same on every rank.
+    """
+    # FSDP2 tells the hook its mesh alone. Its own frames know for which parameter, and for which others besides, it is called.
+    caller = sys._getframe(2)
+    param = caller.f_locals.get("self")
+    if param is None or param in _agreed or not hasattr(param, "_module_info") or torch.compiler.is_compiling():
+        return
+    together = _gathered_together(caller, param)
+    meshes = list(dict.fromkeys(mesh for one in together if (mesh := mesh_of(one.sharded_param)) is not None))
+    for mesh in meshes:
+        kinds = {_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
+        _agree(mesh, kinds, param.device)
+    _agreed.update(together)
+
+
+def recipe_of(module: nn.Module) -> str | None:
+    """All that a layer's recipe says, in the same words in every process; None where it has none."""
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        return None
+    values = {field.name: getattr(recipe, field.name) for field in fields(recipe) if field.name != "name"}
+    told = (f"{name}={sorted(value) if isinstance(value, frozenset) else value}" for name, value in values.items())
+    return f"{recipe} ({', '.join(told)})"
+
+
+def kind_of(param: Tensor) -> str:
+    """What a parameter is on every rank: its format, shape and dtype."""
+    format = getattr(local_of(param), "format", None)
+    return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
+
+
+def _gathered_together(frame: Any, param: Any) -> Sequence[Any]:
+    """The parameters of the gather that a frame is about."""
+    for _ in range(4):
+        params = frame.f_locals.get("fsdp_params")
+        if isinstance(params, list | tuple) and any(one is param for one in params):
+            return params
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return [param]
+
+
+def _name(param: Any) -> str:
+    return getattr(param, "_param_fqn", None) or param._module_info.param_name
+
+
+def _kind(param: Any) -> str:
+    recipe = recipe_of(param._module_info.module)
+    return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
+
+
+def _agree(mesh: DeviceMesh, kinds: dict[str, str], device: torch.device) -> None:
+    number = int.from_bytes(hashlib.sha256(repr(sorted(kinds.items())).encode()).digest()[:7], "little")
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    # The largest of the negated numbers is the least of them, negated: both in one reduction.
+    bounds = max_reduce(torch.tensor([number, -number], device=device), [group.group_name for group in groups])
+    largest, least = bounds.tolist()
+    if largest + least == 0:
+        return
+    everyones = [(dist.get_rank(), kinds)]
+    for group in groups:
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, everyones, group=group)
+        everyones = [one for some in gathered for one in some]
+    first: dict[str, tuple[int, str]] = {}
+    for rank, theirs in sorted(everyones, key=lambda one: one[0]):
+        for name, kind in theirs.items():
+            other, known = first.setdefault(name, (rank, kind))
+            if known != kind:
+                raise ValueError(
+                    f"{name} is {known} on rank {other} and {kind} on rank {rank}: FSDP gathers weights that are alike on all "
+                    "ranks; convert the model with the same recipe everywhere"
+                )
+    names = [", ".join(theirs) for _, theirs in everyones]
+    raise ValueError(f"ranks gather different weights together: {' on one, '.join(dict.fromkeys(names))} on another")

@@ -1,0 +1,218 @@
+"""Modules that hold quantized weights, in state dicts: shown as parts, loaded from parts or from high-precision values.
+
+What a load brings for a quantized weight is taken out of the state dict before torch would copy it, and loaded once FSDP2's own
+hooks have put the sharded parameters back into the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from blockfp.formats import FORMATS
+from blockfp.parts import FORMAT, SUFFIXES
+from blockfp.recipes import STATE
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .cast_weight import CastWeight
+from .loading import load_high_precision_
+from .state_dict import REMEDY, check_format, format_of, load_parts_, lying, nothing, placed, stored, take_parts
+
+
+class InParts(nn.Module):
+    """A module whose parameters may be quantized, and are then codes and scales in state dicts.
+
+    This rank's part of `weight` can be read under the names that state dicts give its parts: `weight_codes`, `weight_scale`,
+    `weight_tensor_scale` and `weight_format_FORMAT`. torch and accelerate look each name of a state dict up in the module.
+    """
+
+
+def keep_in_parts(module: nn.Module) -> None:
+    """Makes a module's state dict show its quantized parameters as parts, and take parts or high-precision values for them.
+
+    `load_state_dict` raises ValueError where codes are of another format, or a part is missing or of another shape, and then
+    leaves the parameter as it was. Under FSDP2 every rank calls `state_dict` and `load_state_dict`. The module's attribute
+    `keep_init` says whether originals of high-precision values are kept.
+    """
+    loading = _Loading()
+    module.register_state_dict_post_hook(_show)
+    module.register_load_state_dict_pre_hook(loading.take_out)
+    module.register_load_state_dict_post_hook(loading.load)
+
+
+def _part(suffix: str) -> property:
+    def part(module: InParts) -> Tensor:
+        local = sharding.local_of(module.get_parameter("weight"))
+        found = None
+        if isinstance(local, QuantizedTensor):
+            held = (local.codes, local.scales, local.tensor_scale)
+            own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": nothing(local, local.shape)}
+            found = own.get(suffix)
+        if found is None:
+            raise AttributeError(f"{type(module).__name__} has no weight{suffix}: its weight is {local!r}")
+        return found.detach()
+
+    return property(part, doc=f"This rank's part of the quantized weight that state dicts call weight{suffix}.")
+
+
+for _suffix in (*SUFFIXES.values(), *(f"{FORMAT}{format}" for format in FORMATS)):
+    setattr(InParts, f"weight{_suffix}", _part(_suffix))
+
+
+def _show(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+        local = sharding.local_of(param)
+        if isinstance(local, CastWeight):
+            state_dict[prefix + name] = placed(param, local.values.detach())
+        elif isinstance(local, QuantizedTensor):
+            for suffix, part in stored(param).items():
+                state_dict[prefix + name + suffix] = part
+
+
+@dataclass
+class _Taken:
+    """What a load has brought for a module's own parameters, between the hooks.
+
+    Attributes:
+        prefix: of the module's names.
+        assign: whether new parameters are to be made of it.
+        parts, values: codes and scales by suffix, and high-precision values, by the name of the parameter.
+        not_missing: names of the recipe's buffers, which a model that isn't quantized doesn't have.
+    """
+
+    prefix: str = ""
+    assign: bool = False
+    parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    not_missing: set[str] = field(default_factory=set)
+
+
+class _Loading:
+    """The hooks by which one module loads."""
+
+    def __init__(self):
+        self.taken = _Taken()
+
+    def take_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+        self.taken = taken = _Taken(prefix, bool(metadata.get("assign_to_params_buffers")))
+        buffers = {prefix + name for name in chain(*STATE)}
+        plain = False
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            key = prefix + name
+            local, value, theirs = sharding.local_of(param), state_dict.get(key), format_of(key, state_dict)
+            if not isinstance(local, QuantizedTensor):
+                if theirs is not None:
+                    raise ValueError(f"{key} is {param.dtype} in the model and {theirs} in what is loaded: {REMEDY}")
+                plain |= isinstance(value, Tensor)
+                if isinstance(local, CastWeight) and _fits(key, param, value):
+                    taken.values[name] = state_dict.pop(key)
+            elif not isinstance(value, Tensor):
+                # torch takes the name alone out where frozen parameters are ignored, and means all of it.
+                for suffix in [*SUFFIXES.values(), f"{FORMAT}{theirs}"]:
+                    state_dict.pop(key + suffix, None)
+            elif (copied := _copied(param, value)) is not None:
+                del state_dict[key]
+                if copied.ndim == param.ndim:
+                    taken.values[name], plain = placed(param, copied), True
+                else:
+                    taken.parts[name] = _from_first_rank(param, key, state_dict)
+            else:
+                check_format(param, key, state_dict)
+                if theirs is not None:
+                    taken.parts[name] = take_parts(param, key, state_dict)
+                    del state_dict[key]
+                elif _fits(key, param, value):
+                    taken.values[name], plain = state_dict.pop(key), True
+        if plain and not any(name in state_dict for name in buffers):
+            taken.not_missing = buffers
+
+    def load(self, module: nn.Module, incompatible: Any) -> None:
+        taken, self.taken = self.taken, _Taken()
+        found = {taken.prefix + name for name in (*taken.parts, *taken.values)} | taken.not_missing
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in found]
+        for name, values in taken.parts.items():
+            param = module.get_parameter(name)
+            if taken.assign and sharding.mesh_of(param) is None:
+                setattr(module, name, nn.Parameter(_made_of(param, values), param.requires_grad))
+                continue
+            if taken.assign and param.is_meta:
+                # The same object from now on in all modules that share it, and in optimizers.
+                codes = sharding.local_of(values[SUFFIXES["codes"]])
+                torch.utils.swap_tensors(param, _made_for(param, param.dtype, codes.device))
+            load_parts_(param, values, taken.prefix + name)
+        for name, value in taken.values.items():
+            param = module.get_parameter(name)
+            if taken.assign and param.is_meta:
+                torch.utils.swap_tensors(param, _made_for(param, value.dtype, sharding.local_of(value).device))
+            load_high_precision_(param, value, keep_init=getattr(module, "keep_init", True))
+
+
+def _fits(key: str, param: Tensor, value: Any) -> bool:
+    """Whether a state dict's entry holds values for a parameter; what has another shape, or codes, torch copies or refuses."""
+    if not isinstance(value, Tensor) or value.shape != param.shape or isinstance(sharding.local_of(value), QuantizedTensor):
+        return False
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{key} must hold values in one of {', '.join(map(str, DTYPES))}, got {value.dtype}")
+    if value.is_meta:
+        raise ValueError(f"{key} is on the meta device in what is loaded, and has no values")
+    return True
+
+
+def _copied(param: Tensor, value: Tensor) -> Tensor | None:
+    """What torch has copied into this rank's part of a parameter, and gives the parameter itself for: what rank 0 broadcast."""
+    local: Any = sharding.local_of(value)
+    copied = local.geometry.copied if isinstance(local, QuantizedTensor) else None
+    if copied is not None:
+        own: Any = sharding.local_of(param)
+        local.geometry.copied = own.geometry.copied = None
+    return copied
+
+
+def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
+    """The parts that rank 0 alone has in its state dict, on every rank: torch broadcasts them, but keeps parameters only."""
+    problem: list[str | None] = [None]
+    values: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        try:
+            check_format(param, key, state_dict)
+            values = take_parts(param, key, state_dict)
+            for part in lying(param):
+                value = values[SUFFIXES[part.name]]
+                if (tuple(value.shape), value.dtype) != (part.shape, getattr(torch, part.dtype)):
+                    problem[0] = f"{key}{SUFFIXES[part.name]} must be {part.dtype} of shape {part.shape}, got {value.dtype} of "
+                    problem[0] += f"{tuple(value.shape)}"
+        except ValueError as error:
+            problem[0] = str(error)
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
+    mesh, device = sharding.mesh_of(param), sharding.local_of(param).device
+    received = {}
+    for part in lying(param):
+        suffix = SUFFIXES[part.name]
+        whole = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device if mesh is None else mesh.device_type)
+        if values:
+            whole.copy_(values[suffix])
+        dist.broadcast(whole, src=0)
+        received[suffix] = whole.to(device)
+    return received
+
+
+def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
+    """A parameter that is not sharded, of these parts themselves."""
+    q: Any = param
+    found = [values.get(SUFFIXES[part.name]) for part in lying(param)]
+    return QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
+
+
+def _made_for(param: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Memory for a parameter on the meta device, of the dtype and on the device of what torch would assign."""
+    local = sharding.local_of(param).detach()
+    return nn.Parameter(placed(param, torch.empty_like(local.to(dtype), device=device)), param.requires_grad)
