@@ -41,13 +41,7 @@ def accelerator(rank, **options):
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     mixed = options.pop("mixed_precision", "no")
     made = Accelerator(cpu=True, mixed_precision=mixed)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
