@@ -255,7 +255,7 @@ def test_embeddings_are_resized(mean_resizing):
 def test_a_quantized_head_is_not_resized_behind_ones_back():
     model = bfp.convert(made(llama), "mxfp8")
     codes = model.lm_head.weight.codes.clone()
-    with pytest.raises(NotImplementedError, match=r"dequantize\(\)|has no codes"):
+    with pytest.raises(NotImplementedError, match=r"dequantize\(\)"):
         model.resize_token_embeddings(160, mean_resizing=False)
     assert torch.equal(model.lm_head.weight.codes, codes)
 

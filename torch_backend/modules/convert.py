@@ -142,6 +142,8 @@ def _made(
         if first.recipe.weight != new.recipe.weight or first.turned != new.turned:
             raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
         new.weight = first.weight
+        # A class that can't be derived from raises here, before anything is changed.
+        quantized_class(type(layer), one.kind)
         made[layer] = new
     return made
 

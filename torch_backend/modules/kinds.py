@@ -80,7 +80,10 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
     if isinstance(weight, nn.UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
     if type(weight) is not nn.Parameter:
-        raise ValueError(f"the weight of {where} is a {type(weight).__name__}: convert the model before it is sharded, {leave}")
+        raise ValueError(
+            f"the weight of {where} is a {type(weight).__name__}: convert the model before it is sharded or its weights are "
+            f"replaced, {leave}"
+        )
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         raise ValueError(f"the weight of {where} has hooks, which a new parameter loses: register them after convert, {leave}")
     bound = [name for name, value in vars(layer).items() if getattr(value, "__self__", None) is layer or name == "forward"]
