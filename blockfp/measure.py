@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from . import layout, views
+from .bits import Array
 from .formats import ElementFormat, Format
 from .numerics import Quantized
 
@@ -80,7 +81,9 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
     )
     x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
     finite = np.isfinite(x) & np.isfinite(values)
-    result.saturated = _saturated(x, values, q, format)
+    codes = layout.unpack(q.codes, format.element.bits, x.shape[-1])
+    with np.errstate(over="ignore", invalid="ignore"):
+        result.saturated = int(np.count_nonzero(saturated(x, values, codes, format.element)))
     result.excluded = x.size - int(np.count_nonzero(finite))
     if result.excluded:
         x, values = x[finite], values[finite]
@@ -94,20 +97,21 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
     return result
 
 
-def _saturated(x: np.ndarray, values: np.ndarray, q: Quantized, format: Format) -> int:
-    """How many elements have the largest code and lie above it by more than half a step."""
-    element = format.element
-    codes = layout.unpack(q.codes, element.bits, x.shape[-1])
+def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> Array:
+    """Which elements have the largest code and lie above it by more than half a step; of any array library.
+
+    Args:
+        x: the original, float32.
+        values: what it became, float32.
+        codes: unpacked, uint8.
+        element: format of the codes.
+    """
     half_step = 2.0 ** (element.emax - element.mantissa_bits - 1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        beyond = np.abs(x) > np.abs(values) * np.float32(1 + half_step / element.max)
-    return int(np.count_nonzero(beyond & (_magnitude_codes(codes, element) == element.max_code)))
-
-
-def _magnitude_codes(codes: np.ndarray, element: ElementFormat) -> np.ndarray:
+    # Where the scale is NaN, there is no value to compare with, and an Inf was cut all the same.
+    beyond = (abs(x) > abs(values) * (1 + half_step / element.max)) | (abs(x) == math.inf)
     if element.signed == "complement":
-        return np.abs(codes.view(np.int8))
-    return codes & ((1 << (element.bits - 1)) - 1)
+        return beyond & ((codes == element.max_code) | (codes == 256 - element.max_code))
+    return beyond & ((codes & ((1 << (element.bits - 1)) - 1)) == element.max_code)
 
 
 def scale_exponents(q: Quantized, format: Format) -> Counter[int]:

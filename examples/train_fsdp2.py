@@ -195,7 +195,6 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress | None) -
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        bfp.update_scales(model)
         dist.all_reduce(loss := loss.detach(), dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM)
         losses.append(float(loss) / (1 if device.type == "cuda" else ranks))
         gathered = bytes_now.received

@@ -70,7 +70,6 @@ for step in track(range(options.steps), options.recipe, disable=dist.get_rank() 
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    bfp.update_scales(model)
     if dist.get_rank() == 0 and step % 10 == 9:
         print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 dist.destroy_process_group()

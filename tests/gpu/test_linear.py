@@ -165,3 +165,19 @@ def test_graph_of_a_layer(name):
     torch.cuda.synchronize()
     for a, b in zip(captured, step(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_an_inf_leaves_nothing_finite(name, compiled):
+    torch._dynamo.reset()
+    layer = bfp.Linear(256, 256, recipe=name, dtype=torch.bfloat16, device="cuda")
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    for bad, wanted in ((None, (1, 1, 1)), ("x", (0, 1, 0)), ("g", (1, 0, 0))):
+        x, g = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        if bad is not None:
+            {"x": x, "g": g}[bad][7, 33] = -torch.inf
+        x.requires_grad_()
+        y = run(x)
+        grads = torch.autograd.grad(y, (x, layer.weight), g)
+        assert tuple(part.isfinite().float().mean().item() for part in (y, *grads)) == wanted

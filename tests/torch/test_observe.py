@@ -1,6 +1,7 @@
 """`observe`: figures of each operand, and not a bit of difference in what is observed."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -8,6 +9,10 @@ from blockfp.torch_backend.linear.observe import OPERANDS
 from torch import nn
 
 import blockfp.torch as bfp
+from blockfp import numerics, recipes
+from blockfp.formats import NAMES, Format
+from blockfp.measure import measure
+from blockfp.recipes import Cast
 
 
 def values(shape, seed, scale=1.0):
@@ -64,3 +69,40 @@ def test_what_cannot_be_observed():
     layer = bfp.Linear(4, 2, recipe="mxfp8")
     with bfp.observe(layer), pytest.raises(ValueError, match="already"), bfp.observe(layer):
         pass
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saturation_is_that_of_a_check(name):
+    """The same count as `blockfp check` has, of values of both signs above, at and below the largest code's edge."""
+    format = Format.parse(name)
+    x = torch.randn((64, 256), generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 64)[:, None]
+    edge = format.element.max * (1 + torch.linspace(-0.5, 1.0, 256))
+    x[3], x[5], x[7] = edge, -edge, 1.999
+    x[9] = -1.999
+    for multiplier in (None, torch.tensor(1.0), torch.tensor(4.0))[: 3 if format.per_tensor else 1]:
+        q = numerics.quantize(x, format, multiplier=multiplier)
+        values = numerics.dequantize(*q, format, "float32", columns=256)
+        parts = [part for part in q if part is not None]
+        figures = torch.ops.blockfp.quantization_figures(x, parts, name, False, [0, 0])
+        plain = numerics.Quantized(*(None if part is None else part.numpy() for part in q))
+        wanted = measure(x.numpy(), plain, values.numpy(), format)
+        assert [int(figures[2]), int(figures[3])] == [wanted.saturated, wanted.flushed]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_integers_saturate_on_both_sides(sign):
+    layer = bfp.Linear(32, 8, recipe=recipes.mxfp8().replace(input=Cast("mxint8_floor")))
+    with bfp.observe(layer) as observation:
+        layer(torch.full((2, 32), sign * 1.999))
+        assert observation.step()[0].saturated == 64
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "mxfp8", "nvfp4"])
+def test_an_inf_is_observed(name):
+    layer, x = bfp.Linear(64, 32, recipe=name), torch.full((16, 64), 0.5)
+    x[2, 3], x[4, 5] = torch.inf, 2.0
+    with bfp.observe(layer) as observation:
+        layer(x)
+        (row, *_) = observation.step()
+    assert (row.amax, row.saturated) == (2.0, 1)
+    assert math.isnan(row.sqnr)

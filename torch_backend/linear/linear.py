@@ -15,6 +15,7 @@ from blockfp.rounding import Key
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .functional import transformed
 from .linear_function import Call, LinearFunction
 from .parallel import Parallel
 from .parallel_function import ParallelFunction
@@ -145,6 +146,8 @@ def _run(
     turned: bool,
 ) -> Tensor:
     device = x.device.type
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return transformed(x, weight, bias, lambda *tensors: _run(*tensors, recipe, state, key, counts, parallel))
     # torch has none for meta.
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from blockfp import layout, rotation
 from blockfp.formats import Format
+from blockfp.measure import saturated
 from blockfp.recipes import Cast
 
 from ..custom_ops import ops
@@ -49,9 +50,10 @@ class Observed:
         operand: one of `OPERANDS`.
         amax: largest finite magnitude.
         elements: how many elements were quantized.
-        saturated: how many of them were cut to the largest value of their scale.
+        saturated: how many of them were cut to the largest value of their scale (`blockfp.measure.saturated`).
         flushed: how many were not zero and became zero.
-        sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without any error.
+        sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without any error. NaN where nothing is left to
+            compare: of an operand with an Inf, whose values are NaN in products.
     """
 
     step: int
@@ -84,7 +86,8 @@ class Observation:
             for operand, row in zip(OPERANDS, figures.tolist(), strict=True):
                 amax, elements, saturated, flushed, signal, noise = row
                 if elements:
-                    sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
+                    without = math.nan if amax and not signal else math.inf
+                    sqnr = 10 * math.log10(signal / noise) if signal and noise else without
                     counts = (int(elements), int(saturated), int(flushed))
                     new.append(Observed(self.steps, path, operand, amax, *counts, sqnr))
             figures.zero_()
@@ -170,19 +173,15 @@ def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: 
     back = ops.dequantize(parts[0], parts[1], tensor_scale, format, torch.float32, columns, origin)
     values = (rotation.rotate(x) if rotate else x).float()
     finite = values.isfinite() & back.isfinite()
-    magnitude = torch.where(finite, values.abs(), 0.0)
-    code = layout.unpack(parts[0], element.bits, columns)
-    sign = 0 if element.signed == "complement" else 1 << (element.bits - 1)
-    largest = (code & ~sign & 0xFF) == element.max_code
-    # Beyond what rounding to the largest value explains.
-    beyond = magnitude > back.abs() * (1 + 2.0 ** -(element.mantissa_bits + 2))
+    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
+    cut = saturated(values, back, layout.unpack(parts[0], element.bits, columns), element)
     error = torch.where(finite, values - back, 0.0)
     figures = (
         magnitude.amax() if magnitude.numel() else magnitude.sum(),
         torch.tensor(float(x.numel()), device=x.device),
-        (finite & largest & beyond).sum(),
+        cut.sum(),
         (finite & (values != 0) & (back == 0)).sum(),
-        magnitude.double().square().sum(),
+        torch.where(finite, magnitude, 0.0).double().square().sum(),
         error.double().square().sum(),
     )
     return torch.stack([figure.double() for figure in figures])

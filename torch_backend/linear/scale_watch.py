@@ -25,6 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from blockfp.recipes import Recipe
 
+from ..quantized_tensor import sharding
+
 
 @dataclass
 class _Watched:
@@ -35,7 +37,7 @@ class _Watched:
         stale: optimizer steps since its scales were updated.
         by_hand: whether they were updated by hand since the last step.
         keeper: who updates them.
-        param: through which an optimizer holds its weight.
+        sharded: its weight as FSDP2 shards it, and an optimizer holds it, while the layer may hold the whole one.
         replicas: the DDP model that it is part of; None where that isn't known yet.
     """
 
@@ -43,7 +45,7 @@ class _Watched:
     stale: int = 0
     by_hand: bool = False
     keeper: weakref.ref[Any] | None = None
-    param: weakref.ref[Tensor] | None = None
+    sharded: Tensor | None = None
     replicas: weakref.ref[DistributedDataParallel] | bool | None = None
 
     @property
@@ -60,6 +62,16 @@ def watch(layer: nn.Module) -> None:
     if not _watched:
         _listen()
     _watched[layer] = _Watched(next(_numbers))
+
+
+def note_sharded(layer: nn.Module, weight: Tensor) -> None:
+    """Tells that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
+    known, mesh = _watched[layer], sharding.mesh_of(weight)
+    assert mesh is not None
+    before = None if known.sharded is None else sharding.mesh_of(known.sharded)
+    if before is None or mesh.ndim >= before.ndim:
+        # No weak reference: a tensor that has one can't be moved in place.
+        known.sharded = weight
 
 
 def delayed_layers(model: nn.Module) -> list[nn.Module]:
@@ -86,14 +98,13 @@ def layers_of(optimizer: Optimizer) -> list[nn.Module]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             for layer in by_weight.get(id(param), ()):
-                _watched[layer].param = weakref.ref(param)
                 found[layer] = None
     return list(found)
 
 
 def _weights(layer: nn.Module, known: _Watched) -> list[Tensor]:
     """The weight as the layer holds it now, and as an optimizer does: FSDP2 changes the first between forward and backward."""
-    weights = [layer._parameters.get("weight"), None if known.param is None else known.param()]
+    weights = [layer._parameters.get("weight"), known.sharded]
     return [weight for weight in weights if weight is not None]
 
 

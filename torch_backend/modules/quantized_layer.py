@@ -17,7 +17,7 @@ from blockfp.recipes import Compute, Recipe
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
-from ..linear.scale_watch import watch
+from ..linear.scale_watch import note_sharded, watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
@@ -92,9 +92,12 @@ class QuantizedLayer(InParts):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
-        # every step: layers that draw no random bits don't ask.
-        mesh = sharding.mesh_of(value) if name == "weight" and self._buffers.get("rng_key") is not None else None
-        if mesh is not None:
+        # every step: layers without state don't ask.
+        stateful = name == "weight" and (self._stochastic or self.checked.delayed is not None)
+        mesh = sharding.mesh_of(value) if stateful else None
+        if mesh is not None and self.checked.delayed is not None:
+            note_sharded(self, value)
+        if mesh is not None and self._buffers.get("rng_key") is not None:
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
             axes = mesh.ndim - (self.parallel is not None)
             if axes:

@@ -78,7 +78,6 @@ class _Adam(Optimizer):
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
         super().add_param_group(param_group)
-        scale_watch.layers_of(self)  # while modules hold what the optimizer does: FSDP2 may put whole weights there
 
     @torch.no_grad()
     def make_state(self) -> None:

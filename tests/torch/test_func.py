@@ -1,0 +1,112 @@
+"""torch.func of quantized layers: what torch.autograd gives, example by example."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+import blockfp.torch as bfp
+
+RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+def model_of(recipe):
+    torch.manual_seed(0)
+    return nn.Sequential(bfp.Linear(32, 16, recipe=recipe), nn.Tanh(), bfp.Linear(16, 4, recipe=recipe))
+
+
+def batch():
+    return torch.randn((8, 32), generator=torch.Generator().manual_seed(1))
+
+
+def step_back(model):
+    """Random steps at their start, so that the next backward draws the bits of the first."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("step"):
+            buffer.zero_()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_of_autograd(recipe):
+    model, x = model_of(recipe), batch()
+
+    def loss(x, params=None):
+        return (model(x) if params is None else functional_call(model, params, (x,))).square().sum()
+
+    leaf, params = x.clone().requires_grad_(), dict(model.named_parameters())
+    d_x, *d_params = torch.autograd.grad(loss(leaf), [leaf, *params.values()])
+    step_back(model)
+    assert torch.equal(grad(loss)(x), d_x)
+    step_back(model)
+    assert torch.equal(vjp(loss, x)[1](torch.ones(()))[0], d_x)
+    step_back(model)
+    of_params = grad(loss, argnums=1)(x, params)
+    assert all(torch.equal(of_params[name], d) for name, d in zip(params, d_params, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_second_derivatives(recipe):
+    model, x = model_of(recipe), batch()
+
+    def penalty(x, gradient):
+        return gradient(lambda x: model(x).square().sum())(x).square().sum()
+
+    def by_autograd(function):
+        return lambda x: torch.autograd.grad(function(x), x, create_graph=True)[0]
+
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(penalty(leaf, by_autograd), leaf)
+    assert torch.equal(grad(lambda x: penalty(x, grad))(x), wanted)
+    one = leaf[:1]
+    (first,) = torch.autograd.grad(model(one)[0, 0], one, create_graph=True)
+    rows = torch.stack([torch.autograd.grad(d, leaf, retain_graph=True)[0][0] for d in first[0]])
+    torch.testing.assert_close(jacrev(jacrev(lambda x: model(x[None])[0, 0]))(x[0]), rows)
+    with pytest.raises(NotImplementedError, match="twice"):
+        grad(lambda x: grad(lambda x: penalty(x, grad))(x).sum())(x)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_examples_are_tensors_of_their_own(recipe):
+    model = model_of(recipe).requires_grad_(False)
+    several = torch.stack([batch(), batch() * 100, batch() - 3])
+    for wanted, got in zip(several, vmap(model)(several), strict=True):
+        assert torch.equal(got, model(wanted))
+    assert torch.equal(vmap(model[0])(batch())[3], model[0](batch()[3]))
+
+
+def test_gradients_of_each_example():
+    model, x = model_of("mxfp8"), batch()
+
+    def loss(params, x):
+        return functional_call(model, params, (x[None],)).square().sum()
+
+    params = dict(model.named_parameters())
+    found = vmap(grad(loss), in_dims=(None, 0))(params, x)
+    for i in (0, 5):
+        wanted = torch.autograd.grad(loss(params, x[i]), list(params.values()))
+        assert all(torch.equal(found[name][i], d) for name, d in zip(params, wanted, strict=True))
+
+
+def test_functional_call_takes_other_parameters():
+    model, other = model_of("mxfp8"), model_of("mxfp8")
+    other[0].reset_parameters()
+    found = functional_call(model, dict(other.named_parameters()), (batch(),))
+    assert torch.equal(found, other(batch()))
+
+
+def test_amaxes_are_recorded_once():
+    layers = [bfp.Linear(32, 16, recipe="fp8_delayed") for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    grad(lambda x: layers[0](x).sum())(batch())
+    layers[1](batch().requires_grad_()).sum().backward()
+    for a, b in zip(layers[0].buffers(), layers[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_forward_mode_is_refused():
+    model, x = model_of("mxfp8"), batch()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        jvp(model, (x,), (x,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode AD"):
+        model(forward_ad.make_dual(x, x))

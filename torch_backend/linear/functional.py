@@ -1,0 +1,128 @@
+"""`linear` under `torch.func`: grad, vjp, jacrev and vmap, also of each other.
+
+torch's transformations take functions of tensors apart level by level. These functions keep x and the weight, instead of codes,
+make the operands again where they want them, and run the ordinary `linear`, its backward and the backward of that
+(`second_order`), each on plain tensors. Under vmap every example is a tensor of its own, with its own amaxes: they are
+multiplied one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Run = Callable[..., Tensor]
+
+
+def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
+    """`run(x, weight, bias)`, which may be differentiated, mapped and differentiated again."""
+    return _Linear.apply(x, weight, bias, run)  # pyright: ignore[reportReturnType]
+
+
+class _Mapped(torch.autograd.Function):
+    @classmethod
+    def each(cls, info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+        """The results for one example after another, and the axes of the batch in them."""
+        results = []
+        for i in range(info.batch_size):
+            own = [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
+            results.append(cls.apply(*own))
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+class _Linear(_Mapped):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return run(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.run = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        wanted = ctx.needs_input_grad[:3]
+        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))  # pyright: ignore[reportArgumentType]
+        return *(next(grads) if one else None for one in wanted), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            "linear has no forward-mode derivative: use torch.func.vjp, grad or jacrev (twice for a Hessian)"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Linear.each(info, in_dims, args)
+
+
+class _Gradients(_Mapped):
+    """Those of x, weight and bias that are wanted."""
+
+    @staticmethod
+    def forward(x, weight, bias, gradient, wanted, run):  # pyright: ignore[reportIncompatibleMethodOverride]
+        leaves = _leaves((x, weight, bias), wanted)
+        return _grads(run, leaves, wanted, gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.wanted, ctx.run = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        needs = ctx.needs_input_grad[:4]
+        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))  # pyright: ignore[reportArgumentType]
+        return *(next(grads) if one else None for one in needs), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Gradients.each(info, in_dims, args)
+
+
+class _Seconds(_Mapped):
+    """Gradients of those gradients, of x, weight, bias and the gradient that they were made of."""
+
+    @staticmethod
+    def forward(x, weight, bias, gradient, wanted, needs, run, *along):  # pyright: ignore[reportIncompatibleMethodOverride]
+        leaves = _leaves((x, weight, bias, gradient), tuple(a or b for a, b in zip((*wanted, True), needs, strict=True)))
+        with torch.enable_grad():
+            first = _grads(run, leaves[:3], wanted, leaves[3], create_graph=True)
+            inputs = [leaf for leaf, one in zip(leaves, needs, strict=True) if one]
+            pairs = [(one, v) for one, v in zip(first, along, strict=True) if one.requires_grad]
+            outputs, vectors = zip(*pairs, strict=True) if pairs else ((), ())
+            found = torch.autograd.grad(outputs, inputs, vectors, allow_unused=True) if pairs else [None] * len(inputs)
+        return tuple(
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if one is None else one
+            for leaf, one in zip(inputs, found, strict=True)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise NotImplementedError(
+            "torch.func differentiates linear twice: for a third time use torch.autograd.grad in eager mode"
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Seconds.each(info, in_dims, args)
+
+
+def _leaves(tensors: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
+    return [None if x is None else x.detach().requires_grad_(one) for x, one in zip(tensors, wanted, strict=True)]
+
+
+def _grads(run: Run, leaves: Sequence[Any], wanted: Sequence[bool], gradient: Tensor | None, **options: Any) -> Any:
+    with torch.enable_grad():
+        y = run(*leaves)
+        return torch.autograd.grad(y, [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], gradient, **options)
