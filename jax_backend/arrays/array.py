@@ -34,7 +34,7 @@ class QuantizedArray:
     are integers and have none, so a carrier stands beside them, which has no bytes (`tangent`): wherever the array is known
     to be differentiated, and under `value_and_grad` and `grad` of this package. Where JAX traces a function by itself (jit,
     checkpoint, scan, ..) that isn't known yet: the array has its derivative in that function, and codes that leave it raise
-    TypeError when they are differentiated, unless `with_carrier` went before. An array that was quantized outside is a constant.
+    TypeError when they are differentiated, unless `with_carrier` went before. An array quantized outside is a constant.
 
     Attributes:
         codes: uint8 [..., rows, bytes], packed along the last axis.

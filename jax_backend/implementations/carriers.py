@@ -113,7 +113,7 @@ class Watch:
         elif self.escaped and not self.live:
             raise TypeError(
                 "the gradient of an array that was quantized inside a function which JAX traces by itself (jit, checkpoint, "
-                "scan, cond, ..) is lost, because codes left that function, or went through a transformation or jax.tree.map there, "
+                "scan, cond, ..) is lost, because codes left it, or went through a transformation or jax.tree.map there, "
                 "without what takes it: differentiate inside jit (jax.jit(jax.grad(f)) instead of jax.grad(jax.jit(f))); or "
                 "give on quantize(x, ..).with_carrier(); or quantize and dequantize in one function; or, where no gradient is "
                 "wanted, quantize jax.lax.stop_gradient(x)"

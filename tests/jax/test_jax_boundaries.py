@@ -88,7 +88,7 @@ APART = {
 }
 
 
-class InTheTraceThatIsDifferentiated(parameterized.TestCase, chex.TestCase):
+class InTheTraceThatIsDifferentiated(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
     @parameterized.named_parameters((name, name) for name in IN_ONE_TRACE)
     def test(self, name):
@@ -102,6 +102,7 @@ class InTheTraceThatIsDifferentiated(parameterized.TestCase, chex.TestCase):
             chex.assert_trees_all_equal(self.variant(jax.grad(loss))(x), w)
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", APART)
 def test_codes_that_leave_a_trace(arrays, name):
     x, w = arrays

