@@ -105,7 +105,8 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
 
     def forward(_, tangent):
         raise NotImplementedError(
-            "a gathered weight has gradients in reverse mode alone: take jvp, jacfwd or a second derivative of unsharded weights"
+            "a gathered weight has gradients in reverse mode alone: take jvp, jacfwd or a second derivative of unsharded "
+            "weights"
         )
 
     gathered = attach(carrier_of(whole), (), carrier_of(source), rule)

@@ -43,11 +43,11 @@ class _Rules:
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
-        return _physical_handler(aval, out_sharding, committed).wrap(lambda buffer: EArray(aval, buffer))
+        return _physical_handler(aval, out_sharding, committed).wrap(lambda buffer: _Concrete(aval, buffer))
 
     @staticmethod
     def make_sharded_array(aval, sharding, arrays, committed):
-        return EArray(aval, _physical_handler(aval, sharding, committed)([a._data for a in arrays]))
+        return _Concrete(aval, _physical_handler(aval, sharding, committed)([a._data for a in arrays]))
 
 
 def _physical_handler(aval, sharding, committed):
@@ -76,6 +76,19 @@ class CarrierDType(dtypes.ExtendedDType):
         return self.name
 
 
+class _Concrete(EArray):
+    """A carrier that isn't traced."""
+
+    __slots__ = ()
+    nbytes = 0
+
+
+# What JAX has for EArray itself.
+pxla.shard_arg_handlers[_Concrete] = pxla.shard_arg_handlers[EArray]
+core.pytype_aval_mappings[_Concrete] = lambda x: x.aval
+dtypes.register_canonicalize_value_handler(_Concrete, None)
+
+
 class Watch:
     """Whether an array whose codes were made in a trace is differentiated there, and whether its codes went on without it.
 
@@ -99,8 +112,8 @@ class Watch:
             self.live = True
         elif self.escaped and not self.live:
             raise TypeError(
-                "the gradient of an array that was quantized inside a function which JAX traces by itself (jit, checkpoint, scan, "
-                "cond, ..) is lost, because codes left that function, or went through a transformation or jax.tree.map there, "
+                "the gradient of an array that was quantized inside a function which JAX traces by itself (jit, checkpoint, "
+                "scan, cond, ..) is lost, because codes left it, or went through a transformation or jax.tree.map there, "
                 "without what takes it: differentiate inside jit (jax.jit(jax.grad(f)) instead of jax.grad(jax.jit(f))); or "
                 "give on quantize(x, ..).with_carrier(); or quantize and dequantize in one function; or, where no gradient is "
                 "wanted, quantize jax.lax.stop_gradient(x)"
@@ -123,7 +136,7 @@ def _dtype(x) -> CarrierDType:
 
 def _of_concrete(x, *, watch):
     aval = core.ShapedArray(np.shape(x), _dtype(x))
-    return EArray(aval, jnp.zeros((*np.shape(x), 0), np.uint8))
+    return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.uint8))
 
 
 def _lowered(ctx, x, *, watch):
@@ -138,7 +151,9 @@ def _jvp(primals, tangents, *, watch):
     return carrier_of(primals[0], watch), tangents[0]
 
 
-mlir.register_constant_handler(EArray, lambda x, aval: get_constant_handler(type(x._data))(x._data, core.physical_aval(aval)))
+mlir.register_constant_handler(
+    _Concrete, lambda x, aval: get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
+)
 
 _carrier_p = Primitive("carrier")
 _carrier_p.def_impl(_of_concrete)

@@ -58,7 +58,7 @@ def values(x: Operand, carrier: Any = None, *, transposed: bool = False, rotated
 
 
 def tokens(x: Operand, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-    """`values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed), as the rows [tokens, size] they are made of."""
+    """`values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed), as rows [tokens, size]."""
     made = values(x)
     if cast.rotate:
         made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, turn(made, back=True), made)
