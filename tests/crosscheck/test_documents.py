@@ -12,8 +12,10 @@ from blockfp.formats import NAMES
 ROOT = Path(__file__).parents[2]
 SNIPPETS = [
     pytest.param(code, id=f"{path.name}-{i}")
-    for path in (ROOT / "README.md", ROOT / "docs" / "architecture.md")
+    for path in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "other-libraries.md")
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+    # Blocks with a name want a model or data of tests/clients, which runs them.
+    if not re.match(r"# [\w:, ]+\n", code)
 ]
 
 # What the training examples share, and what tests/jax/test_jax_examples.py runs.

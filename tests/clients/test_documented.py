@@ -1,0 +1,53 @@
+"""The blocks of "With other libraries" that want a model: run as they are printed, with the real packages."""
+
+import pytest
+import torch
+from documented import run_documented
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import blockfp.torch as bfp
+
+# What these packages warn of themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def trainer_needs(folder):
+    tokens = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(1))
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=3, report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    return {"model": llama(), "arguments": arguments, "data": [{"input_ids": row, "labels": row} for row in tokens]}
+
+
+@pytest.mark.parametrize("block", ["transformers", "any optimizer"])
+def test_trainers_update_scales(block, tmp_path):
+    model = run_documented(block, **trainer_needs(tmp_path), bfp=bfp, Trainer=Trainer)["model"]
+    layers = [layer for layer in model.modules() if isinstance(layer, bfp.Linear)]
+    assert layers
+    assert all(layer.gradient_scale.item() != 1 for layer in layers)
+
+
+def test_a_model_that_others_read(tmp_path):
+    space = run_documented("transformers: save", model=llama(), folder=tmp_path)
+    for (name, param), again in zip(space["model"].named_parameters(), space["again"].parameters(), strict=True):
+        if isinstance(param, bfp.QuantizedTensor):
+            # The file has bfloat16, which not every value is.
+            torch.testing.assert_close(again.dequantize().float(), param.dequantize(), rtol=0.1, atol=1e-2, msg=name)
+
+
+def test_a_gradient_penalty():
+    torch.manual_seed(0)
+    critic = bfp.convert(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 1)), "mxfp8")
+    run_documented("gradient penalty", critic=critic, x=torch.randn(8, 32))
+    assert all(layer.weight.grad.abs().max() > 0 for layer in (critic[0], critic[2]))
