@@ -240,6 +240,9 @@ def open_whole(path: Path) -> Model:
             raise ValueError("it names files that don't end in .safetensors")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
+    for name in files:
+        if not index.with_name(name).exists():
+            raise BadFile(index, f"names {name}: no such file")
     model = store.together(index, [open_model(index.with_name(name)) for name in files])
     missing = sorted(set(where) - {tensor.name for tensor in model.tensors})
     if missing:

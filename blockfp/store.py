@@ -190,7 +190,8 @@ class _Stored:
             self.dtype = what["dtype"]
             fits = self.dtype in DTYPES and len(self.shape) >= 2 and all(map(untrusted.is_size, self.shape))
         except Exception as error:
-            raise BadFile(model.path, f"its description in the metadata is wrong: {error}", name) from error
+            problem = error if isinstance(error, ValueError) else repr(error)
+            raise BadFile(model.path, f"its description in the metadata is wrong: {problem}", name) from error
         if not fits:
             raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
         self.keys: list[str] = []

@@ -329,8 +329,8 @@ def command(*arguments: object):
         if result.exit_code == 2:
             if "nothing to check" in result.output:
                 return
-            name = Path(str(arguments[1])).name
-            if "error: " not in result.output or not any(part in result.output for part in (name, STEP, "parts-")):
+            names = {Path(str(argument)).name for argument in arguments[1:]} | {STEP, "parts-"}
+            if "error: " not in result.output or not any(name in result.output for name in names):
                 raise AssertionError(f"no file's name: {result.output[:300]!r}")
             raise Refused
 
