@@ -42,6 +42,7 @@ def rotate(x: Array, origin: int = 0) -> Array:
     # Made where x is: a list would be copied from the host, which a CUDA graph can't record.
     place = xp.arange(GROUP, dtype=xp.int32, **on_device_of(x))
     flip = -(((place * 0 + _FLIPPED) >> place) & 1) & bits.SIGN
+    flip = xp.reshape(flip, (*(1 for _ in leading), 1, GROUP))
     magnitude = pattern & bits.MAGNITUDE
     pattern = xp.where(magnitude < _SMALLEST, pattern & bits.SIGN, pattern) ^ flip
     z = pattern.view(xp.float32)

@@ -175,10 +175,11 @@ def random_bytes(
     known = isinstance(row_length, int) and isinstance(first_column, int)
     aligned = known and row_length % 8 == 0 and first_column % 8 == 0
     groups = -(-columns // 8) if aligned else (columns + 14) // 8
+    first, second = _key_arrays(key, rows)
     counter_low = ((high << 29) | shift_right(start, 3))[:, None]
     counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]
     carry = xp.astype(_less_unsigned(counter, counter_low), xp.int32)
-    words = threefry2x32(_key_arrays(key, rows), (shift_right(high, 3)[:, None] + carry, counter))
+    words = threefry2x32((first[:, None], second[:, None]), (shift_right(high, 3)[:, None] + carry, counter))
     words = settle(words[0]), settle(words[1])
     octets = [(word >> (8 * i)) & 0xFF for word in words for i in range(4)]
     octets = xp.stack(octets, axis=-1).reshape((rows.shape[0], groups * 8))

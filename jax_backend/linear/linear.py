@@ -201,7 +201,7 @@ def _output(how: _How, row: Operand | None, weight: Operand, bias) -> jax.Array:
     assert row is not None
     y = product(row, how.gathered(weight), how.dtype, fast="forward" in how.recipe.fast_accum)
     y = how.placement.sum_output(y)
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + bias.astype(y.dtype)[None]
 
 
 def _seen(x: jax.Array, state: DelayedState | None) -> DelayedState | None:

@@ -173,6 +173,17 @@ def test_double_precision_and_default_strictness():
             assert q.dequantize().dtype == np.float32
 
 
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_ranks_are_never_promoted(implementation):
+    x, b = sample("gaussian", (2, 24, 48)), jnp.ones(32)
+    with jax.numpy_rank_promotion("raise"):
+        for format in ("fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4"):
+            q = bfp.quantize_columnwise(x, format, key=7, rotate=True, implementation=implementation)
+            assert_same(parts(q), numerics.quantize(rotate(np.swapaxes(x, -1, -2)), format, key=7))
+            assert q.dequantize(implementation=implementation).shape == (2, 48, 24)
+        jax.grad(lambda x, w, b: bfp.linear(x, w, b, recipe="mxfp8").sum(), (0, 1, 2))(jnp.asarray(x), jnp.ones((32, 48)), b)
+
+
 def test_kernels_run_in_programs_of_one_device_and_inside_shard_map():
     x = jnp.ones((64, 64))
     for make in (lambda x: bfp.quantize(x, "mxfp8_e4m3"), lambda x: bfp.fake_quantize(x, "nvfp4")):
