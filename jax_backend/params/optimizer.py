@@ -118,7 +118,7 @@ def _replaced(param, update: Replacement):
     new, applies = update.value, update.applies
     if applies is True:
         return new
-    if is_quantized(new) and new.tangent is not None:
+    if isinstance(new, QuantizedArray) and new.tangent is not None:
         raise TypeError("an update that may be left out (optax.MultiSteps and others) has no derivative: take it without them")
     old = param.without_carrier() if is_quantized(param) else param
     dtypes = [[jnp.result_type(part) for part in jax.tree.leaves(tree)] for tree in (old, new, applies)]
