@@ -8,6 +8,7 @@ import torch
 from linear_reference import MIXED, SCALES, quantized, state_of, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
@@ -266,3 +267,18 @@ def refused(rank):
 
 def test_tensor_parallel_layers_refuse():
     threaded.run(2, refused)
+
+
+def test_sharded_layers():
+    def on_rank(rank):
+        model = copy.deepcopy(whole)
+        for layer in (model[0], model[2], model):
+            fully_shard(layer)
+        penalty_of(model, x.clone().requires_grad_()).backward()
+        return [param.grad.full_tensor().double() for param in model.parameters()]
+
+    whole, x = layers("mxfp8"), values((16, 48), 0)
+    one = copy.deepcopy(whole)
+    penalty_of(one, x.clone().requires_grad_()).backward()
+    for grads in threaded.run(2, on_rank):
+        assert_alike([param.grad for param in one.parameters()], grads, 1e-6)
