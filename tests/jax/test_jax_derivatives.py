@@ -192,8 +192,9 @@ def test_a_gradient_penalty_through_layers(arrays, around):
         return jax.jit(jax.grad(of))
 
     got = penalty(partial(bfp.linear, recipe="mxfp8"), around)(w)
-    # JAX differentiates a custom_vjp no further inside scan.
-    want = penalty(emulated("mxfp8")[1], "vmap" if around == "vmap" else "nothing")(w)
+    # JAX differentiates a custom_vjp no further inside scan. (A checkpoint stays: it computes y twice, and of two cotangents
+    # each is quantized by itself.)
+    want = penalty(emulated("mxfp8")[1], "nothing" if around == "scan" else around)(w)
     assert jnp.any(want)
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-4 * jnp.abs(want).max())
 
