@@ -1,0 +1,148 @@
+// Tensor maps, and the choice of the kernel.
+#include <map>
+#include <mutex>
+
+#include "gemm.cuh"
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode find_encode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+}
+
+// A matrix in device memory, and the box of it that is loaded at a time.
+struct Box {
+  const void* data;
+  int64_t rows, columns, stride;  // in elements
+  int box_rows, box_columns;
+  int bytes;                      // of an element: 1, codes, which are swizzled, or 4
+  bool operator==(const Box& o) const {
+    return data == o.data && rows == o.rows && columns == o.columns && stride == o.stride && box_rows == o.box_rows &&
+           box_columns == o.box_columns && bytes == o.bytes;
+  }
+};
+
+// Training comes back to the same arrays: each thread remembers a few.
+const CUtensorMap* map_of(const Box& box) {
+  static const Encode encode = find_encode();
+  struct Entry {
+    Box box{};
+    CUtensorMap map;
+  };
+  constexpr int kEntries = 256;
+  static thread_local Entry entries[kEntries];
+  const uint64_t key = reinterpret_cast<uint64_t>(box.data) / 16 + box.rows * 31 + box.columns * 7 + box.box_rows * 3 + box.box_columns;
+  Entry& entry = entries[(key * 0x9E3779B97F4A7C15ull) >> 56];
+  if (entry.box == box) return &entry.map;
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t sizes[] = {size(box.columns), size(box.rows)}, strides[] = {size(box.stride * box.bytes)};
+  const cuuint32_t shape[] = {static_cast<cuuint32_t>(box.box_columns), static_cast<cuuint32_t>(box.box_rows)}, steps[] = {1, 1};
+  const bool codes = box.bytes == 1;
+  entry.box = Box{};
+  if (encode == nullptr ||
+      encode(&entry.map, codes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<void*>(box.data),
+             sizes, strides, shape, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             codes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
+    return nullptr;
+  }
+  entry.box = box;
+  return &entry.map;
+}
+
+int multiprocessors() {
+  static std::mutex mutex;
+  static std::map<int, int> counts;
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& count = counts[device];
+  if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+Box box_of_codes(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
+  return {x.codes, rows, k, k, box_rows, kBlockK, 1};
+}
+
+Box box_of_scales(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
+  // One row of scales has no stride, but a map wants one.
+  const int64_t blocks = x.scales.stride == 0 ? 1 : ceil_div(k, kBlockK);
+  return {x.scales.data, blocks, rows, blocks == 1 ? ceil_div(rows, 4) * 4 : x.scales.stride, 1, box_rows, 4};
+}
+
+template <class A, class B, bool Squares, int Waves, int Cluster>
+cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
+  using Tile = GemmTile<Waves>;
+  const auto kernel = gemm_kernel<A, B, Squares, Waves, Cluster>;
+  const int64_t rows_b = static_cast<int64_t>(p.groups) * p.n;
+  const CUtensorMap* codes_a = map_of(box_of_codes(a, p.m, p.k, Tile::kRows / Cluster));
+  const CUtensorMap* codes_b = map_of(box_of_codes(b, rows_b, p.k, kTileN));
+  const CUtensorMap* scales_a = map_of(box_of_scales(a, p.m, p.k, Tile::kRows));
+  const CUtensorMap* scales_b = Squares ? scales_a : map_of(box_of_scales(b, rows_b, p.k, kTileN));
+  if (codes_a == nullptr || codes_b == nullptr || scales_a == nullptr || scales_b == nullptr) return cudaErrorInvalidValue;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
+  if (error != cudaSuccess) return error;
+  // Each group may end in a tile of its own.
+  const int64_t tiles = (ceil_div(p.m, Tile::kRows) + p.groups - 1) * ceil_div(p.n, kTileN * Cluster);
+  const int64_t clusters = multiprocessors() / Cluster;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>((tiles < clusters ? tiles : clusters) * Cluster);
+  config.blockDim = kGemmThreads;
+  config.dynamicSmemBytes = Tile::kShared;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = Cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, *codes_a, *codes_b, *scales_a, *scales_b);
+}
+
+template <class A, class B, bool Squares>
+cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, GemmShape shape, cudaStream_t stream) {
+  if (shape.waves == 2) {
+    return shape.cluster == 2 ? launch<A, B, Squares, 2, 2>(p, a, b, stream) : launch<A, B, Squares, 2, 1>(p, a, b, stream);
+  }
+  return shape.cluster == 2 ? launch<A, B, Squares, 1, 2>(p, a, b, stream) : launch<A, B, Squares, 1, 1>(p, a, b, stream);
+}
+
+template <class A, class B>
+cudaError_t launch_kind(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, bool squares, GemmShape shape,
+                        cudaStream_t stream) {
+  return squares ? launch_shape<A, B, true>(p, a, b, shape, stream) : launch_shape<A, B, false>(p, a, b, shape, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, GemmShape shape,
+                        cudaStream_t stream) {
+  p.a_step = a.scales.stride != 0, p.b_step = b.scales.stride != 0;
+  p.b_squares = b.scales.data, p.b_squares_stride = b.scales.stride;
+  p.vectors = p.n % 4 == 0 && aligned(p.out);
+#ifdef BLOCKFP_ONLY_E4M3
+  return launch_kind<E4M3, E4M3>(p, a, b, squares, shape, stream);
+#else
+  if (a.element == E4M3::kId) {
+    return b.element == E4M3::kId ? launch_kind<E4M3, E4M3>(p, a, b, squares, shape, stream)
+                                  : launch_kind<E4M3, E5M2>(p, a, b, squares, shape, stream);
+  }
+  return b.element == E4M3::kId ? launch_kind<E5M2, E4M3>(p, a, b, squares, shape, stream)
+                                : launch_kind<E5M2, E5M2>(p, a, b, squares, shape, stream);
+#endif
+}
+
+}  // namespace cuda
+}  // namespace blockfp

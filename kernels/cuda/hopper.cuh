@@ -1,0 +1,167 @@
+// Hopper's own instructions (sm_90a): barriers in shared memory, copies by the copy engine, matrix products by a warpgroup.
+//
+// Matrices in shared memory are tiles of rows of 128 bytes with the 128-byte swizzle, each on a multiple of 1024 bytes.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "blockfp/elements.h"
+
+namespace blockfp {
+namespace cuda {
+namespace hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Clusters.
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Every thread of the cluster waits for every other; what they wrote to shared memory is seen.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Barriers: a phase ends when `count` have arrived and the announced bytes have landed.
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Makes initialized barriers known to the copy engine and to the cluster.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier that lies at the same address in the shared memory of a block of the cluster. What this thread wrote to
+// other memory is not ordered by it: that would be a fence of the whole device.
+__device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+#ifdef BLOCKFP_BOUND_WAITS
+  const long long start = clock64();
+#endif
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+#ifdef BLOCKFP_BOUND_WAITS
+    if (clock64() - start > 1000000000ll) __trap();
+#endif
+  }
+}
+
+// Copies.
+
+__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// A box of a matrix, whose first column and row are given, into shared memory; zeros beyond the matrix. Its bytes arrive at `barrier`.
+__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, int column, int row, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+               "l"(&map), "r"(barrier), "r"(column), "r"(row)
+               : "memory");
+}
+
+// The same into the shared memory of every block that has its bit in `ranks`, at the same addresses.
+__device__ __forceinline__ void load_box_to(uint16_t ranks, uint32_t to, const CUtensorMap& map, int column, int row,
+                                            uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
+      "%5;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(ranks)
+      : "memory");
+}
+
+// Products by a warpgroup.
+
+template <int Registers>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// Describes a tile: 128-byte swizzle, eight rows every 1024 bytes. 32 bytes further along the rows is 2 more.
+__device__ __forceinline__ uint64_t describe(uint32_t tile) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = static_cast<uint64_t>(1024 >> 4) << 32;
+  return kSwizzle128 | kEightRows | ((tile & 0x3FFFF) >> 4);
+}
+
+// Orders what this thread did to accumulators before the products that follow.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+#define BLOCKFP_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define BLOCKFP_16(d, i) BLOCKFP_4(d, i), BLOCKFP_4(d, i + 4), BLOCKFP_4(d, i + 8), BLOCKFP_4(d, i + 12)
+#define BLOCKFP_64(d) BLOCKFP_16(d, 0), BLOCKFP_16(d, 16), BLOCKFP_16(d, 32), BLOCKFP_16(d, 48)
+
+// Waits until at most `Pending` groups of products are unfinished. Naming the sums keeps their use behind it.
+template <int Pending>
+__device__ __forceinline__ void wait_products(float (&sums)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : BLOCKFP_64(sums) : "n"(Pending) : "memory");
+}
+
+#define BLOCKFP_MULTIPLY(a_type, b_type)                                                                            \
+  asm volatile(                                                                                                     \
+      "{\n.reg .pred more;\nsetp.ne.b32 more, %66, 0;\n"                                                            \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type "." b_type                                              \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "   \
+      "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "       \
+      "%64, %65, more, 1, 1;\n}"                                                                                    \
+      : BLOCKFP_64(sums)                                                                                            \
+      : "l"(a), "l"(b), "r"(static_cast<int>(more)))
+
+// sums [64, 128] = a [64, 32] b [128, 32]^T, added to what is there if `more`. A thread of lane l in warp w of its group holds, of
+// rows 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
+template <class A, class B>
+__device__ __forceinline__ void multiply(float (&sums)[64], uint64_t a, uint64_t b, bool more) {
+  if constexpr (A::kId == E4M3::kId) {
+    if constexpr (B::kId == E4M3::kId) {
+      BLOCKFP_MULTIPLY("e4m3", "e4m3");
+    } else {
+      BLOCKFP_MULTIPLY("e4m3", "e5m2");
+    }
+  } else if constexpr (B::kId == E4M3::kId) {
+    BLOCKFP_MULTIPLY("e5m2", "e4m3");
+  } else {
+    BLOCKFP_MULTIPLY("e5m2", "e5m2");
+  }
+}
+
+#undef BLOCKFP_MULTIPLY
+#undef BLOCKFP_64
+#undef BLOCKFP_16
+#undef BLOCKFP_4
+
+}  // namespace hopper
+}  // namespace cuda
+}  // namespace blockfp
