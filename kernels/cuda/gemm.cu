@@ -34,8 +34,8 @@ struct Box {
   }
 };
 
-// Training comes back to the same arrays: each thread remembers a few.
-const CUtensorMap* map_of(const Box& box) {
+// Whether a map could be made. Training comes back to the same arrays: each thread remembers a few.
+bool map_of(const Box& box, CUtensorMap* map) {
   static const Encode encode = find_encode();
   struct Entry {
     Box box{};
@@ -45,7 +45,10 @@ const CUtensorMap* map_of(const Box& box) {
   static thread_local Entry entries[kEntries];
   const uint64_t key = reinterpret_cast<uint64_t>(box.data) / 16 + box.rows * 31 + box.columns * 7 + box.box_rows * 3 + box.box_columns;
   Entry& entry = entries[(key * 0x9E3779B97F4A7C15ull) >> 56];
-  if (entry.box == box) return &entry.map;
+  if (entry.box == box) {
+    *map = entry.map;
+    return true;
+  }
   const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
   const cuuint64_t sizes[] = {size(box.columns), size(box.rows)}, strides[] = {size(box.stride * box.bytes)};
   const cuuint32_t shape[] = {static_cast<cuuint32_t>(box.box_columns), static_cast<cuuint32_t>(box.box_rows)}, steps[] = {1, 1};
@@ -56,10 +59,11 @@ const CUtensorMap* map_of(const Box& box) {
              sizes, strides, shape, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              codes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
-    return nullptr;
+    return false;
   }
   entry.box = box;
-  return &entry.map;
+  *map = entry.map;
+  return true;
 }
 
 int multiprocessors() {
@@ -77,22 +81,22 @@ Box box_of_codes(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
   return {x.codes, rows, k, k, box_rows, kBlockK, 1};
 }
 
-Box box_of_scales(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
-  // One row of scales has no stride, but a map wants one.
-  const int64_t blocks = x.scales.stride == 0 ? 1 : ceil_div(k, kBlockK);
-  return {x.scales.data, blocks, rows, blocks == 1 ? ceil_div(rows, 4) * 4 : x.scales.stride, 1, box_rows, 4};
+Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t k, int box_rows) {
+  const bool one = x.scales.stride == 0;
+  return {x.scales.data, one ? groups : groups * ceil_div(k, kBlockK), rows, one ? ceil_div(rows, 4) * 4 : x.scales.stride,
+          1, box_rows, 4};
 }
 
 template <class A, class B, bool Squares, int Waves, int Cluster>
 cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
   using Tile = GemmTile<Waves>;
   const auto kernel = gemm_kernel<A, B, Squares, Waves, Cluster>;
-  const int64_t rows_b = static_cast<int64_t>(p.groups) * p.n;
-  const CUtensorMap* codes_a = map_of(box_of_codes(a, p.m, p.k, Tile::kRows / Cluster));
-  const CUtensorMap* codes_b = map_of(box_of_codes(b, rows_b, p.k, kTileN));
-  const CUtensorMap* scales_a = map_of(box_of_scales(a, p.m, p.k, Tile::kRows));
-  const CUtensorMap* scales_b = Squares ? scales_a : map_of(box_of_scales(b, rows_b, p.k, kTileN));
-  if (codes_a == nullptr || codes_b == nullptr || scales_a == nullptr || scales_b == nullptr) return cudaErrorInvalidValue;
+  CUtensorMap codes_a, codes_b, scales_a, scales_b{};
+  const bool mapped = map_of(box_of_codes(a, p.m, p.k, Tile::kRows / Cluster), &codes_a) &&
+                      map_of(box_of_codes(b, static_cast<int64_t>(p.groups) * p.n, p.k, kTileN), &codes_b) &&
+                      map_of(box_of_scales(a, 1, p.m, p.k, Tile::kSpan), &scales_a) &&
+                      (Squares || map_of(box_of_scales(b, p.groups, p.n, p.k, kTileN), &scales_b));
+  if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
   // Each group may end in a tile of its own.
@@ -108,7 +112,7 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
   cluster.val.clusterDim.x = Cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, *codes_a, *codes_b, *scales_a, *scales_b);
+  return cudaLaunchKernelEx(&config, kernel, p, codes_a, codes_b, scales_a, scales_b);
 }
 
 template <class A, class B, bool Squares>

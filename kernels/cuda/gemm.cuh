@@ -26,7 +26,9 @@ struct GemmTile {
   static constexpr int kRows = kMathGroups * Waves * 64;
   static constexpr int kStages = Waves == 2 ? 4 : 6;
   static constexpr int kBytesA = kRows * kBlockK, kBytesB = kTileN * kBlockK, kCodes = kBytesA + kBytesB;
-  static constexpr int kScales = kRows + kTileN;  // of a stage: those of a, then those of b
+  // Scales of a stage: those of a by spans of 128 rows, then those of b. The copy engine reads from multiples of 16 bytes only: a span
+  // begins up to three rows early. It writes to multiples of 128 bytes.
+  static constexpr int kSpan = 128 + 4, kSpanStride = 160, kScalesB = Waves * kSpanStride, kScales = kScalesB + kTileN;
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
 };
@@ -181,9 +183,9 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     hopper::give_registers<40>();
     if (warp == 0 && lane == 0) {
       // Load.
-      constexpr int kPart = Tile::kRows / Cluster, kBytes = Tile::kCodes + 4 * (Tile::kRows + (Squares ? 0 : kTileN));
+      constexpr int kPart = Tile::kRows / Cluster, kBytes = Tile::kCodes + 4 * (Waves * Tile::kSpan + (Squares ? 0 : kTileN));
       while (tile.next()) {
-        const int row_b = tile.group * p.n + tile.column;
+        const int row_b = tile.group * p.n + tile.column, group_b = tile.group * (p.b_step ? blocks : 1);
         for (int block = 0; block < blocks; ++block, turn.advance()) {
           hopper::wait(empty(turn.stage), turn.parity ^ 1);
           const uint32_t codes = shared + turn.stage * Tile::kCodes, barrier = full(turn.stage);
@@ -196,8 +198,13 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
                                 tile.row + rank * kPart, barrier);
           }
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
-          hopper::load_box(scales, scales_a, tile.row, block * p.a_step, barrier);
-          if constexpr (!Squares) hopper::load_box(scales + Tile::kRows * 4, scales_b, row_b, block * p.b_step, barrier);
+#pragma unroll
+          for (int i = 0; i < Waves; ++i) {
+            hopper::load_box(scales + i * Tile::kSpanStride * 4, scales_a, (tile.row & ~3) + i * 128, block * p.a_step, barrier);
+          }
+          if constexpr (!Squares) {
+            hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
+          }
         }
       }
     }
@@ -229,7 +236,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
 #pragma unroll
           for (int i = 0; i < 4; ++i) hopper::multiply<A, B>(sums, a + 2 * i, b + 2 * i, i > 0);
           hopper::end_products();
-          const float* const of_row = scales + part + warp % 4 * 16 + lane / 4;
+          const float* const of_row = scales + part / 128 * Tile::kSpanStride + part % 128 + warp % 4 * 16 + lane / 4 + (tile.row & 3);
           const float upper = of_row[0] * square, lower = of_row[8] * square;
           hopper::wait_products<0>(sums);
           const auto release = [&] {
@@ -241,7 +248,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
 #pragma unroll
           for (int i = 0; i < 64; i += 4) {
             float2 of_columns = {1, 1};
-            if (!Squares) of_columns = *reinterpret_cast<const float2*>(scales + Tile::kRows + i * 2 + lane % 4 * 2);
+            if (!Squares) of_columns = *reinterpret_cast<const float2*>(scales + Tile::kScalesB + i * 2 + lane % 4 * 2);
             total[wave][i] += (Squares ? upper : upper * of_columns.x) * sums[i];
             total[wave][i + 1] += (Squares ? upper : upper * of_columns.y) * sums[i + 1];
             total[wave][i + 2] += (Squares ? lower : lower * of_columns.x) * sums[i + 2];

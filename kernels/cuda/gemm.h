@@ -8,8 +8,9 @@
 namespace blockfp {
 namespace cuda {
 
-// Scales of 1x128 (or of rows) lie [blocks, rows], each block's on a multiple of 16 bytes: `stride` is the floats between two blocks,
-// 0 where a row has one scale. Scales of 128x128 lie [rows / 128, blocks]: `stride` is the floats between two bands of rows.
+// Scales of 1x128 lie [blocks, rows], of rows [1, rows]; those of b so for each group. `stride` is the floats from one block to the next,
+// a multiple of 4; 0 for those of rows, which fill up four. Scales of 128x128 lie [rows / 128, blocks]: `stride` is the floats from one
+// band of rows to the next.
 struct GemmScales {
   const float* data;
   int64_t stride;
