@@ -84,55 +84,51 @@ __device__ __forceinline__ float value_at(const void* x, int dtype, int64_t i) {
   return dtype == Bf16::kId ? __uint_as_float(raw << 16) : __half2float(__ushort_as_half(raw));
 }
 
-// Four neighbouring elements of T.
 template <class T>
-struct Four {
-  typename T::Raw raw[4];
-};
-
-template <class T>
-__device__ __forceinline__ void set(Four<T>& four, int i, float x) {
-  if constexpr (T::kId == Fp32::kId) four.raw[i] = __float_as_uint(x);
-  if constexpr (T::kId == Fp16::kId) four.raw[i] = __half_as_ushort(__float2half_rn(x));
-  if constexpr (T::kId == Bf16::kId) four.raw[i] = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+__device__ __forceinline__ typename T::Raw rounded(float x) {
+  if constexpr (T::kId == Fp32::kId) return __float_as_uint(x);
+  if constexpr (T::kId == Fp16::kId) return __half_as_ushort(__float2half_rn(x));
+  if constexpr (T::kId == Bf16::kId) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
 // Stores 64 x 128 sums of a warpgroup, whose first row and column are given; rows from end_row on belong to others.
 template <class T>
 __device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)[64], int row, int end_row, int column) {
-  using Vector = std::conditional_t<T::kId == Fp32::kId, uint4, uint2>;
+  using Raw = typename T::Raw;
+  struct alignas(4 * sizeof(Raw)) Four {
+    Raw raw[4];
+  };
   const int lane = threadIdx.x % 32, odd = lane & 1;
+  // Of two spans of eight columns a thread has two columns each; neighbours swap, so that it has four of one.
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    if (i % 8 >= 4) continue;
+    const float taken = __shfl_xor_sync(~0u, odd ? sums[i] : sums[i + 4], 1);
+    sums[i] = odd ? taken : sums[i];
+    sums[i + 4] = odd ? sums[i + 4] : taken;
+  }
   row += threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
   column += odd * 8 + lane / 2 % 2 * 4;
+  Raw* const out = static_cast<Raw*>(p.out) + (static_cast<int64_t>(row) * p.n + column);
+  if (p.vectors && !p.accumulate) {
 #pragma unroll
-  for (int span = 0; span < 64; span += 8) {
+    for (int half = 0; half < 2; ++half) {
+      Raw* const to = out + half * 8 * static_cast<int64_t>(p.n);
+      const int count = row + half * 8 < end_row ? p.n - column : 0;
 #pragma unroll
-    for (int i = span; i < span + 4; i += 2) {
-      // Of two spans of eight columns a thread has two columns each; neighbours swap, so that it has four of one.
-      const float taken[] = {__shfl_xor_sync(~0u, odd ? sums[i] : sums[i + 4], 1),
-                             __shfl_xor_sync(~0u, odd ? sums[i + 1] : sums[i + 5], 1)};
-      float v[] = {odd ? taken[0] : sums[i], odd ? taken[1] : sums[i + 1], odd ? sums[i + 4] : taken[0],
-                   odd ? sums[i + 5] : taken[1]};
-      const int r = row + (i - span) * 4, c = column + span * 2;
-      typename T::Raw* const to = static_cast<typename T::Raw*>(p.out) + (static_cast<int64_t>(r) * p.n + c);
-      const int count = r < end_row ? p.n - c : 0;
-      if (p.accumulate) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j < count) v[j] += value_at(to, T::kId, j);
-        }
+      for (int i = half * 2; i < 64; i += 8) {
+        const Four four{rounded<T>(sums[i]), rounded<T>(sums[i + 1]), rounded<T>(sums[i + 4]), rounded<T>(sums[i + 5])};
+        if (i / 8 * 16 < count) *reinterpret_cast<Four*>(to + i / 8 * 16) = four;
       }
-      Four<T> four;
+    }
+    return;
+  }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) set(four, j, v[j]);
-      if (p.vectors) {
-        if (count > 0) *reinterpret_cast<Vector*>(to) = bit_cast<Vector>(four);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j < count) to[j] = four.raw[j];
-        }
-      }
+  for (int i = 0; i < 64; ++i) {
+    const int half = i / 2 % 2, at = i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
+    if (row + half * 8 < end_row && column + at < p.n) {
+      Raw* const to = out + half * 8 * static_cast<int64_t>(p.n) + at;
+      *to = rounded<T>(sums[i] + (p.accumulate ? value_at(to, T::kId, 0) : 0));
     }
   }
 }
@@ -159,9 +155,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   using Tile = GemmTile<Waves>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ uint8_t unaligned[];
-  const uint32_t shared = (hopper::shared_address(unaligned) + 1023) & ~1023u;
-  const float* const all_scales =
-      reinterpret_cast<const float*>(unaligned + (shared - hopper::shared_address(unaligned)) + Tile::kScalesAt);
+  const uint32_t shared = hopper::keep((hopper::shared_address(unaligned) + 1023) & ~1023u);
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -211,6 +205,10 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   } else {
     hopper::take_registers<232>();
     const int math = warp / 4 - 1;
+    const uint32_t codes_at = hopper::keep((shared & 0x3FFFF) / 16);
+    const uint32_t rows_at = shared + Tile::kScalesAt + (math * (Waves == 2 ? Tile::kSpanStride : 64) + warp % 4 * 16 + lane / 4) * 4;
+    const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
+    const int bands = (p.n + kTileN - 1) / kTileN;
     float sums[64] = {}, total[Waves][64];
     while (tile.next()) {
 #pragma unroll
@@ -218,37 +216,45 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[wave][i] = 0;
       }
-      const int bands = (p.n + kTileN - 1) / kTileN;
       const float* const squares = p.b_squares + (tile.group * bands + min(tile.column / kTileN, bands - 1)) * p.b_squares_stride;
       float next_square = Squares ? squares[0] : 1;
-      for (int block = 0; block < blocks; ++block, turn.advance()) {
+      const uint32_t tile_rows_at = rows_at + (tile.row & 3) * 4;
+      hopper::wait(full(turn.stage), turn.parity);
+      for (int block = 0; block < blocks; ++block) {
         const float square = next_square;
         if (Squares && block + 1 < blocks) next_square = squares[block + 1];
-        const uint32_t codes = shared + turn.stage * Tile::kCodes;
-        const float* const scales = all_scales + turn.stage * Tile::kScales;
-        hopper::wait(full(turn.stage), turn.parity);
+        const int stage = turn.stage;
+        const uint32_t stage_scales = stage * Tile::kScales * 4;
 #pragma unroll
         for (int wave = 0; wave < Waves; ++wave) {
           // Multiply.
-          const int part = (math * Waves + wave) * 64;
-          const uint64_t a = hopper::describe(codes + part * kBlockK), b = hopper::describe(codes + Tile::kBytesA);
+          const uint32_t tile_b = codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16;
+          const uint32_t tile_a = codes_at + stage * (Tile::kCodes / 16) + (math * Waves + wave) * (64 * kBlockK / 16);
           hopper::begin_products();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) hopper::multiply<A, B>(sums, a + 2 * i, b + 2 * i, i > 0);
+          for (int i = 0; i < 4; ++i) {
+            hopper::multiply<A, B>(sums, hopper::describe(tile_a + 2 * i), hopper::describe(tile_b + 2 * i), i > 0);
+          }
           hopper::end_products();
-          const float* const of_row = scales + part / 128 * Tile::kSpanStride + part % 128 + warp % 4 * 16 + lane / 4 + (tile.row & 3);
-          const float upper = of_row[0] * square, lower = of_row[8] * square;
+          const uint32_t at = tile_rows_at + stage_scales + wave * 64 * 4;
+          float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
+          if (wave == Waves - 1) {
+            // While the products run.
+            turn.advance();
+            if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
+          }
+          upper *= square, lower *= square;
           hopper::wait_products<0>(sums);
           const auto release = [&] {
             __syncwarp();
-            if (lane < Cluster) hopper::arrive_at(empty(turn.stage), lane);
+            if (lane < Cluster) hopper::arrive_at(empty(stage), lane);
           };
           if (Squares && wave == Waves - 1) release();
           // Promote.
 #pragma unroll
           for (int i = 0; i < 64; i += 4) {
             float2 of_columns = {1, 1};
-            if (!Squares) of_columns = *reinterpret_cast<const float2*>(scales + Tile::kScalesB + i * 2 + lane % 4 * 2);
+            if (!Squares) of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
             total[wave][i] += (Squares ? upper : upper * of_columns.x) * sums[i];
             total[wave][i + 1] += (Squares ? upper : upper * of_columns.y) * sums[i + 1];
             total[wave][i + 2] += (Squares ? lower : lower * of_columns.x) * sums[i + 2];

@@ -17,6 +17,24 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The compiler keeps what it can't see through in a register, instead of working it out again in every loop.
+__device__ __forceinline__ uint32_t keep(uint32_t x) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ float load(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 // Clusters.
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -108,10 +126,11 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Describes a tile: 128-byte swizzle, eight rows every 1024 bytes. 32 bytes further along the rows is 2 more.
+// Describes a tile by its address in shared memory over 16: 128-byte swizzle, eight rows every 1024 bytes. 32 bytes further along the
+// rows is 2 more.
 __device__ __forceinline__ uint64_t describe(uint32_t tile) {
   constexpr uint64_t kSwizzle128 = 1ull << 62, kEightRows = static_cast<uint64_t>(1024 >> 4) << 32;
-  return kSwizzle128 | kEightRows | ((tile & 0x3FFFF) >> 4);
+  return kSwizzle128 | kEightRows | tile;
 }
 
 // Orders what this thread did to accumulators before the products that follow.
