@@ -87,20 +87,20 @@ Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t k,
           1, box_rows, 4};
 }
 
-template <class A, class B, bool Squares, int Waves, int Cluster>
+template <class A, class B, bool Squares, int Waves, int Columns, int Cluster>
 cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
-  using Tile = GemmTile<Waves>;
-  const auto kernel = gemm_kernel<A, B, Squares, Waves, Cluster>;
+  using Tile = GemmTile<Waves, Columns>;
+  const auto kernel = gemm_kernel<A, B, Squares, Waves, Columns, Cluster>;
   CUtensorMap codes_a, codes_b, scales_a, scales_b{};
   const bool mapped = map_of(box_of_codes(a, p.m, p.k, Tile::kRows / Cluster), &codes_a) &&
-                      map_of(box_of_codes(b, static_cast<int64_t>(p.groups) * p.n, p.k, kTileN), &codes_b) &&
+                      map_of(box_of_codes(b, static_cast<int64_t>(p.groups) * p.n, p.k, Columns), &codes_b) &&
                       map_of(box_of_scales(a, 1, p.m, p.k, Tile::kSpan), &scales_a) &&
-                      (Squares || map_of(box_of_scales(b, p.groups, p.n, p.k, kTileN), &scales_b));
+                      (Squares || map_of(box_of_scales(b, p.groups, p.n, p.k, Columns), &scales_b));
   if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
   // Each group may end in a tile of its own.
-  const int64_t tiles = (ceil_div(p.m, Tile::kRows) + p.groups - 1) * ceil_div(p.n, kTileN * Cluster);
+  const int64_t tiles = (ceil_div(p.m, Tile::kRows) + p.groups - 1) * ceil_div(p.n, Columns * Cluster);
   const int64_t clusters = multiprocessors() / Cluster;
   cudaLaunchConfig_t config{};
   config.gridDim = static_cast<unsigned>((tiles < clusters ? tiles : clusters) * Cluster);
@@ -117,10 +117,12 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
 
 template <class A, class B, bool Squares>
 cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, GemmShape shape, cudaStream_t stream) {
-  if (shape.waves == 2) {
-    return shape.cluster == 2 ? launch<A, B, Squares, 2, 2>(p, a, b, stream) : launch<A, B, Squares, 2, 1>(p, a, b, stream);
+  if (shape.columns == 192) {
+    return shape.cluster == 2 ? launch<A, B, Squares, 1, 192, 2>(p, a, b, stream)
+                              : launch<A, B, Squares, 1, 192, 1>(p, a, b, stream);
   }
-  return shape.cluster == 2 ? launch<A, B, Squares, 1, 2>(p, a, b, stream) : launch<A, B, Squares, 1, 1>(p, a, b, stream);
+  if (shape.waves == 2) return launch<A, B, Squares, 2, 128, 2>(p, a, b, stream);
+  return launch<A, B, Squares, 1, 128, 1>(p, a, b, stream);
 }
 
 template <class A, class B>

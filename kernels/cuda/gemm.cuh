@@ -17,31 +17,31 @@
 namespace blockfp {
 namespace cuda {
 
-constexpr int kBlockK = 128, kTileN = 128, kWarpgroup = 128, kMathGroups = 2;
+constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2;
 constexpr int kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 
-// A tile has kMathGroups * Waves * 64 rows; a warpgroup multiplies 64 of them at a time.
-template <int Waves>
+// A tile has kMathGroups * Waves * 64 rows, of which a warpgroup multiplies 64 at a time, and 128 or 192 columns.
+template <int Waves, int Columns>
 struct GemmTile {
   static constexpr int kRows = kMathGroups * Waves * 64;
-  static constexpr int kStages = Waves == 2 ? 4 : 6;
-  static constexpr int kBytesA = kRows * kBlockK, kBytesB = kTileN * kBlockK, kCodes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kRows * kBlockK, kBytesB = Columns * kBlockK, kCodes = kBytesA + kBytesB;
   // Scales of a stage: those of a by spans of 128 rows, then those of b. The copy engine reads from multiples of 16 bytes only: a span
   // begins up to three rows early. It writes to multiples of 128 bytes.
-  static constexpr int kSpan = 128 + 4, kSpanStride = 160, kScalesB = Waves * kSpanStride, kScales = kScalesB + kTileN;
+  static constexpr int kSpan = 128 + 4, kSpanStride = 160, kScalesB = Waves * kSpanStride, kScales = kScalesB + Columns;
+  static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
 };
 
 // The tiles of one cluster, one after another. Groups follow each other along the rows.
-template <int Rows, int Cluster>
+template <int Rows, int Columns, int Cluster>
 class Tiles {
  public:
   int group = -1, first_row = 0, end_row = 0;  // of the group
   int row = 0, column = 0;                     // of the tile
 
   __device__ Tiles(const GemmArguments& p, int rank)
-      : p_(p), rank_(rank), wide_((p.n + kTileN * Cluster - 1) / (kTileN * Cluster)), next_(blockIdx.x / Cluster) {}
+      : p_(p), rank_(rank), wide_((p.n + Columns * Cluster - 1) / (Columns * Cluster)), next_(blockIdx.x / Cluster) {}
 
   __device__ bool next() {
     while (next_ >= end_) {
@@ -57,7 +57,7 @@ class Tiles {
     const int at = next_ - begin_, band = at / (kBand * wide_), in_band = at - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
     row = first_row + (band * kBand + in_band % height) * Rows;
-    column = (in_band / height * Cluster + rank_) * kTileN;
+    column = (in_band / height * Cluster + rank_) * Columns;
     next_ += gridDim.x / Cluster;
     return true;
   }
@@ -91,9 +91,9 @@ __device__ __forceinline__ typename T::Raw rounded(float x) {
   if constexpr (T::kId == Bf16::kId) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-// Stores 64 x 128 sums of a warpgroup, whose first row and column are given; rows from end_row on belong to others.
-template <class T>
-__device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)[64], int row, int end_row, int column) {
+// Stores a warpgroup's 64 rows of sums, whose first row and column are given; rows from end_row on belong to others.
+template <class T, int Sums>
+__device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)[Sums], int row, int end_row, int column) {
   using Raw = typename T::Raw;
   struct alignas(4 * sizeof(Raw)) Four {
     Raw raw[4];
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)
   const int lane = threadIdx.x % 32, odd = lane & 1;
   // Of two spans of eight columns a thread has two columns each; neighbours swap, so that it has four of one.
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < Sums; ++i) {
     if (i % 8 >= 4) continue;
     const float taken = __shfl_xor_sync(~0u, odd ? sums[i] : sums[i + 4], 1);
     sums[i] = odd ? taken : sums[i];
@@ -116,7 +116,7 @@ __device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)
       Raw* const to = out + half * 8 * static_cast<int64_t>(p.n);
       const int count = row + half * 8 < end_row ? p.n - column : 0;
 #pragma unroll
-      for (int i = half * 2; i < 64; i += 8) {
+      for (int i = half * 2; i < Sums; i += 8) {
         const Four four{rounded<T>(sums[i]), rounded<T>(sums[i + 1]), rounded<T>(sums[i + 4]), rounded<T>(sums[i + 5])};
         if (i / 8 * 16 < count) *reinterpret_cast<Four*>(to + i / 8 * 16) = four;
       }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)
     return;
   }
 #pragma unroll
-  for (int i = 0; i < 64; ++i) {
+  for (int i = 0; i < Sums; ++i) {
     const int half = i / 2 % 2, at = i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
     if (row + half * 8 < end_row && column + at < p.n) {
       Raw* const to = out + half * 8 * static_cast<int64_t>(p.n) + at;
@@ -133,10 +133,11 @@ __device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)
   }
 }
 
-__device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[64], int group, int column) {
+template <int Sums>
+__device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[Sums], int group, int column) {
   column += threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < 64; i += 4) {
+  for (int i = 0; i < Sums; i += 4) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int c = column + i * 2 + j;
@@ -147,12 +148,12 @@ __device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[6
 }
 
 // Squares: whether b has a scale for every 128 of its rows, which are columns of out; else each has its own.
-template <class A, class B, bool Squares, int Waves, int Cluster>
+template <class A, class B, bool Squares, int Waves, int Columns, int Cluster>
 __global__ void __launch_bounds__(kGemmThreads, 1)
 gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, const __grid_constant__ CUtensorMap codes_b,
             const __grid_constant__ CUtensorMap scales_a, const __grid_constant__ CUtensorMap scales_b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = GemmTile<Waves>;
+  using Tile = GemmTile<Waves, Columns>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ uint8_t unaligned[];
   const uint32_t shared = hopper::keep((hopper::shared_address(unaligned) + 1023) & ~1023u);
@@ -171,13 +172,13 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   __syncthreads();
   if constexpr (Cluster > 1) hopper::cluster_sync();
 
-  Tiles<Tile::kRows, Cluster> tile(p, rank);
+  Tiles<Tile::kRows, Columns, Cluster> tile(p, rank);
   Turn<kStages> turn;
   if (warp < 4) {
     hopper::give_registers<40>();
     if (warp == 0 && lane == 0) {
       // Load.
-      constexpr int kPart = Tile::kRows / Cluster, kBytes = Tile::kCodes + 4 * (Waves * Tile::kSpan + (Squares ? 0 : kTileN));
+      constexpr int kPart = Tile::kRows / Cluster, kBytes = Tile::kCodes + 4 * (Waves * Tile::kSpan + (Squares ? 0 : Columns));
       while (tile.next()) {
         const int row_b = tile.group * p.n + tile.column, group_b = tile.group * (p.b_step ? blocks : 1);
         for (int block = 0; block < blocks; ++block, turn.advance()) {
@@ -208,21 +209,28 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     const uint32_t codes_at = hopper::keep((shared & 0x3FFFF) / 16);
     const uint32_t rows_at = shared + Tile::kScalesAt + (math * (Waves == 2 ? Tile::kSpanStride : 64) + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
-    const int bands = (p.n + kTileN - 1) / kTileN;
-    float sums[64] = {}, total[Waves][64];
+    const int bands = (p.n + 127) / 128;
+    float sums[Columns / 2] = {}, total[Waves][Columns / 2];
     while (tile.next()) {
 #pragma unroll
       for (int wave = 0; wave < Waves; ++wave) {
 #pragma unroll
-        for (int i = 0; i < 64; ++i) total[wave][i] = 0;
+        for (int i = 0; i < Columns / 2; ++i) total[wave][i] = 0;
       }
-      const float* const squares = p.b_squares + (tile.group * bands + min(tile.column / kTileN, bands - 1)) * p.b_squares_stride;
-      float next_square = Squares ? squares[0] : 1;
+      // 192 columns lie in two bands of 128, whose border is at 64 or 128.
+      const int band = min(tile.column / 128, bands - 1), other_band = Columns > 128 && band + 1 < bands;
+      const bool border_at_64 = Columns > 128 && tile.column % 128 != 0;
+      const float* const squares = p.b_squares + (tile.group * bands + band) * p.b_squares_stride;
+      const float* const other_squares = squares + other_band * p.b_squares_stride;
+      float next_square = Squares ? squares[0] : 1, next_other = Squares && Columns > 128 ? other_squares[0] : 1;
       const uint32_t tile_rows_at = rows_at + (tile.row & 3) * 4;
       hopper::wait(full(turn.stage), turn.parity);
       for (int block = 0; block < blocks; ++block) {
-        const float square = next_square;
-        if (Squares && block + 1 < blocks) next_square = squares[block + 1];
+        const float square = next_square, other = next_other;
+        if (Squares && block + 1 < blocks) {
+          next_square = squares[block + 1];
+          if (Columns > 128) next_other = other_squares[block + 1];
+        }
         const int stage = turn.stage;
         const uint32_t stage_scales = stage * Tile::kScales * 4;
 #pragma unroll
@@ -237,14 +245,15 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           }
           hopper::end_products();
           const uint32_t at = tile_rows_at + stage_scales + wave * 64 * 4;
-          float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
+          const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
           if (wave == Waves - 1) {
             // While the products run.
             turn.advance();
             if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
           }
-          upper *= square, lower *= square;
-          hopper::wait_products<0>(sums);
+          float upper_by[3] = {upper * square, upper * (border_at_64 ? other : square), upper * other};
+          float lower_by[3] = {lower * square, lower * (border_at_64 ? other : square), lower * other};
+          hopper::wait_products(sums);
           const auto release = [&] {
             __syncwarp();
             if (lane < Cluster) hopper::arrive_at(empty(stage), lane);
@@ -252,13 +261,17 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           if (Squares && wave == Waves - 1) release();
           // Promote.
 #pragma unroll
-          for (int i = 0; i < 64; i += 4) {
-            float2 of_columns = {1, 1};
-            if (!Squares) of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
-            total[wave][i] += (Squares ? upper : upper * of_columns.x) * sums[i];
-            total[wave][i + 1] += (Squares ? upper : upper * of_columns.y) * sums[i + 1];
-            total[wave][i + 2] += (Squares ? lower : lower * of_columns.x) * sums[i + 2];
-            total[wave][i + 3] += (Squares ? lower : lower * of_columns.y) * sums[i + 3];
+          for (int i = 0; i < Columns / 2; i += 4) {
+            if constexpr (Squares) {
+              const float by[] = {upper_by[i / 32], lower_by[i / 32]};
+#pragma unroll
+              for (int j = 0; j < 4; ++j) total[wave][i + j] += by[j / 2] * sums[i + j];
+            } else {
+              const float2 of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
+              const float by[] = {upper * of_columns.x, upper * of_columns.y, lower * of_columns.x, lower * of_columns.y};
+#pragma unroll
+              for (int j = 0; j < 4; ++j) total[wave][i + j] += by[j] * sums[i + j];
+            }
           }
           if (!Squares && wave == Waves - 1) release();
         }

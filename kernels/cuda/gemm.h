@@ -38,10 +38,10 @@ struct GemmArguments {
   bool vectors;              // whether out can be written four elements at a time
 };
 
-// How a product is cut up.
+// How a product is cut up: tiles of 128 * waves rows and of 128 or 192 columns; `cluster` blocks share rows of a. There are 2 x 128 by 2,
+// 1 x 128 by 1 and 1 x 192 by 1 or 2.
 struct GemmShape {
-  int waves;    // tiles of 128 * waves rows
-  int cluster;  // blocks that share rows of a
+  int waves, columns, cluster;
 };
 
 // The arguments are those of the kernel, but for what is said of the operands, which this fills in. `squares`: b's scales are of

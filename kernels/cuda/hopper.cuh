@@ -139,46 +139,76 @@ __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 #define BLOCKFP_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define BLOCKFP_16(d, i) BLOCKFP_4(d, i), BLOCKFP_4(d, i + 4), BLOCKFP_4(d, i + 8), BLOCKFP_4(d, i + 12)
-#define BLOCKFP_64(d) BLOCKFP_16(d, 0), BLOCKFP_16(d, 16), BLOCKFP_16(d, 32), BLOCKFP_16(d, 48)
+#define BLOCKFP_32(d, i)                                                                                     \
+  BLOCKFP_4(d, i), BLOCKFP_4(d, i + 4), BLOCKFP_4(d, i + 8), BLOCKFP_4(d, i + 12), BLOCKFP_4(d, i + 16), \
+      BLOCKFP_4(d, i + 20), BLOCKFP_4(d, i + 24), BLOCKFP_4(d, i + 28)
+#define BLOCKFP_64(d) BLOCKFP_32(d, 0), BLOCKFP_32(d, 32)
+#define BLOCKFP_96(d) BLOCKFP_64(d), BLOCKFP_32(d, 64)
 
-// Waits until at most `Pending` groups of products are unfinished. Naming the sums keeps their use behind it.
-template <int Pending>
+// Waits until the products are finished. Naming the sums keeps their use behind it.
 __device__ __forceinline__ void wait_products(float (&sums)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned %64;" : BLOCKFP_64(sums) : "n"(Pending) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : BLOCKFP_64(sums)::"memory");
 }
 
-#define BLOCKFP_MULTIPLY(a_type, b_type)                                                                            \
-  asm volatile(                                                                                                     \
-      "{\n.reg .pred more;\nsetp.ne.b32 more, %66, 0;\n"                                                            \
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type "." b_type                                              \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "   \
-      "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "       \
-      "%64, %65, more, 1, 1;\n}"                                                                                    \
-      : BLOCKFP_64(sums)                                                                                            \
+__device__ __forceinline__ void wait_products(float (&sums)[96]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : BLOCKFP_96(sums)::"memory");
+}
+
+#define BLOCKFP_MULTIPLY_128(a_type, b_type)                                                                                  \
+  asm volatile(                                                                                                               \
+      "{\n.reg .pred more;\nsetp.ne.b32 more, %66, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type "." b_type                                                        \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                              \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                      \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                      \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                                     \
+      "%64, %65, more, 1, 1;\n}"                                                                                              \
+      : BLOCKFP_64(sums)                                                                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(more)))
 
-// sums [64, 128] = a [64, 32] b [128, 32]^T, added to what is there if `more`. A thread of lane l in warp w of its group holds, of
-// rows 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
-template <class A, class B>
-__device__ __forceinline__ void multiply(float (&sums)[64], uint64_t a, uint64_t b, bool more) {
+#define BLOCKFP_MULTIPLY_192(a_type, b_type)                                                                                  \
+  asm volatile(                                                                                                               \
+      "{\n.reg .pred more;\nsetp.ne.b32 more, %98, 0;\n"                                                                      \
+      "wgmma.mma_async.sync.aligned.m64n192k32.f32." a_type "." b_type                                                        \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                              \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                      \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                      \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                      \
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                      \
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "                                     \
+      "%96, %97, more, 1, 1;\n}"                                                                                              \
+      : BLOCKFP_96(sums)                                                                                                      \
+      : "l"(a), "l"(b), "r"(static_cast<int>(more)))
+
+// sums [64, N] = a [64, 32] b [N, 32]^T, added to what is there if `more`. A thread of lane l in warp w of its group holds, of rows
+// 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
+template <class A, class B, int Sums>
+__device__ __forceinline__ void multiply(float (&sums)[Sums], uint64_t a, uint64_t b, bool more) {
+#define BLOCKFP_MULTIPLY(a_type, b_type)      \
+  if constexpr (Sums == 64) {                 \
+    BLOCKFP_MULTIPLY_128(a_type, b_type);     \
+  } else {                                    \
+    BLOCKFP_MULTIPLY_192(a_type, b_type);     \
+  }
   if constexpr (A::kId == E4M3::kId) {
     if constexpr (B::kId == E4M3::kId) {
-      BLOCKFP_MULTIPLY("e4m3", "e4m3");
+      BLOCKFP_MULTIPLY("e4m3", "e4m3")
     } else {
-      BLOCKFP_MULTIPLY("e4m3", "e5m2");
+      BLOCKFP_MULTIPLY("e4m3", "e5m2")
     }
   } else if constexpr (B::kId == E4M3::kId) {
-    BLOCKFP_MULTIPLY("e5m2", "e4m3");
+    BLOCKFP_MULTIPLY("e5m2", "e4m3")
   } else {
-    BLOCKFP_MULTIPLY("e5m2", "e5m2");
+    BLOCKFP_MULTIPLY("e5m2", "e5m2")
   }
 }
 
 #undef BLOCKFP_MULTIPLY
+#undef BLOCKFP_MULTIPLY_192
+#undef BLOCKFP_MULTIPLY_128
+#undef BLOCKFP_96
 #undef BLOCKFP_64
-#undef BLOCKFP_16
+#undef BLOCKFP_32
 #undef BLOCKFP_4
 
 }  // namespace hopper
