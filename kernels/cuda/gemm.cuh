@@ -156,7 +156,8 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   using Tile = GemmTile<Waves, Columns>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ uint8_t unaligned[];
-  const uint32_t shared = hopper::keep((hopper::shared_address(unaligned) + 1023) & ~1023u);
+  // Shuffled, so that it is kept in a register and not worked out again in every loop.
+  const uint32_t shared = __shfl_sync(~0u, (hopper::shared_address(unaligned) + 1023) & ~1023u, 0);
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -206,7 +207,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   } else {
     hopper::take_registers<232>();
     const int math = warp / 4 - 1;
-    const uint32_t codes_at = hopper::keep((shared & 0x3FFFF) / 16);
+    const uint32_t codes_at = __shfl_sync(~0u, (shared & 0x3FFFF) / 16, 0);
     const uint32_t rows_at = shared + Tile::kScalesAt + (math * (Waves == 2 ? Tile::kSpanStride : 64) + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
     const int bands = (p.n + 127) / 128;
@@ -227,10 +228,6 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
       hopper::wait(full(turn.stage), turn.parity);
       for (int block = 0; block < blocks; ++block) {
         const float square = next_square, other = next_other;
-        if (Squares && block + 1 < blocks) {
-          next_square = squares[block + 1];
-          if (Columns > 128) next_other = other_squares[block + 1];
-        }
         const int stage = turn.stage;
         const uint32_t stage_scales = stage * Tile::kScales * 4;
 #pragma unroll
@@ -249,7 +246,11 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           if (wave == Waves - 1) {
             // While the products run.
             turn.advance();
-            if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
+            if (block + 1 < blocks) {
+              if (Squares) next_square = hopper::load(squares + block + 1);
+              if (Squares && Columns > 128) next_other = hopper::load(other_squares + block + 1);
+              hopper::wait(full(turn.stage), turn.parity);
+            }
           }
           float upper_by[3] = {upper * square, upper * (border_at_64 ? other : square), upper * other};
           float lower_by[3] = {lower * square, lower * (border_at_64 ? other : square), lower * other};

@@ -17,12 +17,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The compiler keeps what it can't see through in a register, instead of working it out again in every loop.
-__device__ __forceinline__ uint32_t keep(uint32_t x) {
-  asm volatile("mov.u32 %0, %0;" : "+r"(x));
-  return x;
-}
-
 __device__ __forceinline__ float load(uint32_t address) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
@@ -32,6 +26,13 @@ __device__ __forceinline__ float load(uint32_t address) {
 __device__ __forceinline__ float2 load_pair(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+// From device memory, not before what stands above it.
+__device__ __forceinline__ float load(const float* from) {
+  float x;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
   return x;
 }
 
