@@ -1,4 +1,5 @@
 // Tensor maps, and the choice of the kernel.
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -87,66 +88,59 @@ Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t k,
           1, box_rows, 4};
 }
 
-template <class A, class B, bool Squares, int Waves, int Columns, int Cluster>
+// At most: each group may end in a tile of its own.
+int64_t tiles_of(const GemmArguments& p, int columns) {
+  return (ceil_div(p.m, kTileRows) + p.groups - 1) * ceil_div(p.n, columns);
+}
+
+template <class A, class B, bool Squares, int Columns>
 cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
-  using Tile = GemmTile<Waves, Columns>;
-  const auto kernel = gemm_kernel<A, B, Squares, Waves, Columns, Cluster>;
+  using Tile = GemmTile<Columns>;
+  const auto kernel = gemm_kernel<A, B, Squares, Columns>;
   CUtensorMap codes_a, codes_b, scales_a, scales_b{};
-  const bool mapped = map_of(box_of_codes(a, p.m, p.k, Tile::kRows / Cluster), &codes_a) &&
+  const bool mapped = map_of(box_of_codes(a, p.m, p.k, kTileRows), &codes_a) &&
                       map_of(box_of_codes(b, static_cast<int64_t>(p.groups) * p.n, p.k, Columns), &codes_b) &&
                       map_of(box_of_scales(a, 1, p.m, p.k, Tile::kSpan), &scales_a) &&
                       (Squares || map_of(box_of_scales(b, p.groups, p.n, p.k, Columns), &scales_b));
   if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
-  // Each group may end in a tile of its own.
-  const int64_t tiles = (ceil_div(p.m, Tile::kRows) + p.groups - 1) * ceil_div(p.n, Columns * Cluster);
-  const int64_t clusters = multiprocessors() / Cluster;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>((tiles < clusters ? tiles : clusters) * Cluster);
-  config.blockDim = kGemmThreads;
-  config.dynamicSmemBytes = Tile::kShared;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = Cluster, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, codes_a, codes_b, scales_a, scales_b);
+  const int64_t tiles = tiles_of(p, Columns);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())));
+  kernel<<<grid, kGemmThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
+  return cudaGetLastError();
 }
 
+// Wide tiles move fewer bytes for a product; but of narrow ones, more blocks may have work at the end.
 template <class A, class B, bool Squares>
-cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, GemmShape shape, cudaStream_t stream) {
-  if (shape.columns == 192) {
-    return shape.cluster == 2 ? launch<A, B, Squares, 1, 192, 2>(p, a, b, stream)
-                              : launch<A, B, Squares, 1, 192, 1>(p, a, b, stream);
-  }
-  if (shape.waves == 2) return launch<A, B, Squares, 2, 128, 2>(p, a, b, stream);
-  return launch<A, B, Squares, 1, 128, 1>(p, a, b, stream);
+cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
+  const auto time = [&](int columns) { return ceil_div(tiles_of(p, columns), multiprocessors()) * columns; };
+#ifdef BLOCKFP_GEMM_COLUMNS
+  return launch<A, B, Squares, BLOCKFP_GEMM_COLUMNS>(p, a, b, stream);
+#endif
+  return time(192) <= time(128) ? launch<A, B, Squares, 192>(p, a, b, stream) : launch<A, B, Squares, 128>(p, a, b, stream);
 }
 
 template <class A, class B>
-cudaError_t launch_kind(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, bool squares, GemmShape shape,
-                        cudaStream_t stream) {
-  return squares ? launch_shape<A, B, true>(p, a, b, shape, stream) : launch_shape<A, B, false>(p, a, b, shape, stream);
+cudaError_t launch_kind(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream) {
+  return squares ? launch_shape<A, B, true>(p, a, b, stream) : launch_shape<A, B, false>(p, a, b, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, GemmShape shape,
-                        cudaStream_t stream) {
+cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream) {
   p.a_step = a.scales.stride != 0, p.b_step = b.scales.stride != 0;
   p.b_squares = b.scales.data, p.b_squares_stride = b.scales.stride;
   p.vectors = p.n % 4 == 0 && aligned(p.out);
 #ifdef BLOCKFP_ONLY_E4M3
-  return launch_kind<E4M3, E4M3>(p, a, b, squares, shape, stream);
+  return launch_kind<E4M3, E4M3>(p, a, b, squares, stream);
 #else
   if (a.element == E4M3::kId) {
-    return b.element == E4M3::kId ? launch_kind<E4M3, E4M3>(p, a, b, squares, shape, stream)
-                                  : launch_kind<E4M3, E5M2>(p, a, b, squares, shape, stream);
+    return b.element == E4M3::kId ? launch_kind<E4M3, E4M3>(p, a, b, squares, stream)
+                                  : launch_kind<E4M3, E5M2>(p, a, b, squares, stream);
   }
-  return b.element == E4M3::kId ? launch_kind<E5M2, E4M3>(p, a, b, squares, shape, stream)
-                                : launch_kind<E5M2, E5M2>(p, a, b, squares, shape, stream);
+  return b.element == E4M3::kId ? launch_kind<E5M2, E4M3>(p, a, b, squares, stream)
+                                : launch_kind<E5M2, E5M2>(p, a, b, squares, stream);
 #endif
 }
 

@@ -1,8 +1,7 @@
 // Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k.
 //
 // A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two warpgroups multiply, and share the
-// tensor cores: while one promotes its sums, the other's products run. A cluster's blocks have neighbouring tiles of the same rows:
-// each loads a part of a for all of them.
+// tensor cores: while one promotes its sums, the other's products run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,38 +16,36 @@
 namespace blockfp {
 namespace cuda {
 
-constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2;
+constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2, kRowsOfGroup = 64, kTileRows = kMathGroups * kRowsOfGroup;
 constexpr int kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 
-// A tile has kMathGroups * Waves * 64 rows, of which a warpgroup multiplies 64 at a time, and 128 or 192 columns.
-template <int Waves, int Columns>
+// Shared memory for tiles of 128 rows and 128 or 192 columns.
+template <int Columns>
 struct GemmTile {
-  static constexpr int kRows = kMathGroups * Waves * 64;
-  static constexpr int kBytesA = kRows * kBlockK, kBytesB = Columns * kBlockK, kCodes = kBytesA + kBytesB;
-  // Scales of a stage: those of a by spans of 128 rows, then those of b. The copy engine reads from multiples of 16 bytes only: a span
-  // begins up to three rows early. It writes to multiples of 128 bytes.
-  static constexpr int kSpan = 128 + 4, kSpanStride = 160, kScalesB = Waves * kSpanStride, kScales = kScalesB + Columns;
+  static constexpr int kBytesA = kTileRows * kBlockK, kBytesB = Columns * kBlockK, kCodes = kBytesA + kBytesB;
+  // Scales of a stage: those of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a begin up to three
+  // rows early. It writes to multiples of 128 bytes.
+  static constexpr int kSpan = kTileRows + 4, kScalesB = 160, kScales = kScalesB + Columns;
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
 };
 
-// The tiles of one cluster, one after another. Groups follow each other along the rows.
-template <int Rows, int Columns, int Cluster>
+// The tiles of one block, one after another. Groups follow each other along the rows.
+template <int Columns>
 class Tiles {
  public:
   int group = -1, first_row = 0, end_row = 0;  // of the group
   int row = 0, column = 0;                     // of the tile
 
-  __device__ Tiles(const GemmArguments& p, int rank)
-      : p_(p), rank_(rank), wide_((p.n + Columns * Cluster - 1) / (Columns * Cluster)), next_(blockIdx.x / Cluster) {}
+  __device__ explicit Tiles(const GemmArguments& p) : p_(p), wide_((p.n + Columns - 1) / Columns), next_(blockIdx.x) {}
 
   __device__ bool next() {
     while (next_ >= end_) {
       if (++group >= p_.groups) return false;
       first_row = end_row;
       end_row = p_.ends == nullptr ? p_.m : min(max(p_.ends[group], first_row), p_.m);
-      high_ = (end_row - first_row + Rows - 1) / Rows;
+      high_ = (end_row - first_row + kTileRows - 1) / kTileRows;
       begin_ = end_;
       end_ += high_ * wide_;
     }
@@ -56,15 +53,15 @@ class Tiles {
     constexpr int kBand = 8;
     const int at = next_ - begin_, band = at / (kBand * wide_), in_band = at - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
-    row = first_row + (band * kBand + in_band % height) * Rows;
-    column = (in_band / height * Cluster + rank_) * Columns;
-    next_ += gridDim.x / Cluster;
+    row = first_row + (band * kBand + in_band % height) * kTileRows;
+    column = in_band / height * Columns;
+    next_ += gridDim.x;
     return true;
   }
 
  private:
   const GemmArguments& p_;
-  const int rank_, wide_;
+  const int wide_;
   int next_, begin_ = 0, end_ = 0, high_ = 0;
 };
 
@@ -148,12 +145,12 @@ __device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[S
 }
 
 // Squares: whether b has a scale for every 128 of its rows, which are columns of out; else each has its own.
-template <class A, class B, bool Squares, int Waves, int Columns, int Cluster>
+template <class A, class B, bool Squares, int Columns>
 __global__ void __launch_bounds__(kGemmThreads, 1)
 gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, const __grid_constant__ CUtensorMap codes_b,
             const __grid_constant__ CUtensorMap scales_a, const __grid_constant__ CUtensorMap scales_b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = GemmTile<Waves, Columns>;
+  using Tile = GemmTile<Columns>;
   constexpr int kStages = Tile::kStages;
   extern __shared__ uint8_t unaligned[];
   // Shuffled, so that it is kept in a register and not worked out again in every loop.
@@ -161,25 +158,23 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int rank = Cluster > 1 ? static_cast<int>(hopper::cluster_rank()) : 0;
   const int blocks = (p.k + kBlockK - 1) / kBlockK;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
       hopper::barrier_init(full(stage), 1);
-      hopper::barrier_init(empty(stage), kMathGroups * 4 * Cluster);
+      hopper::barrier_init(empty(stage), kMathGroups * 4);
     }
     hopper::barriers_ready();
   }
   __syncthreads();
-  if constexpr (Cluster > 1) hopper::cluster_sync();
 
-  Tiles<Tile::kRows, Columns, Cluster> tile(p, rank);
+  Tiles<Columns> tile(p);
   Turn<kStages> turn;
   if (warp < 4) {
     hopper::give_registers<40>();
     if (warp == 0 && lane == 0) {
       // Load.
-      constexpr int kPart = Tile::kRows / Cluster, kBytes = Tile::kCodes + 4 * (Waves * Tile::kSpan + (Squares ? 0 : Columns));
+      constexpr int kBytes = Tile::kCodes + 4 * (Tile::kSpan + (Squares ? 0 : Columns));
       while (tile.next()) {
         const int row_b = tile.group * p.n + tile.column, group_b = tile.group * (p.b_step ? blocks : 1);
         for (int block = 0; block < blocks; ++block, turn.advance()) {
@@ -187,17 +182,9 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           const uint32_t codes = shared + turn.stage * Tile::kCodes, barrier = full(turn.stage);
           const uint32_t scales = shared + Tile::kScalesAt + turn.stage * Tile::kScales * 4;
           hopper::arrive_expecting(barrier, kBytes);
-          if constexpr (Cluster == 1) {
-            hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
-          } else {
-            hopper::load_box_to((1 << Cluster) - 1, codes + rank * kPart * kBlockK, codes_a, block * kBlockK,
-                                tile.row + rank * kPart, barrier);
-          }
+          hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
-#pragma unroll
-          for (int i = 0; i < Waves; ++i) {
-            hopper::load_box(scales + i * Tile::kSpanStride * 4, scales_a, (tile.row & ~3) + i * 128, block * p.a_step, barrier);
-          }
+          hopper::load_box(scales, scales_a, tile.row & ~3, block * p.a_step, barrier);
           if constexpr (!Squares) {
             hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
           }
@@ -208,16 +195,13 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     hopper::take_registers<232>();
     const int math = warp / 4 - 1;
     const uint32_t codes_at = __shfl_sync(~0u, (shared & 0x3FFFF) / 16, 0);
-    const uint32_t rows_at = shared + Tile::kScalesAt + (math * (Waves == 2 ? Tile::kSpanStride : 64) + warp % 4 * 16 + lane / 4) * 4;
+    const uint32_t rows_at = shared + Tile::kScalesAt + (math * kRowsOfGroup + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
     const int bands = (p.n + 127) / 128;
-    float sums[Columns / 2] = {}, total[Waves][Columns / 2];
+    float sums[Columns / 2] = {}, total[Columns / 2];
     while (tile.next()) {
 #pragma unroll
-      for (int wave = 0; wave < Waves; ++wave) {
-#pragma unroll
-        for (int i = 0; i < Columns / 2; ++i) total[wave][i] = 0;
-      }
+      for (int i = 0; i < Columns / 2; ++i) total[i] = 0;
       // 192 columns lie in two bands of 128, whose border is at 64 or 128.
       const int band = min(tile.column / 128, bands - 1), other_band = Columns > 128 && band + 1 < bands;
       const bool border_at_64 = Columns > 128 && tile.column % 128 != 0;
@@ -230,75 +214,59 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
         const float square = next_square, other = next_other;
         const int stage = turn.stage;
         const uint32_t stage_scales = stage * Tile::kScales * 4;
+        // Multiply.
+        const uint32_t tile_b = codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16;
+        const uint32_t tile_a = codes_at + stage * (Tile::kCodes / 16) + math * (kRowsOfGroup * kBlockK / 16);
+        hopper::begin_products();
 #pragma unroll
-        for (int wave = 0; wave < Waves; ++wave) {
-          // Multiply.
-          const uint32_t tile_b = codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16;
-          const uint32_t tile_a = codes_at + stage * (Tile::kCodes / 16) + (math * Waves + wave) * (64 * kBlockK / 16);
-          hopper::begin_products();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            hopper::multiply<A, B>(sums, hopper::describe(tile_a + 2 * i), hopper::describe(tile_b + 2 * i), i > 0);
-          }
-          hopper::end_products();
-          const uint32_t at = tile_rows_at + stage_scales + wave * 64 * 4;
-          const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
-          if (wave == Waves - 1) {
-            // While the products run.
-            turn.advance();
-            if (block + 1 < blocks) {
-              if (Squares) next_square = hopper::load(squares + block + 1);
-              if (Squares && Columns > 128) next_other = hopper::load(other_squares + block + 1);
-              hopper::wait(full(turn.stage), turn.parity);
-            }
-          }
-          float upper_by[3] = {upper * square, upper * (border_at_64 ? other : square), upper * other};
-          float lower_by[3] = {lower * square, lower * (border_at_64 ? other : square), lower * other};
-          hopper::wait_products(sums);
-          const auto release = [&] {
-            __syncwarp();
-            if (lane < Cluster) hopper::arrive_at(empty(stage), lane);
-          };
-          if (Squares && wave == Waves - 1) release();
-          // Promote.
-#pragma unroll
-          for (int i = 0; i < Columns / 2; i += 4) {
-            if constexpr (Squares) {
-              const float by[] = {upper_by[i / 32], lower_by[i / 32]};
-#pragma unroll
-              for (int j = 0; j < 4; ++j) total[wave][i + j] += by[j / 2] * sums[i + j];
-            } else {
-              const float2 of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
-              const float by[] = {upper * of_columns.x, upper * of_columns.y, lower * of_columns.x, lower * of_columns.y};
-#pragma unroll
-              for (int j = 0; j < 4; ++j) total[wave][i + j] += by[j] * sums[i + j];
-            }
-          }
-          if (!Squares && wave == Waves - 1) release();
+        for (int i = 0; i < 4; ++i) {
+          hopper::multiply<A, B>(sums, hopper::describe(tile_a + 2 * i), hopper::describe(tile_b + 2 * i), i > 0);
         }
+        hopper::end_products();
+        // While the products run.
+        const float upper = hopper::load(tile_rows_at + stage_scales), lower = hopper::load(tile_rows_at + stage_scales + 8 * 4);
+        turn.advance();
+        if (block + 1 < blocks) {
+          if (Squares) next_square = hopper::load(squares + block + 1);
+          if (Squares && Columns > 128) next_other = hopper::load(other_squares + block + 1);
+          hopper::wait(full(turn.stage), turn.parity);
+        }
+        const float upper_by[3] = {upper * square, upper * (border_at_64 ? other : square), upper * other};
+        const float lower_by[3] = {lower * square, lower * (border_at_64 ? other : square), lower * other};
+        hopper::wait_products(sums);
+        const auto release = [&] {
+          __syncwarp();
+          if (lane == 0) hopper::arrive(empty(stage));
+        };
+        if (Squares) release();
+        // Promote.
+#pragma unroll
+        for (int i = 0; i < Columns / 2; i += 4) {
+          if constexpr (Squares) {
+            const float by[] = {upper_by[i / 32], lower_by[i / 32]};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[i + j] += by[j / 2] * sums[i + j];
+          } else {
+            const float2 of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
+            const float by[] = {upper * of_columns.x, upper * of_columns.y, lower * of_columns.x, lower * of_columns.y};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) total[i + j] += by[j] * sums[i + j];
+          }
+        }
+        if (!Squares) release();
       }
       // Store.
-      if (p.bias != nullptr) {
-#pragma unroll
-        for (int wave = 0; wave < Waves; ++wave) add_bias(p, total[wave], tile.group, tile.column);
-      }
-      const auto store_tile = [&](auto dtype) {
-#pragma unroll
-        for (int wave = 0; wave < Waves; ++wave) {
-          store_sums<decltype(dtype)>(p, total[wave], tile.row + (math * Waves + wave) * 64, tile.end_row, tile.column);
-        }
-      };
+      if (p.bias != nullptr) add_bias(p, total, tile.group, tile.column);
+      const int row = tile.row + math * kRowsOfGroup;
       if (p.dtype == Bf16::kId) {
-        store_tile(Bf16{});
+        store_sums<Bf16>(p, total, row, tile.end_row, tile.column);
       } else if (p.dtype == Fp16::kId) {
-        store_tile(Fp16{});
+        store_sums<Fp16>(p, total, row, tile.end_row, tile.column);
       } else {
-        store_tile(Fp32{});
+        store_sums<Fp32>(p, total, row, tile.end_row, tile.column);
       }
     }
   }
-  // No block leaves while another may still write to its shared memory.
-  if constexpr (Cluster > 1) hopper::cluster_sync();
 #endif
 }
 

@@ -38,16 +38,9 @@ struct GemmArguments {
   bool vectors;              // whether out can be written four elements at a time
 };
 
-// How a product is cut up: tiles of 128 * waves rows and of 128 or 192 columns; `cluster` blocks share rows of a. There are 2 x 128 by 2,
-// 1 x 128 by 1 and 1 x 192 by 1 or 2.
-struct GemmShape {
-  int waves, columns, cluster;
-};
-
 // The arguments are those of the kernel, but for what is said of the operands, which this fills in. `squares`: b's scales are of
-// 128x128, else of its rows.
-cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, GemmShape shape,
-                        cudaStream_t stream);
+// 128x128, else of its rows. The device has compute capability 9.0.
+cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace blockfp

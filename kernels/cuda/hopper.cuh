@@ -36,41 +36,21 @@ __device__ __forceinline__ float load(const float* from) {
   return x;
 }
 
-// Clusters.
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// Every thread of the cluster waits for every other; what they wrote to shared memory is seen.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Barriers: a phase ends when `count` have arrived and the announced bytes have landed.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialized barriers known to the copy engine and to the cluster.
+// Makes initialized barriers known to the copy engine.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier that lies at the same address in the shared memory of a block of the cluster. What this thread wrote to
-// other memory is not ordered by it: that would be a fence of the whole device.
-__device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
@@ -94,25 +74,11 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
 
 // Copies.
 
-__device__ __forceinline__ void prefetch(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // A box of a matrix, whose first column and row are given, into shared memory; zeros beyond the matrix. Its bytes arrive at `barrier`.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, int column, int row, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
                "l"(&map), "r"(barrier), "r"(column), "r"(row)
                : "memory");
-}
-
-// The same into the shared memory of every block that has its bit in `ranks`, at the same addresses.
-__device__ __forceinline__ void load_box_to(uint16_t ranks, uint32_t to, const CUtensorMap& map, int column, int row,
-                                            uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], "
-      "%5;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(ranks)
-      : "memory");
 }
 
 // Products by a warpgroup.
