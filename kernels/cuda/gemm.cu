@@ -67,15 +67,21 @@ bool map_of(const Box& box, CUtensorMap* map) {
   return true;
 }
 
+// How many multiprocessors the current device has; 0 where it isn't Hopper, whose instructions no other generation has.
 int multiprocessors() {
   static std::mutex mutex;
   static std::map<int, int> counts;
   int device = 0;
   cudaGetDevice(&device);
   const std::lock_guard<std::mutex> lock(mutex);
-  int& count = counts[device];
-  if (count == 0) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  const auto [entry, fresh] = counts.try_emplace(device, 0);
+  if (fresh) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (major == 9 && minor == 0) cudaDeviceGetAttribute(&entry->second, cudaDevAttrMultiProcessorCount, device);
+  }
+  return entry->second;
 }
 
 Box box_of_codes(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
@@ -115,9 +121,6 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
 template <class A, class B, bool Squares>
 cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
   const auto time = [&](int columns) { return ceil_div(tiles_of(p, columns), multiprocessors()) * columns; };
-#ifdef BLOCKFP_GEMM_COLUMNS
-  return launch<A, B, Squares, BLOCKFP_GEMM_COLUMNS>(p, a, b, stream);
-#endif
   return time(192) <= time(128) ? launch<A, B, Squares, 192>(p, a, b, stream) : launch<A, B, Squares, 128>(p, a, b, stream);
 }
 
@@ -129,10 +132,11 @@ cudaError_t launch_kind(const GemmArguments& p, const GemmOperand& a, const Gemm
 }  // namespace
 
 cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream) {
+  if (multiprocessors() == 0) return cudaErrorNotSupported;
   p.a_step = a.scales.stride != 0, p.b_step = b.scales.stride != 0;
   p.b_squares = b.scales.data, p.b_squares_stride = b.scales.stride;
   p.vectors = p.n % 4 == 0 && aligned(p.out);
-#ifdef BLOCKFP_ONLY_E4M3
+#ifdef BLOCKFP_ONLY_E4M3  // to compile a quarter while the kernel is worked on
   return launch_kind<E4M3, E4M3>(p, a, b, squares, stream);
 #else
   if (a.element == E4M3::kId) {
