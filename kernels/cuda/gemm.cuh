@@ -7,8 +7,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <type_traits>
-
 #include "blockfp/dtypes.h"
 #include "gemm.h"
 #include "hopper.cuh"

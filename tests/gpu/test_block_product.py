@@ -74,8 +74,8 @@ def test_groups_end_in_device_memory(weight, n):
     whole = bfp.quantize(torch.stack([random(n, 640, seed=g) for g in range(4)]), weight)
     out = run(a, whole, torch.full((1000, n), 7.0, device="cuda"), ends)
     first = 0
-    for end, one in zip(ends.tolist(), weights, strict=True):
-        assert torch.equal(whole.codes[weights.index(one)], one.codes)
+    for end, one, codes in zip(ends.tolist(), weights, whole.codes, strict=True):
+        assert torch.equal(codes, one.codes)
         alone = run(a, one, torch.empty((1000, n), device="cuda"))
         assert torch.equal(out[first:end], alone[first:end])
         first = end
