@@ -54,6 +54,7 @@ class _Library:
         self.encode = module.encode
         self.dequantize = module.dequantize
         self.product = module.product
+        self.block_product = module.block_product
         self.cublas_version = module.cublas_version
         self.transpose = module.transpose
         self.interleave = module.interleave

@@ -25,6 +25,11 @@
 //   product(a, b, a_scales, b_scales, out, workspace, a_element, b_element, a_block_rows, b_block_rows, fast)
 //       out [m, n] = a b^T by cuBLASLt, of FP8 codes a [m, k] and b [n, k]. block_rows: 0 (one scale), 1 (1x128) or 128 (128x128); scales
 //       of 1x128 lie [k / 128, rows], of 128x128 [rows / 128, k / 128 filled up to a multiple of 4]. fast: reduced-precision accumulation.
+//   block_product(a, b, a_scales, b_scales, ends?, bias?, out, a_element, b_element, b_block_rows, accumulate)
+//       The same by this library's own kernel, on Hopper, for k a multiple of 16. Of b [groups, n, k] the g-th is multiplied by the rows
+//       of a up to ends[g] (int32, on the device); without ends there is one group of all rows. a's scales are of 1x128: [k / 128, m],
+//       or of rows: [1, m], m filled up to a multiple of 4; b's likewise for each group (b_block_rows 1), or of 128x128: [groups,
+//       n / 128, k / 128]. bias: [groups, n]. accumulate: added to what out holds. Rows past the last end are left as they are.
 //   cublas_version()
 //       cuBLASLt's, such as 130100; 0 where the process finds none.
 //   adamw(table, x)
@@ -38,6 +43,7 @@
 #include <tvm/ffi/tvm_ffi.h>
 
 #include "blockfp/packing.h"
+#include "gemm.h"
 #include "launch.h"
 
 namespace blockfp {
@@ -351,6 +357,49 @@ void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scale
   if (wrong != nullptr) TVM_FFI_THROW(RuntimeError) << "product: " << wrong;
 }
 
+GemmOperand gemm_operand_of(const TensorView& codes, const TensorView& scales, int64_t element, bool squares) {
+  check(codes.device().device_type == kDLCUDA && codes.IsContiguous() && codes.ndim() >= 2 && codes.dtype().bits == 8,
+        "codes must be contiguous uint8");
+  check(element == E4M3::kId || element == E5M2::kId, "elements must be E4M3 or E5M2");
+  check(scales.ndim() >= 2 && scales.IsContiguous() && scales.dtype().bits == 32, "scales must be contiguous float32 matrices");
+  const int64_t n = codes.size(-2), k = codes.size(-1), groups = n * k == 0 ? 0 : codes.numel() / (n * k);
+  const int64_t blocks = ceil_div(k, 128), across = scales.size(-2), along = scales.size(-1);
+  check(squares ? across == ceil_div(n, 128) && along >= blocks : along == ceil_div(n, 4) * 4 && (across == blocks || across == 1),
+        "scales must have the shape that the product wants");
+  check(scales.numel() == groups * across * along, "scales must be as many as the codes' groups have");
+  const void* data = data_of<const void>(codes);
+  const float* first = data_of<const float>(scales);
+  check(k % 16 == 0 && aligned(data) && aligned(first), "k must be a multiple of 16, and arrays begin on 16 bytes");
+  return {data, static_cast<int>(element), {first, across == 1 && !squares ? 0 : along}};
+}
+
+void block_product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scales, MaybeTensor ends, MaybeTensor bias,
+                   TensorView out, int64_t a_element, int64_t b_element, int64_t b_block_rows, bool accumulate) {
+  const OnDevice device(a);
+  check(b_block_rows == 1 || b_block_rows == 128, "b's blocks must be 1x128 or 128x128");
+  check(a.ndim() == 2 && (b.ndim() == 2 || b.ndim() == 3) && b.size(-1) == a.size(1), "a must be [m, k], b [n, k] or [groups, n, k]");
+  const int64_t groups = b.ndim() == 3 ? b.size(0) : 1, m = a.size(0), n = b.size(-2), k = a.size(1);
+  check(m * n * k * groups > 0 && m <= INT32_MAX && groups * n <= INT32_MAX && k <= INT32_MAX,
+        "a and b must have elements, and less than 2^31 rows and columns");
+  const GemmOperand left = gemm_operand_of(a, a_scales, a_element, false);
+  const GemmOperand right = gemm_operand_of(b, b_scales, b_element, b_block_rows == 128);
+  GemmArguments p{};
+  p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(k), p.groups = static_cast<int>(groups);
+  check(has(ends) || groups == 1, "more than one group must have ends");
+  check_array(ends, groups, 32, "ends must be one int32 for each group");
+  p.ends = data_of<const int32_t>(ends);
+  p.dtype = dtype_of(out);
+  check_array(out, m * n, p.dtype == Fp32::kId ? 32 : 16, "out must be contiguous [m, n]");
+  p.out = data_of<void>(out);
+  if (has(bias)) {
+    p.bias_dtype = dtype_of(bias.value());
+    check_array(bias, groups * n, p.bias_dtype == Fp32::kId ? 32 : 16, "bias must be contiguous [groups, n]");
+    p.bias = data_of<const void>(bias);
+  }
+  p.accumulate = accumulate;
+  device.done(launch_gemm(p, left, right, b_block_rows == 128, device.stream));
+}
+
 void adamw(TensorView table, TensorView x) {
   check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
             table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
@@ -382,6 +431,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(product, product);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(block_product, block_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublas_version, cublas_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(transpose, transpose);
