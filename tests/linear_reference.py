@@ -9,7 +9,6 @@ import blockfp.torch as bfp
 from blockfp import numerics, recipes, rotation, rounding
 from blockfp.recipes import Cast
 
-
 SCALES = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
 
 MIXED = {

@@ -14,7 +14,6 @@ from ..arrays import sharded
 from ..arrays.array import QuantizedArray
 from ..arrays.views import view_codes, view_scales
 from ..implementations import implementations, replication
-
 from . import partitioned
 
 Operand = jax.Array | QuantizedArray

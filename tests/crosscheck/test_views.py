@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from blockfp.jax_backend.linear import products
 from same_bits import assert_same_bits
 from samples import sample
 
@@ -12,7 +13,6 @@ import blockfp
 import blockfp.jax
 import blockfp.torch
 from blockfp.formats import FORMATS
-from blockfp.jax_backend.linear import products
 
 X = sample("bf16_valued", (3, 40, 70), "float32")
 WITH_DTYPE = [format for format in FORMATS if format.element.bits != 6]

@@ -1,9 +1,9 @@
 """`summary`: what is counted, what is said of the rest, and when `convert` warns."""
 
 import pytest
+import threaded
 import torch
 import torch.distributed as dist  # noqa: F401
-import threaded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from blockfp.formats import ELEMENTS, Format
 
-
 # Pairs of 4-bit codes are elements of a dtype of their own; there is none for 6 bits.
 _CODES = {e.name: getattr(torch, e.native_dtype + ("_x2" if e.bits == 4 else ""), None) for e in ELEMENTS.values()}
 _SCALES = {name: getattr(torch, name) for name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")}
