@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -140,7 +141,7 @@ def _stack_of(shapes, call: _Call) -> tuple[int, ...]:
 @_carry_out.def_abstract_eval
 def _abstract(*operands, call: _Call):
     stack = _stack_of([x.shape for x in operands], call)
-    return [jax.core.ShapedArray((*stack, *shape), dtype) for shape, dtype in call.results(operands[0])]
+    return [ShapedArray((*stack, *shape), dtype) for shape, dtype in call.results(operands[0])]
 
 
 @_carry_out.def_impl

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from blockfp import layout
 from blockfp.formats import Format
@@ -66,7 +66,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def even(entries, shape, mesh: AbstractMesh) -> PartitionSpec:
+def even(entries, shape, mesh: AbstractMesh | Mesh) -> PartitionSpec:
     """The entries, without those that don't divide their axis evenly."""
     sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in entries)
     kept = (entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True))

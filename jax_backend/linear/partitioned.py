@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
@@ -84,7 +84,7 @@ _multiply = Primitive("blockfp_product")
 @_multiply.def_abstract_eval
 def _abstract(*leaves, whole, split):
     (y,) = split.out_avals
-    return jax.core.ShapedArray(y.shape, y.dtype)
+    return ShapedArray(y.shape, y.dtype)
 
 
 @_multiply.def_impl
