@@ -51,10 +51,10 @@ def same_values(recipe: Recipe) -> bool:
 
 def values(x: Operand, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
     """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`."""
-    x = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
-    x = turn(x, back=True) if rotated else x
-    x = jnp.swapaxes(x, -1, -2) if transposed else x
-    return x if carrier is None else straight_through(x, carrier)
+    y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
+    y = turn(y, back=True) if rotated else y
+    y = jnp.swapaxes(y, -1, -2) if transposed else y
+    return y if carrier is None else straight_through(y, carrier)
 
 
 def tokens(x: Operand, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
