@@ -316,7 +316,7 @@ class _NumPy:
         if x.dtype == _BFLOAT16:
             x = x.view(np.uint16)
         if not x.flags.aligned or (not x.flags.c_contiguous and any(stride % x.itemsize for stride in x.strides)):
-            x = np.require(x, requirements="CA")
+            x = np.require(x, requirements=["C", "A"])
         return x if x.flags.writeable else np.asarray(_Writable(x))
 
 

@@ -110,8 +110,8 @@ class QuantizedArray(NoValues):
         dtype = np.dtype(dtype)
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-        scales, tensor_scale = (_constant(part) for part in (scales, tensor_scale))
-        return cls(codes, scales, tensor_scale, format, columns, dtype, origin)
+        tensor_scale = None if tensor_scale is None else _constant(tensor_scale)
+        return cls(codes, _constant(scales), tensor_scale, format, columns, dtype, origin)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -305,8 +305,8 @@ def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
-def _constant(scales):
-    if scales is None or not jnp.issubdtype(scales.dtype, jnp.floating):
+def _constant(scales: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(scales.dtype, jnp.floating):
         return scales
     return without_gradient(
         scales, "scales given to from_parts have no gradient: multiply with them, or pass jax.lax.stop_gradient(scales)"

@@ -65,8 +65,8 @@ class CarrierDType(dtypes.ExtendedDType):
 
     of: np.dtype
     _rules = _Rules
-    type = _carrier
-    itemsize = 0
+    type = _carrier  # pyright: ignore[reportAssignmentType]
+    itemsize = 0  # pyright: ignore[reportAssignmentType]
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class _Concrete(EArray):
     """A carrier that isn't traced."""
 
     __slots__ = ()
-    nbytes = 0
+    nbytes = 0  # pyright: ignore[reportAssignmentType]
 
 
 # What JAX has for EArray itself.
@@ -151,9 +151,11 @@ def _jvp(primals, tangents, *, watch):
     return carrier_of(primals[0], watch), tangents[0]
 
 
-mlir.register_constant_handler(
-    _Concrete, lambda x, aval: get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
-)
+def _as_constant(x: Any, aval: Any) -> Any:
+    return get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
+
+
+mlir.register_constant_handler(_Concrete, _as_constant)  # pyright: ignore[reportArgumentType]
 
 _carrier_p = Primitive("carrier")
 _carrier_p.def_impl(_of_concrete)

@@ -44,22 +44,22 @@ def vary(x: jax.Array, over: Axes) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def sum_like(cotangent: jax.Array, primal: Axes, axes: Iterable[str]) -> jax.Array:
+def sum_like(cotangent: jax.Array, primal: Axes | None, axes: Iterable[str]) -> jax.Array:
     """The sum of ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
     over = _excess(cotangent, primal, tuple(axes))
     return lax.psum(cotangent, over) if over else cotangent
 
 
-def max_like(cotangent: jax.Array, primal: Axes) -> jax.Array:
+def max_like(cotangent: jax.Array, primal: Axes | None) -> jax.Array:
     """The largest of ranks' non-negative cotangents, where JAX wants one that doesn't vary; elsewhere itself."""
     over = _excess(cotangent, primal, ())
     return max_over(cotangent.view("int32"), over).view("float32") if over else cotangent
 
 
-def _excess(cotangent: jax.Array, primal: Axes, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _excess(cotangent: jax.Array, primal: Axes | None, axes: tuple[str, ...]) -> tuple[str, ...]:
     if axes and not varying(axis_index(axes[0])):
         return axes
-    return tuple(sorted(varying(cotangent) - primal))
+    return tuple(sorted(varying(cotangent) - (primal or frozenset())))
 
 
 @jax.tree_util.register_static

@@ -50,7 +50,7 @@ class DelayedState:
         return replace(self, input_amax_history=scaling.record(self.input_amax_history, lax.stop_gradient(amax)))
 
     def cotangent(
-        self, wanted: DelayedState, amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes
+        self, wanted: DelayedState, amax: Callable[[], jax.Array], later: Sequence[jax.Array], varies: replication.Axes | None
     ) -> DelayedState:
         """The cotangent of this state: the amax of a layer's gradient, or that of a later use.
 
@@ -65,7 +65,7 @@ class DelayedState:
         made = self._after_backward(amax(), jax.tree.structure(self).unflatten(later), varies)
         return jax.tree.map(lambda want, part: None if want is None else part, wanted, made, is_leaf=lambda x: x is None)
 
-    def _after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes) -> DelayedState:
+    def _after_backward(self, amax: jax.Array, later: DelayedState, varies: replication.Axes | None) -> DelayedState:
         # The largest of all uses counts, so a later use's goes on to an earlier one as a maximum and no sum.
         newest = scaling.record(later.gradient_amax_history, amax)[0]
         zeros = jax.tree.map(jnp.zeros_like, self)

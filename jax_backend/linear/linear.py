@@ -276,7 +276,7 @@ def _backward(how: _How, known: tuple[_Kept, Points], wanted: Points, cotangents
     recipe, placement, types, state = how.recipe, how.placement, kept.types, kept.state
     g = placement.own(g, gradient=True)
     input_scale, gradient_scale = (None, None) if state is None else (state.input_scale, state.gradient_scale)
-    column = kept.column
+    column: Any = kept.column
     if placement.gathers_input and wanted.weight is not None:
         _, column = input_operands(column, recipe, placement, input_scale, columnwise=True, rowwise=False)
     directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +47,8 @@ def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
 
     if not implementations._has_gpu():
         run = on("cpu")
-        return partitioned.product(a, b, run) if partitioned.applies(a, b) else run(a, b)
+        split: Any = partitioned.product if partitioned.applies(a, b) else lambda a, b, run: run(a, b)
+        return split(a, b, run)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 

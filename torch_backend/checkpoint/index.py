@@ -165,7 +165,7 @@ def _overlap(boxes: np.ndarray) -> bool:
             return False  # one after another
     # In slices, so that many pieces take little memory.
     for i in range(0, len(boxes), 256):
-        apart = ((first[i : i + 256, None] >= last[None]) | (last[i : i + 256, None] <= first[None])).any(-1)
+        apart: Any = ((first[i : i + 256, None] >= last[None]) | (last[i : i + 256, None] <= first[None])).any(-1)
         rows = np.arange(i, i + len(apart))
         apart[rows - i, rows] = True
         if not apart.all():

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,8 @@ def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
 def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
     recipe: Recipe = layer.checked  # pyright: ignore[reportAssignmentType]
     assert recipe.delayed is not None
-    groups = _groups(scale_watch.weight_of(layer)) if replicas is None else (replicas.process_group.group_name,)
+    group: Any = None if replicas is None else replicas.process_group
+    groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)
     for operand in ("input", "gradient"):
         format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
         history, scale = getattr(layer, f"{operand}_amax_history"), getattr(layer, f"{operand}_scale")

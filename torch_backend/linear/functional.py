@@ -94,10 +94,11 @@ class _Seconds(_Mapped):
         leaves = _leaves((x, weight, bias, gradient), tuple(a or b for a, b in zip((*wanted, True), needs, strict=True)))
         with torch.enable_grad():
             first = _grads(run, leaves[:3], wanted, leaves[3], create_graph=True)
-            inputs = [leaf for leaf, one in zip(leaves, needs, strict=True) if one]
+            inputs: list[Any] = [leaf for leaf, one in zip(leaves, needs, strict=True) if one]
             pairs = [(one, v) for one, v in zip(first, along, strict=True) if one.requires_grad]
             outputs, vectors = zip(*pairs, strict=True) if pairs else ((), ())
-            found = torch.autograd.grad(outputs, inputs, vectors, allow_unused=True) if pairs else [None] * len(inputs)
+            take: Any = torch.autograd.grad
+            found = take(outputs, inputs, vectors, allow_unused=True) if pairs else [None] * len(inputs)
         return tuple(
             torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if one is None else one
             for leaf, one in zip(inputs, found, strict=True)

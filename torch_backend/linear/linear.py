@@ -147,7 +147,8 @@ def _run(
 ) -> Tensor:
     device = x.device.type
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return transformed(x, weight, bias, lambda *tensors: _run(*tensors, recipe, state, key, counts, parallel, turned))
+        run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, turned)  # noqa: E731
+        return transformed(x, weight, bias, run)
     # torch has none for meta.
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype

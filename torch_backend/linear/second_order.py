@@ -99,7 +99,7 @@ def once_differentiable(reason: str) -> Callable[[Callable[..., Any]], Callable[
                 results = backward(ctx, *gradients)
             if not any(gradient is not None and gradient.requires_grad for gradient in gradients):
                 return results
-            refuse = torch._C._functions.DelayedError(reason.encode(), len(results))
+            refuse = torch._C._functions.DelayedError(reason.encode(), len(results))  # pyright: ignore[reportAttributeAccessIssue]
             return refuse(*(None if one is None else one.detach().requires_grad_() for one in results))
 
         return run
