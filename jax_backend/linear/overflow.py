@@ -24,8 +24,8 @@ def is_finite(x: jax.Array, over: replication.Axes = frozenset()) -> jax.Array:
 
 
 def show(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
-    """q, whose values are all NaN where what it was made of isn't `finite`."""
+    """q, whose values are all NaN where what it was made of isn't `finite`: bool (), or [stack] for each matrix of a stack."""
     if q.tensor_scale is not None:
         return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
     nan = jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)
-    return q.replace(scales=jnp.where(finite, q.scales, nan))
+    return q.replace(scales=jnp.where(finite[..., None, None], q.scales, nan))

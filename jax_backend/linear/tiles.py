@@ -163,7 +163,11 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
     """
     x = tiles.split(x)
     q = _quantized(x, tiles, cast, scaling, direction)
-    return q if cast.format is None else overflow.show(q, overflow.is_finite(x))
+    if cast.format is None:
+        return q
+    finite = jnp.isfinite(x).all(axis=(1, 2)).astype(jnp.int32)
+    of_groups = jax.ops.segment_min(finite, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
+    return overflow.show(q, of_groups[tiles.group] == 1)
 
 
 def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:

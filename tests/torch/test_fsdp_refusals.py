@@ -33,21 +33,16 @@ def columns(rank, mesh):
     model_on(mesh, shard_placement_fn=lambda param: Shard(1))
 
 
-def bare_copy(rank, mesh):
-    param = model_on(mesh).layers[0].weight
+def bare_copy(rank, mesh, format="fp8_e4m3"):
+    model = model_on(mesh, format)
     with torch.no_grad():
-        param.copy_(distribute_tensor(WEIGHT, mesh, [Shard(0)]))
+        model.layers[0].weight.copy_(distribute_tensor(WEIGHT, mesh, [Shard(0)]))
+    # Only all shards together can be quantized, and nobody did.
+    model(inputs_for(rank, 64))
 
 
 def bare_copy_straddling(rank, mesh):
-    param = model_on(mesh, "mxfp8_e4m3_32x32").layers[0].weight
-    with torch.no_grad():
-        param.copy_(distribute_tensor(WEIGHT, mesh, [Shard(0)]))
-
-
-def bare_load(rank, mesh):
-    model = model_on(mesh)
-    model.load_state_dict({"layers.0.weight": distribute_tensor(WEIGHT, mesh, [Shard(0)])})
+    bare_copy(rank, mesh, "mxfp8_e4m3_32x32")
 
 
 def another_format(rank, mesh):
@@ -115,9 +110,8 @@ def values_wanted(rank, mesh):
 CASES = [
     (smaller_mesh, ValueError, r"reshard_after_forward=2: .*use reshard_after_forward=True or False"),
     (columns, NotImplementedError, r"aten.new_zeros.*shard_placement_fn of fully_shard must return Shard\(0\)"),
-    (bare_copy, NotImplementedError, r"aten.copy_.*use blockfp.torch.load_high_precision_\(parameter, values\)"),
-    (bare_copy_straddling, NotImplementedError, r"load_high_precision_"),
-    (bare_load, RuntimeError, r"load_high_precision_"),
+    (bare_copy, RuntimeError, r"its codes are still the old ones.*load_high_precision_\(parameter, values\)"),
+    (bare_copy_straddling, RuntimeError, r"load_high_precision_"),
     (another_format, ValueError, r"format is fp8_e4m3, that of the source is fp8_e5m2"),
     (wrong_dtype, TypeError, r"float64: cast it first"),
     (wrong_shape, ValueError, r"values must be of shape .* as this rank's part of the parameter, got \(50, 64\)"),
@@ -129,7 +123,7 @@ CASES = [
     (load_on_meta, ValueError, r"call to_empty\(device=...\)"),
     (shards_by_hand, ValueError, r"doesn't know what it is a shard of: use fully_shard"),
     (wrong_origin, ValueError, r"begins at \(\d+, 0\) on this rank, but its local tensor says \(1, 0\)"),
-    (values_wanted, NotImplementedError, r"aten.mul_.* call dequantize\(\)"),
+    (values_wanted, NotImplementedError, r"aten.mul_.* it writes values.*load_high_precision_\(parameter, values\)"),
 ]
 
 

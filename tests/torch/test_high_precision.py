@@ -46,7 +46,11 @@ def test_a_plain_model_takes_it_and_gives_it_back(recipe, weights):
     again = bfp.convert(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 33)), recipe, weights=weights)
     before = {name: value.clone() for name, value in again.named_buffers()}
     assert not any(again.load_state_dict(other.state_dict()))
-    assert all(torch.equal(value, state[name]) for name, value in bfp.high_precision_state_dict(again).items())
+    for name, value in bfp.high_precision_state_dict(again).items():
+        # Quantizing what was dequantized doesn't always give the same values.
+        held = dict(again.named_parameters()).get(name)
+        loaded = bfp.quantize(state[name], held.format).dequantize() if isinstance(held, bfp.QuantizedTensor) else state[name]
+        assert torch.equal(value, loaded), name
     # What only the recipe keeps is as it was.
     assert all(torch.equal(value, before[name]) for name, value in again.named_buffers() if "1." not in name)
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*\"0\.bias\""):

@@ -87,11 +87,14 @@ class Geometry:
             row, column = (row + first, column) if axis == ndim - 2 else (row, column + first)
         base = self.base if axis == first == 0 else None
         initial = None if self.initial is None else self.initial.narrow(axis, first, last - first)
-        return Geometry((row, column), base, initial, self.gathered, self.loaded)
+        part = Geometry((row, column), base, initial, self.gathered, self.loaded)
+        # FSDP2 puts a short shard into a longer buffer and takes its head.
+        part.copied = self.copied if base is not None else None
+        return part
 
     def bind(self, source: Geometry, origin: Origin) -> None:
         """Gives a new buffer its place: that of what is copied into it."""
-        self.origin, self.base, self.loaded = origin, source.base, source.loaded
+        self.origin, self.base, self.loaded, self.copied = origin, source.base, source.loaded, source.copied
         # A copy, so that the original of the whole weight can be freed.
         self.initial = None if source.initial is None else source.initial.clone()
 

@@ -255,9 +255,9 @@ class QuantizedTensor(Wrapper):
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
-        agree_before_gather()
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
+        agree_before_gather()
         share = fsdp.share(self.format, self.shape, self.geometry, mesh)
         return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
 
