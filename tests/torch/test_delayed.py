@@ -305,3 +305,21 @@ def test_ddp_shares_scales_without_a_call():
     largest = max(values(rank, 10.0**rank).abs().max() for rank in range(2))
     assert results[0] == results[1] == torch.tensor(448.0) / largest
     assert threaded.run(1, replicated_steps, False)
+
+
+@pytest.mark.parametrize("optimizer", [bfp.AdamW, torch.optim.SGD])
+def test_a_model_that_is_frozen_while_another_is_trained_may_be_trained_next(optimizer):
+    """As a GAN's two are: what was frozen during steps of the other optimizer recorded nothing, and nothing is stale."""
+    one, other = (bfp.convert(nn.Sequential(nn.Linear(8, 8)), "fp8_delayed", weights="high_precision") for _ in range(2))
+    steps = []
+    for model in (one, other):
+        steps.append(optimizer(model.parameters(), lr=0.1))
+        if optimizer is torch.optim.SGD:
+            bfp.update_scales_after(steps[-1], model) if model is one else None
+    other.requires_grad_(False)
+    for _ in range(3):
+        one(torch.ones(2, 8)).sum().backward()
+        steps[0].step()
+    other.requires_grad_(True)
+    other(torch.ones(2, 8)).sum().backward()
+    steps[1].step()

@@ -34,7 +34,9 @@ class _Watched:
 
     Attributes:
         number: in the order in which layers were made, which is every rank's.
-        stale: optimizer steps since its scales were updated.
+        stale: steps of optimizers that train it since its scales were updated.
+        stale_frozen: steps of any optimizer since then while it was frozen. Apart from the others: a layer that is frozen while
+            another model takes a step may have recorded nothing.
         by_hand: whether they were updated by hand since the last step.
         keeper: who updates them.
         sharded: its weight as FSDP2 shards it, and an optimizer holds it, while the layer may hold the whole one.
@@ -43,6 +45,7 @@ class _Watched:
 
     number: int
     stale: int = 0
+    stale_frozen: int = 0
     by_hand: bool = False
     keeper: weakref.ref[Any] | None = None
     sharded: Tensor | None = None
@@ -117,7 +120,7 @@ def keep(layers: Iterable[nn.Module], keeper: Any) -> None:
     """Makes `keeper` update these layers' scales from now on, as long as it lives."""
     for layer in layers:
         known = _watched[layer]
-        known.keeper, known.stale = weakref.ref(keeper), 0
+        known.keeper, known.stale, known.stale_frozen = weakref.ref(keeper), 0, 0
 
 
 def layers_to_update(optimizer: Optimizer) -> list[nn.Module]:
@@ -138,7 +141,7 @@ def by_hand(layers: Iterable[nn.Module]) -> list[nn.Module]:
     own = [layer for layer in layers if _watched[layer].kept_by is None]
     for layer in own:
         known = _watched[layer]
-        known.stale, known.by_hand = 0, True
+        known.stale, known.stale_frozen, known.by_hand = 0, 0, True
     return own
 
 
@@ -182,10 +185,14 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> No
         _refuse_stale(optimizer)
     # The distributed checkpoint makes states by a step that moves nothing.
     moves = any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
-    for layer in (*layers_of(optimizer), *_frozen()):
+    for layer in layers_of(optimizer):
         known = _watched[layer]
         known.by_hand = False
         known.stale += moves and known.kept_by is None
+    for layer in _frozen():
+        known = _watched[layer]
+        known.by_hand = False
+        known.stale_frozen += moves and known.kept_by is None
 
 
 def _is_zero(lr: float | Tensor) -> bool:
@@ -199,8 +206,10 @@ def _has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def _refuse_stale(optimizer: Optimizer) -> None:
-    trained = [layer for layer in layers_of(optimizer) if _is_stale(layer) and _has_gradient(layer)]
-    frozen = [layer for layer in _frozen() if _is_stale(layer) and _recorded(layer)]
+    # One that updates the scales of what it trains becomes their keeper in this very step.
+    held = () if getattr(optimizer, "updates_scales", False) else layers_of(optimizer)
+    trained = [layer for layer in held if _unkept(layer).stale and _has_gradient(layer)]
+    frozen = [layer for layer in _frozen() if _unkept(layer).stale_frozen and _recorded(layer)]
     if trained or frozen:
         what = f"{len(trained)} layers that it trains" if trained else f"{len(frozen)} frozen layers"
         use = "use bfp.AdamW, or call bfp" if trained else "call bfp"
@@ -211,9 +220,10 @@ def _refuse_stale(optimizer: Optimizer) -> None:
         )
 
 
-def _is_stale(layer: nn.Module) -> bool:
+def _unkept(layer: nn.Module) -> _Watched:
+    """What is known of a layer; of one that has a keeper, that nothing is stale."""
     known = _watched[layer]
-    return known.stale > 0 and known.kept_by is None
+    return known if known.kept_by is None else _Watched(known.number)
 
 
 def _has_gradient(layer: nn.Module) -> bool:
@@ -222,7 +232,8 @@ def _has_gradient(layer: nn.Module) -> bool:
 
 def _frozen() -> list[nn.Module]:
     """Layers whose weights no optimizer trains."""
-    return [layer for layer, known in _all() if not any(weight.requires_grad for weight in _weights(layer, known))]
+    held = ((layer, _weights(layer, known)) for layer, known in _all())
+    return [layer for layer, weights in held if weights and not any(weight.requires_grad for weight in weights)]
 
 
 def _recorded(layer: nn.Module) -> bool:

@@ -37,6 +37,8 @@ class _Adam(Optimizer):
 
     # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
     _step_supports_amp_scaling = True
+    # What refuses steps that leave scales of delayed scaling stale lets these be (`scale_watch`).
+    updates_scales = True
     _decoupled: bool
 
     def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable):
