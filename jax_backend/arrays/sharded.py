@@ -91,8 +91,6 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
                 local = Local(dequantize(q, step.dtype or options.nominal or "float32", None))
             case Gather():
                 local = _gather(step, local)
-            case _:
-                raise TypeError(f"a program inside shard_map has no way to {step}")
     return local
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,8 +45,11 @@ def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
 
     if not implementations._has_gpu():
         run = on("cpu")
-        split: Any = partitioned.product if partitioned.applies(a, b) else lambda a, b, run: run(a, b)
-        return split(a, b, run)
+        if not partitioned.applies(a, b):
+            return run(a, b)
+        assert isinstance(a, QuantizedArray)
+        assert isinstance(b, QuantizedArray)
+        return partitioned.product(a, b, run)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 
