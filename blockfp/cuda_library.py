@@ -7,6 +7,7 @@ definition's bits are the same, but it is many times slower.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ _NO_DEVICE = "no CUDA device is here"
 
 _library: Any = None
 _why_not = ""
+_loading = threading.Lock()
 
 
 def available() -> bool:
@@ -63,17 +65,23 @@ class _Library:
 
 
 def _load() -> Any:
-    global _library, _why_not
     if _library is None and not _why_not:
-        if device_count() == 0:
-            _why_not = _NO_DEVICE
-            return None
-        try:
-            _library = _Library(find_or_build())
-        except (ImportError, OSError, AttributeError, RuntimeError) as error:
-            _why_not = f"{type(error).__name__}: {error}"
-            warnings.warn(status(), RuntimeWarning, stacklevel=2)
+        with _loading:
+            if _library is None and not _why_not:
+                _load_first()
     return _library
+
+
+def _load_first() -> None:
+    global _library, _why_not
+    if device_count() == 0:
+        _why_not = _NO_DEVICE
+        return
+    try:
+        _library = _Library(find_or_build())
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        _why_not = f"{type(error).__name__}: {error}"
+        warnings.warn(status(), RuntimeWarning, stacklevel=2)
 
 
 def library() -> Any:

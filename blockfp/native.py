@@ -11,6 +11,7 @@ speed and nothing else.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _NUMPY_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32", 
 
 _library: Any = None
 _why_not = ""
+_loading = threading.Lock()
 _dtype_names: dict[Any, str] = {}
 
 
@@ -75,10 +77,12 @@ class _Library:
 def _load() -> _Library | None:
     global _library, _why_not
     if _library is None and not _why_not:
-        try:
-            _library = _Library(_find())
-        except (ImportError, OSError, AttributeError, RuntimeError) as error:
-            _why_not = f"{type(error).__name__}: {error}"
+        with _loading:
+            if _library is None and not _why_not:
+                try:
+                    _library = _Library(_find())
+                except (ImportError, OSError, AttributeError, RuntimeError) as error:
+                    _why_not = f"{type(error).__name__}: {error}"
     return _library
 
 

@@ -24,6 +24,7 @@ from blockfp import bits, layout, native, numerics
 from blockfp.formats import Format
 from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Amax, Quantized
+from blockfp.once import once
 
 from . import definition
 from .replication import vary, varying
@@ -46,15 +47,15 @@ def missing() -> str | None:
     return None if native.available() else native.status()
 
 
-@cache
-def _register() -> None:
-    """Makes the library's functions known to XLA, once a process."""
+@once
+def _register(operation: str) -> str:
+    """Makes a function of the library known to XLA, under the name returned."""
     import jax_tvm_ffi
 
-    for name, attributes in _ATTRIBUTES.items():
-        arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
-        function = getattr(native.library(), f"{name}_arrays")
-        jax_tvm_ffi.register_ffi_target(_TARGET.format(name), function, arguments, platform="cpu")
+    target = _TARGET.format(operation)
+    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[operation])]
+    jax_tvm_ffi.register_ffi_target(target, getattr(native.library(), f"{operation}_arrays"), arguments, platform="cpu")
+    return target
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,7 @@ def _lower(context, *operands, call: _Call):
     exported = context.module_context.lowering_parameters.for_export
     if not call.asked and (exported or not _on_one_device(context.module_context.axis_context)):
         return _lower_definition(context, *operands, call=call)
-    _register()
-    return jax.ffi.ffi_lowering(_TARGET.format(call.operation))(context, *operands, **call.attributes())
+    return jax.ffi.ffi_lowering(_register(call.operation))(context, *operands, **call.attributes())
 
 
 def _on_one_device(axes) -> bool:

@@ -15,6 +15,7 @@ from blockfp import bits, cuda, layout
 from blockfp.formats import Format
 from blockfp.kernel_formats import format_numbers, largest_multiplier
 from blockfp.numerics import Quantized
+from blockfp.once import once
 from blockfp.rotation import rotate
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
@@ -26,26 +27,25 @@ _PRODUCT = ("a_element", "b_element", "a_block_rows", "b_block_rows", "fast")
 _WORKSPACE = 32 * 2**20
 
 
-@cache
-def _register() -> None:
-    """Makes the library's functions known to XLA, once a process."""
+_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+
+
+@once
+def _register(name: str) -> str:
+    """Makes a function of the library known to XLA, under the name returned."""
     import jax_tvm_ffi
 
-    library = cuda.library()
-    functions = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
-    for name, attributes in functions.items():
-        arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in attributes)]
-        # cuBLAS's first call makes a handle, which may not happen inside a capture.
-        capturable = name != "product"
-        jax_tvm_ffi.register_ffi_target(
-            f"blockfp_{name}", getattr(library, name), arguments, platform="gpu", allow_cuda_graph=capturable
-        )
+    arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
+    # cuBLAS's first call makes a handle, which may not happen inside a capture.
+    capturable = name != "product"
+    function = getattr(cuda.library(), name)
+    jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
+    return f"blockfp_{name}"
 
 
 def _call(name: str, out, *arrays: jax.Array, **attributes: int):
-    _register()
     values = {key: np.int64(value) for key, value in attributes.items()}
-    return jax.ffi.ffi_call(f"blockfp_{name}", out, vmap_method="sequential")(*arrays, **values)
+    return jax.ffi.ffi_call(_register(name), out, vmap_method="sequential")(*arrays, **values)
 
 
 def _absent(dtype) -> jax.Array:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
+from blockfp.once import once
+
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .transposed_linear import TransposedLinear
@@ -129,7 +131,7 @@ def quantized_class(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[Qu
     return kind if cls is nn.Linear else _derived(cls, kind)
 
 
-@cache
+@once
 def _derived(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
     members: dict[str, Any] = {"made_of": cls, "__module__": cls.__module__}
     reset: Any = getattr(cls, "reset_parameters", None)
