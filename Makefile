@@ -63,7 +63,7 @@ cuda:
 # Everything, optimized, for both architectures: three minutes of one core, half of them in reading the templates, which no flag shortens.
 .venv/cuda: .venv/package $(shell find kernels/cuda kernels/include -type f)
 	@cd $(OUTSIDE)
-	$(BIN)/python -P -m blockfp.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
+	$(BIN)/python -P -m blockfp.kernels.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
 	touch $(ROOT)/$@
 
 # A sanitizer has to be loaded before Python is, which knows nothing of it (nvcc, of test_headers.py, dies of that). A minute and a
@@ -77,7 +77,7 @@ sanitize: .venv/dev
 	rm -rf $$packages
 	mkdir $$packages
 	cp -r $$(cd $(OUTSIDE); $(BIN)/python -P -c "import blockfp; print(blockfp.__path__[0])") $$packages
-	cp build/sanitize/libblockfp_cpu.so $$packages/blockfp
+	cp build/sanitize/libblockfp_cpu.so $$packages/blockfp/kernels
 	cd $(OUTSIDE)
 	LD_PRELOAD="$$(for name in asan ubsan stdc++; do g++ -print-file-name=lib$$name.so; done | paste -sd ' ')" \
 	  ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=$$packages \

@@ -15,11 +15,12 @@ import pathlib
 import time
 
 import torch
+from blockfp.torch_backend.custom_ops import cuda
 from gpu import byte_count, environment, milliseconds
 
-from blockfp import adamw, cuda
+from blockfp.definition import adamw
 from blockfp.formats import Format
-from blockfp.step_table import Step
+from blockfp.kernels.step_table import Step
 from blockfp.torch import AdamW, quantize
 
 GOAL = 0.85

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from quiet import Stopwatch
 
-from blockfp import native, numerics
 from blockfp.array import DTYPES
+from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
+from blockfp.kernels import native
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -256,7 +257,7 @@ def import_times() -> dict[str, float]:
     empty = run("pass")
     statements = ("import blockfp", "import jax", "import blockfp.jax", "import torch", "import blockfp.torch")
     times = {statement: run(statement) - empty for statement in statements}
-    times["first kernel call"] = run("from blockfp import native; native.available()") - times["import blockfp"] - empty
+    times["first kernel call"] = run("from blockfp.kernels import native; native.available()") - times["import blockfp"] - empty
     return times
 
 

@@ -18,11 +18,13 @@ import subprocess
 import time
 
 import torch
+from blockfp.torch_backend.custom_ops import cuda
 from gpu_peers import peers
 
-from blockfp import bits, cuda, layout, numerics, rotation
+from blockfp.definition import bits, layout, numerics, rotation
 from blockfp.formats import FORMATS, Format
-from blockfp.kernel_formats import format_numbers
+from blockfp.kernels import cuda_library
+from blockfp.kernels.format_numbers import format_numbers
 
 SHAPES = ((16384, 8192), (4096, 4096), (8190, 4094))
 
@@ -108,7 +110,7 @@ class Case:
         )
 
     def _run(self, measure: bool):
-        cuda.library().quantize(
+        cuda_library.library().quantize(
             self.x, self.amax, None, self.key, *self.row, self.tensor_scale, *self.column, *format_numbers(self.format),
             measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate, 0, 0, 0, 0,
         )  # fmt: skip
@@ -171,7 +173,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
         return
     if not only:
         amax = torch.zeros(1, dtype=torch.int32, device="cuda")
-        note("amax per tensor", "", "", "", byte_count(x), milliseconds(lambda: cuda.library().amax(x, amax)), None)
+        note("amax per tensor", "", "", "", byte_count(x), milliseconds(lambda: cuda_library.library().amax(x, amax)), None)
     for format in FORMATS:
         if (only and only not in format.name) or format.name.endswith(("_floor", "_fp32", "_pow2")):
             continue
@@ -181,7 +183,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
             out.view(torch.int16).fill_(0x5A5A)
 
             def run(q=q, out=out, format=format):
-                cuda.library().dequantize(*q, out, *format_numbers(format), 0, 0)
+                cuda_library.library().dequantize(*q, out, *format_numbers(format), 0, 0)
 
             run()
             expected = numerics.dequantize(*q, format, dtype, columns=shape[1])
@@ -193,7 +195,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
             flipped = torch.empty(layout.codes_shape((shape[1], shape[0]), format), dtype=torch.uint8, device="cuda")
 
             def turn(q=q, flipped=flipped, format=format):
-                cuda.library().transpose(q.codes, flipped, format.element.bits, *shape)
+                cuda_library.library().transpose(q.codes, flipped, format.element.bits, *shape)
 
             note(f"transpose {format}", format.name, "t", "", byte_count(q.codes, flipped), milliseconds(turn), None)
         del q
@@ -247,7 +249,7 @@ def main():
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes, largest first")
     parser.add_argument("--quick", action="store_true", help="quantize alone")
     arguments = parser.parse_args()
-    print(cuda.status())
+    print(cuda_library.status())
     rows: list = []
     env = environment()
     for shape in SHAPES[: arguments.shapes]:

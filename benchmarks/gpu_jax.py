@@ -18,7 +18,7 @@ import numpy as np
 from blockfp.jax_backend.implementations import ffi, implementations
 from blockfp.jax_backend.implementations.pallas import arrays
 
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import Format
 
 SHAPES = ((16384, 8192), (4096, 4096), (4095, 4100))
@@ -113,8 +113,7 @@ def _ffi(format, x, amax=None, *, both):
 def against_torch(x: jax.Array) -> list[dict]:
     """The same kernels from jitted JAX and from PyTorch, in one process and by the host's clock: time over time."""
     import torch
-
-    from blockfp import cuda
+    from blockfp.torch_backend.custom_ops import cuda
 
     on_torch, rows = torch.from_dlpack(x), []
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from blockfp import numerics
+from blockfp.definition import numerics
 
 
 def peers(x: torch.Tensor, milliseconds: Callable[..., float]) -> Iterator[tuple[str, float, int]]:

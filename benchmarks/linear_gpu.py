@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import blockfp.torch as bfp
-from blockfp import cuda
+from blockfp.kernels import cuda_library
 
 # Share of bf16's speed to reach.
 GOALS = {"fp8_current": 1.55, "fp8_delayed": 1.6, "fp8_block": 1.38}
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--profile", nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    assert cuda.available(), cuda.status()
+    assert cuda_library.available(), cuda_library.status()
     contenders = []
     for name in ("bf16", *options.recipes):
         one = Contender(name, options.tokens, options.features, options.ffn)

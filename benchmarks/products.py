@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from blockfp.torch_backend.custom_ops import cuda
 from torch.nn.functional import ScalingType
 
 import blockfp.torch as bfp
-from blockfp import cuda, layout
+from blockfp.definition import layout
+from blockfp.kernels import cuda_library
 
 FORWARD = (
     (8192, 8192, 8192),
@@ -78,7 +80,9 @@ def dense(m: int, n: int, k: int, weight: str) -> dict[str, float]:
         ours = b.scales.contiguous()
         theirs, kind, rows = layout.pad_scales(b.scales, 1, 4).t(), ScalingType.BlockWise128x128, 128
     kinds = {
-        "own": lambda: cuda.library().block_product(a.codes, b.codes, a_scales, ours, None, None, out, 0, 0, rows, False),
+        "own": lambda: cuda_library.library().block_product(
+            a.codes, b.codes, a_scales, ours, None, None, out, 0, 0, rows, False
+        ),
         "cublaslt": lambda: F.scaled_mm(
             codes[0], codes[1].t(), a_scales.t(), ScalingType.BlockWise1x128, theirs, kind, output_dtype=torch.bfloat16
         ),
@@ -98,7 +102,9 @@ def grouped(groups: int, m: int, n: int, k: int) -> dict[str, float]:
     a_scales, b_scales = cuda.transpose_words(a.scales), b.scales.contiguous()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     kinds = {
-        "own": lambda: cuda.library().block_product(a.codes, b.codes, a_scales, b_scales, ends, None, out, 0, 0, 128, False),
+        "own": lambda: cuda_library.library().block_product(
+            a.codes, b.codes, a_scales, b_scales, ends, None, out, 0, 0, 128, False
+        ),
         "bf16": lambda: F.grouped_mm(x, w.mT, offs=ends),
     }
     return measure(kinds, 2 * m * n * k)
@@ -111,7 +117,7 @@ def main() -> None:
     results = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "cublaslt": int(cuda.library().cublas_version()),
+        "cublaslt": int(cuda_library.library().cublas_version()),
     }
     for name, shapes, run in (
         ("1x128 by 128x128", FORWARD, lambda *shape: dense(*shape, SQUARES)),

@@ -5,9 +5,9 @@ This package is the core and its NumPy face. `import blockfp.jax` and `import bl
 
 from . import formats, recipes
 from .array import QuantizedArray, fake_quantize, quantize
+from .files.saving import load, save
 from .formats import Format
 from .recipes import Recipe
-from .saving import load, save
 
 __version__ = "0.1.0"
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from . import checks, native, numerics, views
+from .definition import checks, numerics, views
+from .definition.refusals import NoValues
+from .definition.rounding import Key
 from .formats import Format
-from .refusals import NoValues
-from .rounding import Key
+from .kernels import native
 
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 """NumPy's dtype for each name of a high-precision dtype."""

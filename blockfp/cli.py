@@ -14,11 +14,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-from . import __version__, backends, cuda, manifest, products, saving, untrusted
-from .atomic import replacing
-from .backends import BACKENDS
-from .crosscheck import check
+from . import __version__
+from .check import backends
+from .check.backends import BACKENDS
+from .check.crosscheck import check
+from .files import manifest, saving, untrusted
+from .files.atomic import replacing
 from .formats import FORMATS, Format
+from .kernels import cuda_library, routes
 
 try:
     import typer
@@ -29,12 +32,12 @@ try:
     from typer import Context
     from typer.core import TyperGroup
 
-    from . import compressed_tensors, export
-    from .comparison import Comparison, read_report
-    from .comparison import compare as compare_reports
-    from .modelfile import Model, Tensor, open_model
-    from .report import Findings, comparison_table, format_table, tensor_table, to_json
-    from .store import dequantize_model, quantize_model
+    from .check.comparison import Comparison, read_report
+    from .check.comparison import compare as compare_reports
+    from .check.report import Findings, comparison_table, format_table, tensor_table, to_json
+    from .files import compressed_tensors, export
+    from .files.modelfile import Model, Tensor, open_model
+    from .files.store import dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
 
@@ -114,17 +117,17 @@ def info() -> None:
             lines[f"backend {name}"] = load().version
         except ImportError as error:
             lines[f"backend {name}"] = f"not here: {error}"
-    lines["CUDA kernels"] = cuda.status()
+    lines["CUDA kernels"] = cuda_library.status()
     for name, line in lines.items():
         say(f"{name:25} {line}")
     say("")
     say("products of quantized operands a [m, k] and b [n, k]:")
-    for device, operands, how in products.table():
+    for device, operands, how in routes.table():
         say(f"{device:17} {operands:66} {how}")
 
 
 FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
-OWN = "package.module:attribute for one of your own (blockfp.crosscheck.Backend)"
+OWN = "package.module:attribute for one of your own (blockfp.check.crosscheck.Backend)"
 BackendOption = Annotated[
     list[str] | None,
     typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}, or {OWN}; may be repeated. Default: all that are here."),
@@ -177,7 +180,7 @@ def check_command(
             temporary.write_text(json.dumps(to_json(findings, _versions()), indent=1, allow_nan=False) + "\n")
         say(f"report: {report}")
     if plot:
-        from .plot import draw
+        from .check.plot import draw
 
         with replacing(plot) as temporary:
             draw(findings, temporary)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from .checks import check_eps
+from .definition.checks import check_eps
 from .formats import Format
 
 Operand = Literal["input", "weight", "gradient"]

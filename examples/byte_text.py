@@ -12,7 +12,7 @@ saves the other goes on from: a .safetensors file of `blockfp.save`, every array
                     float32, of quantized parameters' layers, with delayed scaling
     rng_key.NAME, rng_step.NAME
                     uint32 [2] and int32, of those layers, where gradients are rounded stochastically: the layer's key, and how
-                    many backward passes it has had; the next one's key is `blockfp.rounding.fold_in` of both
+                    many backward passes it has had; the next one's key is `blockfp.definition.rounding.fold_in` of both
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A backend is any object with a name, a version, quantize and dequantize; here a 
 import numpy as np
 
 import blockfp
-from blockfp import crosscheck
+from blockfp.check import crosscheck
 
 
 class OffByOne(crosscheck.Definition):

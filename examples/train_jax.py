@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import blockfp.jax as bfp
-from blockfp.rounding import fold_in
+from blockfp.definition.rounding import fold_in
 
 MATRICES = ("qkv", "out", "up", "down")
 

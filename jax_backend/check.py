@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
-from blockfp.numerics import Quantized
 
 from .arrays.array import QuantizedArray, quantize
 from .implementations import implementations

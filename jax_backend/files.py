@@ -1,4 +1,4 @@
-"""Parameter trees in .safetensors files, the same that NumPy and PyTorch read (`blockfp.saving`).
+"""Parameter trees in .safetensors files, the same that NumPy and PyTorch read (`files.saving`).
 
 A stack [layers, out, in] whose matrices have a scale per tensor each is as many arrays in a file, "NAME.0", "NAME.1", ..:
 elsewhere an array has one such scale, whatever its shape.
@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import saving
 from blockfp.array import QuantizedArray as NumpyArray
-from blockfp.products import has_tensor_scale
+from blockfp.files import saving
+from blockfp.kernels.routes import has_tensor_scale
 
 from .arrays.array import QuantizedArray, is_quantized
 from .params.params import shares_scale
@@ -78,7 +78,7 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
         The arrays, on the default device: as a tree like `like`, or by name.
 
     Raises:
-        blockfp.modelfile.BadFile: see `blockfp.load`; or a tensor of 64 bits whose values change in the 32 that JAX has without
+        blockfp.errors.BadFile: see `blockfp.load`; or a tensor of 64 bits whose values change in the 32 that JAX has without
             jax_enable_x64.
         ValueError: a leaf of `like` that isn't in the file, or is there with another shape, dtype or format; the message names
             its path.
@@ -128,7 +128,7 @@ def _to_jax(path: Path, name: str, array: np.ndarray | NumpyArray) -> jax.Array 
         with np.errstate(over="ignore", under="ignore"):
             narrow = array.astype(dtype)
         if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
-            from blockfp.modelfile import BadFile
+            from blockfp.files.modelfile import BadFile
 
             problem = f"its values need {array.dtype}, and JAX without jax_enable_x64 has {dtype}"
             raise BadFile(path, f"{problem}: jax.config.update('jax_enable_x64', True) keeps them", name)

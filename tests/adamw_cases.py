@@ -3,9 +3,9 @@
 import numpy as np
 from samples import DTYPES
 
-from blockfp import adamw, layout, numerics
+from blockfp.definition import adamw, layout, numerics
 from blockfp.formats import FORMATS
-from blockfp.step_table import Step, one_pass
+from blockfp.kernels.step_table import Step, one_pass
 
 KEY = (3, 0xDEADBEEF)
 FUSED = [format for format in FORMATS if one_pass(format)]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import blockfp.torch as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
 
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
 

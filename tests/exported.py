@@ -9,7 +9,7 @@ from resumed import model_of, shard, train
 from typer.testing import CliRunner
 
 from blockfp.cli import app
-from blockfp.modelfile import open_model
+from blockfp.files.modelfile import open_model
 
 SHAPES = [(64, 128), (37, 128)]
 

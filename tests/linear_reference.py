@@ -6,7 +6,8 @@ import torch
 from blockfp.torch_backend.linear.linear import LinearState
 
 import blockfp.torch as bfp
-from blockfp import numerics, recipes, rotation, rounding
+from blockfp import recipes
+from blockfp.definition import numerics, rotation, rounding
 from blockfp.recipes import Cast
 
 SCALES = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.placement import Mesh, Replicate, Shard, Sharding
 from blockfp.recipes import RECIPES, Cast
+from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding
 
 RANKS = 2
 STYLES = [("column", False), ("column", True), ("row", False), ("row", True)]

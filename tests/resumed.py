@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import blockfp.torch as bfp
-from blockfp import parts
+from blockfp.sharding import parts
 
 # name: (shape of the mesh, its axes' names)
 MESHES = {

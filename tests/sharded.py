@@ -3,8 +3,9 @@
 import numpy as np
 from samples import KINDS, sample
 
-from blockfp import layout, numerics, simulate
-from blockfp.placement import Mesh, Replicate, Shard, Sharding, StridedShard
+from blockfp.definition import layout, numerics
+from blockfp.sharding import simulate
+from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 
 # name: (mesh, placements, the axes that a weight is gathered over, which are those that aren't tensor parallelism's)
 LAYOUTS = {

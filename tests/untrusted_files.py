@@ -216,7 +216,7 @@ def bad_index(rng: random.Random, whole: bytes) -> bytes:
 
 def bad_checkpoint(rng: random.Random, checkpoint: Path) -> None:
     """Damages a file of a checkpoint; mostly its manifest is made anew, so that no checksum shows it."""
-    from blockfp import manifest
+    from blockfp.files import manifest
 
     kind = rng.randrange(5)
     data, index, listed = checkpoint / "__0_0.distcp", checkpoint / ".metadata", checkpoint / manifest.MANIFEST

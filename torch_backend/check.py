@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
-from blockfp.numerics import Quantized
 
 from .quantized_tensor.quantize import quantize
 from .quantized_tensor.tensor import QuantizedTensor
@@ -39,7 +39,7 @@ class TorchBackend:
 
 
 class TorchDefinition(TorchBackend):
-    """The definition (`blockfp.numerics`) run by PyTorch's own operations: what `blockfp.torch` runs where no kernel is."""
+    """The definition (`definition.numerics`) run by PyTorch's own operations: what `blockfp.torch` runs where no kernel is."""
 
     name = "torch-definition"
 

@@ -13,12 +13,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp import checks, layout, numerics
 from blockfp.array import DTYPES
+from blockfp.definition import checks, layout, numerics
+from blockfp.definition.refusals import NoValues
+from blockfp.definition.rounding import Key
 from blockfp.formats import Format
-from blockfp.placement import Sharding
-from blockfp.refusals import NoValues
-from blockfp.rounding import Key
+from blockfp.sharding.placement import Sharding
 
 from ..implementations import implementations, ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier

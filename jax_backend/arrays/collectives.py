@@ -18,10 +18,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from blockfp import plans
+from blockfp.definition.rounding import Key, fold_in
 from blockfp.formats import FP8_E4M3, Format
-from blockfp.placement import Mesh, Sharding
-from blockfp.rounding import Key, fold_in
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Mesh, Sharding
 
 from ..implementations import ops
 from ..implementations.carriers import carrier_of

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rounding import Key
 from blockfp.formats import Format
-from blockfp.rounding import Key
 
 from ..implementations import implementations, ops
 from ..implementations.turning import turn

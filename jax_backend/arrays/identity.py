@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
+from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
 
 
 class Static(NamedTuple):

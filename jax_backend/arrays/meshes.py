@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from blockfp.placement import Mesh, Sharding, from_partition_spec
+from blockfp.sharding.placement import Mesh, Sharding, from_partition_spec
 
 
 def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:

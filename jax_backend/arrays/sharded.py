@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp import layout, numerics
+from blockfp.definition import layout, numerics
+from blockfp.definition.layout import swap_matrix
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.layout import swap_matrix
-from blockfp.numerics import Amax, Quantized
-from blockfp.placement import Replicate, Sharding
-from blockfp.products import has_tensor_scale
-from blockfp.rotation import rotate
-from blockfp.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
+from blockfp.kernels.routes import has_tensor_scale
+from blockfp.sharding.placement import Replicate, Sharding
+from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
 
 from ..implementations import implementations, ops, replication
 from ..implementations.settling import settle

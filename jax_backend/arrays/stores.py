@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Sharding
-from blockfp.steps import block_length
+from blockfp.sharding.placement import Mesh, Sharding
+from blockfp.sharding.steps import block_length
 
 from ..implementations.replication import axis_index
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp import layout, views
+from blockfp.definition import layout, views
 from blockfp.formats import Format
 
 
@@ -20,7 +20,8 @@ def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
     element = format.element
     if element.bits == 6:
         raise TypeError(
-            f"JAX has no dtype for {element}: q.codes has four of them in three bytes, and blockfp.layout.unpack one a byte"
+            f"JAX has no dtype for {element}: q.codes has four of them in three bytes, and "
+            "blockfp.definition.layout.unpack one a byte"
         )
     elements = layout.unpack(codes, element.bits, columns)
     if element.packed:

@@ -20,11 +20,12 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from blockfp import bits, layout, native, numerics
+from blockfp.definition import bits, layout, numerics
+from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
-from blockfp.kernel_formats import format_numbers, largest_multiplier
-from blockfp.numerics import Amax, Quantized
-from blockfp.once import once
+from blockfp.kernels import native
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+from blockfp.kernels.once import once
 
 from . import definition
 from .replication import vary, varying

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.rotation import rotate
 
 from .settling import settle
 

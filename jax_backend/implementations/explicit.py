@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from blockfp import layout
+from blockfp.definition import layout
+from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
-from blockfp.numerics import Amax, Quantized
 
 from .choice import Choice
 

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import bits, cuda, layout
+from blockfp.definition import bits, layout
+from blockfp.definition.numerics import Quantized
+from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.kernel_formats import format_numbers, largest_multiplier
-from blockfp.numerics import Quantized
-from blockfp.once import once
-from blockfp.rotation import rotate
+from blockfp.kernels import cuda_library
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+from blockfp.kernels.once import once
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -38,7 +39,7 @@ def _register(name: str) -> str:
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
     capturable = name != "product"
-    function = getattr(cuda.library(), name)
+    function = getattr(cuda_library.library(), name)
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -190,7 +191,7 @@ def dequantize(
 @cache
 def cublas_version() -> int:
     """That of the cuBLASLt which the library finds, such as 130100; 0 where there is none."""
-    return int(cuda.library().cublas_version())
+    return int(cuda_library.library().cublas_version())
 
 
 def product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:

@@ -13,7 +13,7 @@ from functools import cache
 import jax
 from jax import lax
 
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import Format
 
 from . import definition, explicit
@@ -317,9 +317,9 @@ def _missing(name: str) -> str | None:
     if name == "ffi":
         if importlib.util.find_spec("jax_tvm_ffi") is None:
             return "the package jax-tvm-ffi is not installed"
-        from blockfp import cuda
+        from blockfp.kernels import cuda_library
 
-        return None if cuda.available() else cuda.status()
+        return None if cuda_library.available() else cuda_library.status()
     capability = float(getattr(jax.devices()[0], "compute_capability", 0))
     if capability < 9:
         return f"Mosaic GPU needs compute capability 9.0 or above, and this device has {capability}"

@@ -1,6 +1,6 @@
 """Jitted quantize, dequantize and transpose on plain arrays, without derivatives: whoever calls them attaches these.
 
-`blockfp.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
+`definition.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
 shape and dtype; a key is data, so a new seed compiles nothing.
 """
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
-from blockfp.rounding import Key, key_words
 
 from . import implementations
 from .choice import Choice

@@ -1,4 +1,4 @@
-"""How XLA is told to store what is used many times (`blockfp.layout.Settle`)."""
+"""How XLA is told to store what is used many times (`definition.layout.Settle`)."""
 
 from __future__ import annotations
 

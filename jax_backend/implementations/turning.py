@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.rotation import GROUP, rotate
+from blockfp.definition.rotation import GROUP, rotate
 
 
 def turn(x: jax.Array, *, back: bool = False) -> jax.Array:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp import recipes, scaling
+from blockfp import recipes
+from blockfp.definition import scaling
 from blockfp.recipes import Operand, Recipe
 
 from ..implementations import replication

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from blockfp.definition.rounding import Key, fold_in
 from blockfp.recipes import Recipe
-from blockfp.rounding import Key, fold_in
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops

@@ -17,8 +17,8 @@ from jax import lax
 from jax.core import Tracer
 
 from blockfp import recipes
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
 from blockfp.recipes import Recipe
-from blockfp.rounding import COLUMNWISE, ROWWISE, Key
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp import plans
-from blockfp.placement import Placement, Replicate, Shard, Sharding
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
 from ..arrays import sharded, stores
 from ..arrays.array import QuantizedArray

@@ -20,10 +20,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from blockfp import recipes
+from blockfp.definition.rounding import Key
 from blockfp.formats import FP8_E4M3, Format
-from blockfp.products import exact_in_bfloat16, has_tensor_scale
+from blockfp.kernels.routes import exact_in_bfloat16, has_tensor_scale
 from blockfp.recipes import Compute, Recipe
-from blockfp.rounding import Key
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops, replication

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp import plans
+from blockfp.definition.rotation import rotate
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
+from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.recipes import Cast, Recipe
-from blockfp.rotation import rotate
-from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
-from blockfp.scaling import eps_for
+from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, of_parts

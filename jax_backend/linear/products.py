@@ -1,4 +1,4 @@
-"""Products of quantized operands, run as the core's table says (`blockfp.products`): on codes, or exactly dequantized."""
+"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or exactly dequantized."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp import layout
-from blockfp.numerics import Quantized
-from blockfp.products import Route, exact_in_bfloat16, has_tensor_scale, route
+from blockfp.definition import layout
+from blockfp.definition.numerics import Quantized
+from blockfp.kernels.routes import Route, exact_in_bfloat16, has_tensor_scale, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import numerics
-from blockfp.bits import INFINITY
+from blockfp.definition import numerics
+from blockfp.definition.bits import INFINITY
+from blockfp.definition.rotation import GROUP, rotate
+from blockfp.definition.rounding import COLUMNWISE, gradient_key
+from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
-from blockfp.products import has_tensor_scale
+from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import Cast, Recipe
-from blockfp.rotation import GROUP, rotate
-from blockfp.rounding import COLUMNWISE, gradient_key
-from blockfp.scaling import eps_for
 
 from ..arrays.array import of_parts
 from ..implementations import implementations, ops

@@ -18,8 +18,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp import adamw as formulas
-from blockfp import plans
+from blockfp.definition import adamw as formulas
+from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, carried, is_quantized

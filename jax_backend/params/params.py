@@ -12,7 +12,7 @@ import numpy as np
 
 from blockfp import recipes
 from blockfp.array import DTYPES
-from blockfp.products import has_tensor_scale
+from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, carried, is_quantized, of_parts

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from blockfp import layout
+from blockfp.definition import layout
 from blockfp.formats import Format
-from blockfp.placement import Sharding
-from blockfp.steps import grid_span
+from blockfp.sharding.placement import Sharding
+from blockfp.sharding.steps import grid_span
 
 from ..arrays import stores
 from ..arrays.array import QuantizedArray, is_quantized

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from blockfp import checks
+from blockfp.definition import checks
 
 from ..arrays import identity
 from ..arrays.array import QuantizedArray

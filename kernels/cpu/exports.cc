@@ -1,7 +1,7 @@
 // The library's functions, callable from any language through Apache TVM FFI. Arrays come as DLPack tensors; bfloat16 and
 // NumPy's float16 may come as 16-bit integers, so the dtype is an argument of its own. Outputs are the caller's.
 //
-// Callers check formats, shapes and dtypes (blockfp/native.py); here only what would read or write outside an array is checked.
+// Callers check formats, shapes and dtypes (blockfp/kernels/native.py); here only what would read or write outside an array is checked.
 
 #include <tvm/ffi/tvm_ffi.h>
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from same_bits import assert_same_bits
 
-from blockfp import adamw
+from blockfp.definition import adamw
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from samples import KINDS, all_patterns, bits_of, sample
 
-from blockfp import bits
+from blockfp.definition import bits
 
 
 def positive_patterns(count, seed=0):

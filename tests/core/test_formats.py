@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import statement
 
-from blockfp import decoding, formats, numerics
+from blockfp import formats
+from blockfp.definition import decoding, numerics
 from blockfp.formats import ELEMENTS, FORMATS, NAMES, Format
 
 ML_DTYPES = {

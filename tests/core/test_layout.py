@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import statement
 
-from blockfp import layout, numerics
+from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
-from blockfp import decoding, numerics
+from blockfp.definition import decoding, numerics
 from blockfp.formats import ELEMENTS, FORMATS, Format
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)

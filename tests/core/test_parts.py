@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from sharded import LAYOUTS, parts, shapes, sharding_of, whole_and_shards
 
-from blockfp import formats, layout
-from blockfp import parts as saved
-from blockfp.placement import Sharding, StridedShard
+from blockfp import formats
+from blockfp.definition import layout
+from blockfp.sharding import parts as saved
+from blockfp.sharding.placement import Sharding, StridedShard
 
 FORMATS = [formats.Format.parse(name) for name in ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp6_e3m2_32x32", "mxfp8_e4m3", "nvfp4")]
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from sharded import LAYOUTS, sharding_of
 
-from blockfp.placement import Mesh, Partial, Region, Replicate, Shard, Sharding, StridedShard, from_dtensor, from_partition_spec
+from blockfp.sharding.placement import (
+    Mesh,
+    Partial,
+    Region,
+    Replicate,
+    Shard,
+    Sharding,
+    StridedShard,
+    from_dtensor,
+    from_partition_spec,
+)
 
 
 def chunked(array, ranks, dim):

@@ -5,10 +5,10 @@ import pickle
 import pytest
 from sharded import LAYOUTS, sharding_of
 
-from blockfp import plans
 from blockfp.formats import FORMATS, Format
-from blockfp.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
-from blockfp.steps import Dequantize, Gather, Quantize, Rotate, Straddle, Transpose
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
+from blockfp.sharding.steps import Dequantize, Gather, Quantize, Rotate, Straddle, Transpose
 
 MESH = Mesh((2, 2, 2), ("dp", "fsdp", "tp"))
 TENSOR, TWO_LEVEL, BLOCK = "fp8_e4m3", "nvfp4", "mxfp8_e4m3"

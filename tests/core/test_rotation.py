@@ -5,7 +5,7 @@ import pytest
 import statement
 from samples import DTYPES, bits_of, sample
 
-from blockfp.rotation import GROUP, rotate
+from blockfp.definition.rotation import GROUP, rotate
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import statement
 
-from blockfp import numerics, rounding
+from blockfp.definition import numerics, rounding
 from blockfp.formats import FORMATS, Format
 
 # Known answers of the generator's authors (Random123, threefry2x32 with 20 rounds).

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import statement
 
-from blockfp import scaling
+from blockfp.definition import scaling
 from blockfp.formats import E4M3, E5M2, ELEMENTS
 
 EDGES = np.unique(

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from samples import DTYPES, KINDS, bits_of, sample
 from sharded import LAYOUTS, assert_holds, kind_for, parts, shapes, sharding_of, whole_and_shards
 
-from blockfp import numerics, plans, simulate
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 from blockfp.formats import FORMATS, NAMES, Format
-from blockfp.placement import Mesh, Replicate, Shard, Sharding, StridedShard
-from blockfp.rotation import rotate
+from blockfp.sharding import plans, simulate
+from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 
 FAMILIES = tuple(
     Format.parse(name)

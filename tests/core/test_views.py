@@ -6,8 +6,8 @@ import pytest
 from samples import bits_of, sample
 
 import blockfp
+from blockfp.definition.layout import split_blocks
 from blockfp.formats import FORMATS, Format
-from blockfp.layout import split_blocks
 
 X = sample("bf16_valued", (3, 40, 70), "float32")
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from blockfp.atomic import replacing
+from blockfp.files.atomic import replacing
 
 
 def test_replaces(tmp_path):
@@ -41,7 +41,7 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
     path.write_text("old")
     script = f"""
 from pathlib import Path
-from blockfp.atomic import replacing
+from blockfp.files.atomic import replacing
 with replacing(Path({str(path)!r})) as temporary:
     temporary.write_text("half")
     import os, signal

@@ -15,10 +15,13 @@ from samples import sample
 from typer.testing import CliRunner
 
 import blockfp
-from blockfp import backends, cli, numerics, store
-from blockfp.crosscheck import Definition
+from blockfp import cli
+from blockfp.check import backends
+from blockfp.check.crosscheck import Definition
+from blockfp.definition import numerics
+from blockfp.files import store
+from blockfp.files.modelfile import Entry, open_model, write_safetensors
 from blockfp.formats import FORMATS, NAMES
-from blockfp.modelfile import Entry, open_model, write_safetensors
 
 MATRIX = sample("bf16_valued", (70, 96))
 HALF = sample("gaussian", (3, 40, 20), "bfloat16")
@@ -173,7 +176,7 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", "x.tmp")
 
-    monkeypatch.setattr("blockfp.atomic.os.replace", full)
+    monkeypatch.setattr("blockfp.files.atomic.os.replace", full)
     refused(run("check", model, *named, "--report", tmp_path / "r.json"), "error: [Errno 28] No space left on device")
     refused(
         run("quantize", model, tmp_path / "q.safetensors", *named[:2]), "error: [Errno 28] No space left on device: 'x.tmp'"

@@ -7,7 +7,8 @@ import pytest
 from samples import sample
 from typer.testing import CliRunner
 
-from blockfp import backends, cli
+from blockfp import cli
+from blockfp.check import backends
 
 ARRAYS = {"up": sample("bf16_valued", (40, 70)), "down": sample("gaussian", (3, 20, 64), "float16")}
 FORMATS = ("--format", "mxfp8_e4m3", "--format", "nvfp4", "--backend", "numpy")
@@ -124,8 +125,8 @@ def test_options_that_do_not_go_together(path):
 
 OWN = """
 import numpy as np
-from blockfp import numerics
-from blockfp.crosscheck import Definition
+from blockfp.definition import numerics
+from blockfp.check.crosscheck import Definition
 
 
 class Same(Definition):
@@ -201,10 +202,14 @@ def test_its_differences_are_named(own):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Tuple", "backend 'mine': quantize must return blockfp.numerics.Quantized(codes, scales, tensor_scale), got tuple"),
+        (
+            "Tuple",
+            "backend 'mine': quantize must return blockfp.definition.numerics.Quantized(codes, scales, tensor_scale), "
+            "got tuple",
+        ),
         ("Lists", "backend 'mine': dequantize must return a NumPy array, got list"),
         ("Missing", "--backend my_backend:Missing: my_backend has no attribute 'Missing'"),
-        ("Nameless", "--backend my_backend:Nameless: Nameless.name must be a string: see blockfp.crosscheck.Backend"),
+        ("Nameless", "--backend my_backend:Nameless: Nameless.name must be a string: see blockfp.check.crosscheck.Backend"),
         ("Numpy", "--backend my_backend:Numpy: another backend is called 'numpy' too"),
     ],
 )

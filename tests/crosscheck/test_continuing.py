@@ -11,7 +11,7 @@ import gloo
 import numpy as np
 import pytest
 
-from blockfp.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = ("nvfp4", "fp8_delayed")

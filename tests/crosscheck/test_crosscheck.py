@@ -8,9 +8,10 @@ import pytest
 from same_bits import assert_same_bits
 from samples import bits_of, sample
 
-from blockfp import crosscheck, layout, numerics
-from blockfp.backends import BACKENDS
-from blockfp.crosscheck import Definition
+from blockfp.check import crosscheck
+from blockfp.check.backends import BACKENDS
+from blockfp.check.crosscheck import Definition
+from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS, Format
 
 

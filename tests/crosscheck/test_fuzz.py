@@ -19,8 +19,8 @@ from untrusted_files import STEP
 
 import blockfp
 import blockfp.torch as bfp
-from blockfp import manifest, modelfile
 from blockfp.errors import BadCheckpoint, BadFile
+from blockfp.files import manifest, modelfile
 
 
 @pytest.mark.parametrize("seed", [100_000, 200_000])
@@ -319,7 +319,7 @@ def test_a_killed_save_leaves_nothing_to_the_next(tmp_path):
 import os, signal, sys
 import numpy as np
 import blockfp
-from blockfp import saving
+from blockfp.files import saving
 original, parts = saving.replacing, []
 def replacing(path):
     if path.name.endswith("-00003-of-00004.safetensors"):

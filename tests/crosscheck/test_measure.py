@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blockfp import numerics
+from blockfp.check.measure import Statistics, measure, scale_exponents
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.measure import Statistics, measure, scale_exponents
 
 
 def measured(x, format):

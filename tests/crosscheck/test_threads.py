@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from blockfp.once import once
+from blockfp.kernels.once import once
 
 FIRST_CALLS = """
 import sys, threading

@@ -50,7 +50,7 @@ def test_torch(format):
 @pytest.mark.parametrize("make", [blockfp.jax.quantize, blockfp.torch.quantize], ids=["jax", "torch"])
 def test_six_bits_have_no_dtype(make):
     x = jnp.asarray(X) if make is blockfp.jax.quantize else torch.from_numpy(X)
-    with pytest.raises(TypeError, match=r"no dtype for e3m2: .* blockfp.layout.unpack"):
+    with pytest.raises(TypeError, match=r"no dtype for e3m2: .* blockfp.definition.layout.unpack"):
         make(x, "mxfp6_e3m2").view_codes()
     assert "e8m0" in str(make(x, "mxfp6_e3m2").view_scales().dtype)
 

@@ -8,10 +8,12 @@ Takes about a minute, so it is a script and not a test.
 import time
 
 import torch
+from blockfp.torch_backend.custom_ops import cuda
 
-from blockfp import cuda, numerics
+from blockfp.definition import numerics
 from blockfp.formats import Format
-from blockfp.kernel_formats import format_numbers
+from blockfp.kernels import cuda_library
+from blockfp.kernels.format_numbers import format_numbers
 
 CHUNK = 1 << 27
 
@@ -37,7 +39,7 @@ def main():
                     # A multiplier of 1, so that the code is the element nearest to x.
                     one = torch.ones((1, 1), device="cuda")
                     codes, scales = torch.empty(x.shape, dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
-                    cuda.library().quantize(
+                    cuda_library.library().quantize(
                         x,
                         one,
                         None,

@@ -5,8 +5,8 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
+from blockfp.torch_backend.custom_ops import cuda
 
-from blockfp import cuda
 from blockfp.formats import FORMATS
 
 

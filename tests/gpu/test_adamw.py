@@ -9,7 +9,9 @@ from cuda_arrays import to_gpu, to_numpy
 from same_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
-from blockfp import adamw, cuda  # noqa: E402
+from blockfp.torch_backend.custom_ops import cuda  # noqa: E402
+
+from blockfp.definition import adamw  # noqa: E402
 from blockfp.formats import Format  # noqa: E402
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

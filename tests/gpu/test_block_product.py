@@ -5,9 +5,9 @@ import pytest
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import blockfp.torch as bfp
-    from blockfp import cuda
     from blockfp.formats import Format
-    from blockfp.kernel_formats import format_numbers
+    from blockfp.kernels import cuda_library
+    from blockfp.kernels.format_numbers import format_numbers
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's", allow_module_level=True)
@@ -31,7 +31,9 @@ def run(a, b, out, ends=None, bias=None, accumulate=False):
     scales = b.scales.contiguous() if squares else turned(b.scales)
     rows = numbers[1][1]
     elements = numbers[0][0], numbers[1][0]
-    cuda.library().block_product(a.codes, b.codes, turned(a.scales), scales, ends, bias, out, *elements, rows, accumulate)
+    cuda_library.library().block_product(
+        a.codes, b.codes, turned(a.scales), scales, ends, bias, out, *elements, rows, accumulate
+    )
     return out
 
 
@@ -88,7 +90,7 @@ def test_replays_in_a_graph_with_other_ends():
     scales, out = turned(a.scales), torch.empty((256, 128), device="cuda")
 
     def product():
-        cuda.library().block_product(a.codes, b.codes, scales, b.scales, ends, None, out, 0, 0, 128, False)
+        cuda_library.library().block_product(a.codes, b.codes, scales, b.scales, ends, None, out, 0, 0, 128, False)
 
     product()
     torch.cuda.synchronize()

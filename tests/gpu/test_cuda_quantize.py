@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 from samples import DTYPES, KINDS, all_patterns, sample
 
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernel_formats import format_numbers
+from blockfp.kernels.format_numbers import format_numbers
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
+    from blockfp.torch_backend.custom_ops import cuda
     from cuda_arrays import assert_same, to_gpu, to_numpy
 
-    from blockfp import cuda
+    from blockfp.kernels import cuda_library
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 SHAPES = ((37, 150), (256, 384))
@@ -38,7 +39,7 @@ def check(x, format, key=None, **options):
 @BY_NAME
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_kind_of_input(format, dtype):
-    assert cuda.available(), cuda.status()
+    assert cuda_library.available(), cuda_library.status()
     for kind in KINDS:
         for shape in SHAPES:
             check(sample(kind, shape, dtype), format)
@@ -145,7 +146,7 @@ def test_transpose(format):
 
 
 def test_interleave():
-    from blockfp import layout
+    from blockfp.definition import layout
 
     rng = np.random.default_rng(0)
     for shape in ((3, 5), (2, 130, 9), (128, 4), (256, 64)):
@@ -159,7 +160,7 @@ def test_interleave():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("key", [None, 77])
 def test_rotated_columns(dtype, key):
-    from blockfp.rotation import rotate
+    from blockfp.definition.rotation import rotate
 
     for kind in ("gaussian", "exponents", "special", "huge", "subnormal"):
         for shape in ((256, 384), (40, 24), (2, 37, 19), (15, 8)):
@@ -174,7 +175,7 @@ def test_rotated_columns(dtype, key):
 @BY_NAME
 def test_nothing_else_is_written(format):
     """Outputs lie between guard bands, poisoned first; every byte of them is written, and none beside them."""
-    from blockfp import layout
+    from blockfp.definition import layout
 
     for shape in ((96, 256), (45, 77)):
         x = sample("bf16_valued", shape, "bfloat16")
@@ -192,7 +193,7 @@ def test_nothing_else_is_written(format):
             amax = torch.zeros(1, dtype=torch.int32, device="cuda")
             tensor_scale = torch.zeros((), device="cuda") if format.scale.two_level else None
             per_tensor = format.per_tensor or format.scale.two_level
-            cuda.library().quantize(
+            cuda_library.library().quantize(
                 to_gpu(x), amax if per_tensor else None, None, None, inner[0], inner[1], tensor_scale, inner[2], inner[3],
                 *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,
             )  # fmt: skip
@@ -228,7 +229,7 @@ def test_delayed_scaling_casts_and_records():
     x = sample("bf16_valued", (128, 256), "bfloat16")
     scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
-    cuda.library().quantize(
+    cuda_library.library().quantize(
         to_gpu(x), scale, recorded, None, codes, stored, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
         False, 0, 0, False, 0, 0, 0, 0,
     )  # fmt: skip

@@ -7,8 +7,8 @@ import pytest
 
 import blockfp.jax as bfp
 from blockfp import recipes
+from blockfp.definition.rounding import gradient_key
 from blockfp.recipes import RECIPES
-from blockfp.rounding import gradient_key
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 operands = pytest.importorskip("blockfp.jax_backend.linear.operands")

@@ -7,9 +7,9 @@ import pytest
 from samples import KINDS, bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 from blockfp.formats import FORMATS, FP8_E4M3, MXFP8, Format
-from blockfp.rotation import rotate
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import blockfp.jax as bfp
-from blockfp import numerics, recipes
-from blockfp.products import Route
+from blockfp import recipes
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
+from blockfp.definition.rounding import fold_in
+from blockfp.kernels.routes import Route
 from blockfp.recipes import PRODUCTS, RECIPES
-from blockfp.rotation import rotate
-from blockfp.rounding import fold_in
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)

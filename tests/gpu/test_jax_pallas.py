@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")

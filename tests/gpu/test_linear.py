@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     from linear_reference import assert_close, expected
 
     import blockfp.torch as bfp
-    from blockfp import cuda
+    from blockfp.kernels import cuda_library
 
 # Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
 FAST, PRECISE = 2.0**-10, 2.0**-12
@@ -51,7 +51,7 @@ def run(recipe, shape=(256, 384, 512), dtype=None, weight_format=None):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_products(name, dtype):
-    assert cuda.available(), cuda.status()
+    assert cuda_library.available(), cuda_library.status()
     got, wanted, state = run(name, dtype=getattr(torch, dtype))
     for actual, result, sums in zip(got, wanted, (FAST, PRECISE, PRECISE), strict=True):
         assert_close(actual, result, sums=sums)

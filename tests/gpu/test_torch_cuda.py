@@ -4,10 +4,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import ops
+    from blockfp.torch_backend.custom_ops import cuda, ops
 
     import blockfp.torch as bfp
-    from blockfp import cuda, numerics
+    from blockfp.definition import numerics
+    from blockfp.kernels import cuda_library
 
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
 
@@ -18,7 +19,7 @@ def values(shape=(37, 80)):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_opcheck(name):
-    assert cuda.available(), cuda.status()
+    assert cuda_library.available(), cuda_library.status()
     x = values()
     for key in (None, torch.tensor([7, 9], dtype=torch.int64, device="cuda")):
         torch.library.opcheck(ops.quantize, (x, name, key))

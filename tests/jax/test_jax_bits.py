@@ -15,9 +15,9 @@ import pytest
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import decoding, layout, numerics
+from blockfp.definition import decoding, layout, numerics
+from blockfp.definition.rounding import fold_in
 from blockfp.formats import ELEMENTS, FORMATS, Format
-from blockfp.rounding import fold_in
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 SHAPE = (133, 150)  # ragged along both axes for every block, and more than one block of each

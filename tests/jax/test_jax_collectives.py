@@ -12,8 +12,8 @@ from samples import sample
 
 import blockfp
 import blockfp.jax as bfp
-from blockfp import numerics
-from blockfp.rotation import rotate
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 
 MESH = CASES["FSDP 8"].mesh
 AXIS = "fsdp"

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from samples import DTYPES, KINDS, bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 from blockfp.formats import FORMATS, Format
-from blockfp.rotation import rotate
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU library's programs"),

@@ -12,9 +12,9 @@ from jax import lax
 
 import blockfp.jax as bfp
 from blockfp import recipes
+from blockfp.definition.rotation import rotate
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, gradient_key
 from blockfp.recipes import Cast
-from blockfp.rotation import rotate
-from blockfp.rounding import COLUMNWISE, ROWWISE, gradient_key
 
 TOKENS, IN, OUT, KEY = 24, 32, 16, (0, 7)
 ROTATION = rotate(np.eye(16, dtype=np.float32))

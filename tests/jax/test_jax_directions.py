@@ -8,8 +8,8 @@ from same_trees import assert_same_tree
 from samples import sample
 
 import blockfp.jax as bfp
-from blockfp import numerics
-from blockfp.rotation import rotate
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 
 SHAPE = (2, 40, 70)
 

@@ -17,9 +17,10 @@ from samples import bits_of, sample
 from sharded import parts
 
 import blockfp.jax as bfp
-from blockfp import numerics, plans
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
+from blockfp.sharding import plans
 
 MESHES = {
     "FSDP 8": ("FSDP 8",),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import Format
 
 pytestmark = [

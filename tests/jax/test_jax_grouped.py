@@ -15,9 +15,9 @@ from samples import sample
 import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.products import Route
+from blockfp.definition.rounding import gradient_key
+from blockfp.kernels.routes import Route
 from blockfp.recipes import RECIPES, Cast
-from blockfp.rounding import gradient_key
 
 SIZES = (37, 0, 50, 20)
 TOKENS, IN, OUT = 112, 80, 48

@@ -9,10 +9,11 @@ import pytest
 from samples import sample
 
 import blockfp.jax as bfp
-from blockfp import numerics, recipes
+from blockfp import recipes
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
+from blockfp.definition.rounding import fold_in
 from blockfp.recipes import PRODUCTS, RECIPES, Cast
-from blockfp.rotation import rotate
-from blockfp.rounding import fold_in
 
 TOKENS, IN, OUT = 24, 80, 48
 KEY = 7

@@ -15,7 +15,7 @@ from meshes import CASES
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.rounding import fold_in
+from blockfp.definition.rounding import fold_in
 
 pytestmark = pytest.mark.usefixtures("little_optimization")
 

@@ -10,7 +10,8 @@ from samples import sample
 
 import blockfp
 import blockfp.jax as bfp
-from blockfp import adamw, recipes
+from blockfp import recipes
+from blockfp.definition import adamw
 
 BY_FAMILY = pytest.mark.parametrize("recipe", ["fp8_current", "mxfp6", "nvfp4"])
 

@@ -12,8 +12,9 @@ from same_trees import assert_same_tree
 from samples import sample
 
 import blockfp.jax as bfp
-from blockfp import numerics, plans
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.sharding import plans
 
 # Cuts inside blocks and bytes; rows that don't divide evenly. (test_jax_every_format has weights that are quantized as shards.)
 SHAPES = {"straddling": (160, 84), "uneven": (83, 84)}

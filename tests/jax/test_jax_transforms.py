@@ -10,7 +10,7 @@ from same_trees import assert_same_tree
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
 
 # One scale per tensor, square blocks, packed codes and two levels of scales.
 FAMILIES = pytest.mark.parametrize("format", ["fp8_e5m2", "mxfp8_e4m3_32x32", "nvfp4"])

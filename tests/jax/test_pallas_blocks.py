@@ -5,7 +5,7 @@ import pytest
 from blockfp.jax_backend.implementations.pallas import blocks
 from samples import KINDS, all_patterns, bits_of, sample
 
-from blockfp import bits, layout, numerics, scaling
+from blockfp.definition import bits, layout, numerics, scaling
 from blockfp.formats import E2M1, FORMATS, Format
 
 EIGHT_BITS = [f for f in FORMATS if f.element.bits == 8]

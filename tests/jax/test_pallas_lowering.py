@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from blockfp import layout
+from blockfp.definition import layout
 from blockfp.formats import Format
 
 arrays = pytest.importorskip(

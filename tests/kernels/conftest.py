@@ -1,6 +1,6 @@
 import pytest
 
-from blockfp import native
+from blockfp.kernels import native
 
 
 @pytest.fixture(autouse=True)

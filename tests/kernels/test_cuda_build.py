@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from blockfp import cuda_build, cuda_library
+from blockfp.kernels import cuda_build, cuda_library
 
 NVCC = """#!/bin/sh
 echo call >> "$BLOCKFP_CALLS"
@@ -108,5 +108,5 @@ def test_a_device_without_kernels_is_warned_of_once(devices, monkeypatch):
 
 
 def test_without_a_device_nothing_is_said():
-    script = "from blockfp import cuda_build, cuda_library; cuda_library.device_count = lambda: 0; cuda_library.available()"
+    script = "from blockfp.kernels import cuda_library; cuda_library.device_count = lambda: 0; cuda_library.available()"
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)

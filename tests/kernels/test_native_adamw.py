@@ -7,8 +7,9 @@ from adamw_cases import FUSED, KEY, Parameter
 from same_bits import assert_same_bits
 from samples import bits_of
 
-from blockfp import adamw, native
+from blockfp.definition import adamw
 from blockfp.formats import Format
+from blockfp.kernels import native
 
 
 def run(parameters, steps=2, **settings):

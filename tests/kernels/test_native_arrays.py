@@ -6,7 +6,8 @@ import pytest
 from same_bits import assert_same_bits
 from samples import DTYPES, KINDS, sample
 
-from blockfp import native, numerics, rotation
+from blockfp.definition import numerics, rotation
+from blockfp.kernels import native
 
 NAMES = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "mxfp6_e3m2", "mxint8", "nvfp4")
 SOME = pytest.mark.parametrize("name", NAMES)

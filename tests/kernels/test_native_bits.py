@@ -5,8 +5,9 @@ import pytest
 from same_bits import assert_same_bits
 from samples import DTYPES, KINDS, all_patterns, sample
 
-from blockfp import native, numerics
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import native
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 

@@ -19,7 +19,7 @@ from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_ch
 from blockfp.torch_backend.optimizer.adamw import AdamW
 from resumed import assert_is_part_of, model_of, shard, train
 
-from blockfp import manifest
+from blockfp.files import manifest
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "nvfp4_16x16"

@@ -13,10 +13,11 @@ from blockfp.torch_backend.linear.place import COLUMNS, ROWS, Place, sharding_of
 from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from samples import KINDS, sample
 
-from blockfp import numerics, plans, simulate
+from blockfp.definition import numerics
+from blockfp.definition.rotation import rotate
 from blockfp.formats import FORMATS, Format
 from blockfp.recipes import Cast
-from blockfp.rotation import rotate
+from blockfp.sharding import plans, simulate
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 KEY = (7, 9)

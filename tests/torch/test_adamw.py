@@ -10,8 +10,9 @@ from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp
-from blockfp import adamw, native, numerics
+from blockfp.definition import adamw, numerics
 from blockfp.formats import FORMATS
+from blockfp.kernels import native
 
 # Of the largest weight: torch rounds a few operations in another order.
 TOLERANCE = 4e-7

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
+from blockfp.files.manifest import BadCheckpoint
 from blockfp.formats import FORMATS
-from blockfp.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
 """Two that are cut along the blocks on some mesh, two that no mesh cuts evenly, and one of fewer rows than ranks."""

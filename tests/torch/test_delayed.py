@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
-from blockfp import recipes, scaling
+from blockfp import recipes
+from blockfp.definition import scaling
 from blockfp.formats import Format
 
 

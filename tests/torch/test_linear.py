@@ -7,7 +7,8 @@ from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of, values
 
 import blockfp.torch as bfp
-from blockfp import numerics, recipes, rotation, rounding
+from blockfp import recipes
+from blockfp.definition import numerics, rotation, rounding
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
@@ -291,7 +292,7 @@ def test_recipes_that_no_layer_runs(changes, message):
 
 def test_matrix_units_get_what_they_read(monkeypatch):
     """Blackwell's modes on a stand-in that takes codes and interleaved scales apart again."""
-    from blockfp import layout
+    from blockfp.definition import layout
 
     def scaled_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *, output_dtype):
         def back(codes, scales, format):

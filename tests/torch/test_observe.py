@@ -9,9 +9,10 @@ from blockfp.torch_backend.linear.observe import OPERANDS
 from torch import nn
 
 import blockfp.torch as bfp
-from blockfp import numerics, recipes
+from blockfp import recipes
+from blockfp.check.measure import measure
+from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
-from blockfp.measure import measure
 from blockfp.recipes import Cast
 
 

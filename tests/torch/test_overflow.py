@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
-from blockfp import numerics, recipes
+from blockfp import recipes
+from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.placement import Mesh, Shard, Sharding
+from blockfp.sharding.placement import Mesh, Shard, Sharding
 
 BY_STYLE = pytest.mark.parametrize(("style", "sequence"), STYLES, ids=STYLE_NAMES)
 

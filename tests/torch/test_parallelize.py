@@ -360,8 +360,8 @@ def test_refusals_are_the_same_on_every_rank(case):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "nvfp4_16x16"])
 def test_parts_of_a_quantized_weight_put_together_are_the_whole(name):
-    from blockfp.placement import Mesh, Sharding
-    from blockfp.placement import Shard as Cut
+    from blockfp.sharding.placement import Mesh, Sharding
+    from blockfp.sharding.placement import Shard as Cut
 
     q = bfp.quantize(values(50, 68), name)
     for dim in (0, 1):

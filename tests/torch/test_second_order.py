@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
-from blockfp import recipes, rotation, rounding
+from blockfp import recipes
+from blockfp.definition import rotation, rounding
 
 
 def through(original, value):

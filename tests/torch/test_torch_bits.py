@@ -8,8 +8,9 @@ import torch
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
 import blockfp.torch as bfp
-from blockfp import layout, native, numerics
+from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import native
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 FAMILIES = ("fp8_e4m3", "fp8_e5m2_128x128_fp32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1_floor", "mxint8", "nvfp4_16x16")

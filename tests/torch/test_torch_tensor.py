@@ -10,7 +10,7 @@ from blockfp.torch_backend.quantized_tensor.geometry import Base
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 
 import blockfp.torch as bfp
-from blockfp import numerics
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -1,7 +1,7 @@
 """The files of a checkpoint: torch's DCP format, written whole or not at all, checked before it is read.
 
 A rank writes its file and sums it up; DCP's own last exchange brings the sums to the coordinator, which writes DCP's index
-(`.metadata`) and the manifest, and only then gives the folder its name (`blockfp.manifest`). There is no moment at which a
+(`.metadata`) and the manifest, and only then gives the folder its name (`files.manifest`). There is no moment at which a
 process that dies leaves something that looks like a checkpoint and isn't.
 """
 
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from blockfp import manifest, untrusted
-from blockfp.manifest import BadCheckpoint, FileSum
+from blockfp.files import manifest, untrusted
+from blockfp.files.manifest import BadCheckpoint, FileSum
 
 from .index import INDEX, pieces, read_index, read_tensor
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockfp import parts
+from blockfp.files.manifest import BadCheckpoint
 from blockfp.formats import Format
-from blockfp.manifest import BadCheckpoint
-from blockfp.parts import FORMAT, SUFFIXES, no_values
+from blockfp.sharding import parts
+from blockfp.sharding.parts import FORMAT, SUFFIXES, no_values
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor

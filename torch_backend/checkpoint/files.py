@@ -1,4 +1,4 @@
-"""Named tensors in .safetensors files, the same that NumPy and JAX read (`blockfp.saving`)."""
+"""Named tensors in .safetensors files, the same that NumPy and JAX read (`files.saving`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from blockfp import saving
 from blockfp.array import QuantizedArray
+from blockfp.files import saving
 
 from ..check import to_numpy, to_torch
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -54,14 +54,14 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
         Tensors and quantized tensors by name.
 
     Raises:
-        blockfp.modelfile.BadFile: see `blockfp.load`.
+        blockfp.errors.BadFile: see `blockfp.load`.
     """
     return {name: _to_torch(array).to(device) for name, array in saving.read(Path(path))}
 
 
 def _whole(path: Path, name: str, tensor: Any) -> Any:
     """What is saved of a tensor; raises BadFile where it isn't whole, or its values can't be read."""
-    from blockfp.modelfile import BadFile
+    from blockfp.files.modelfile import BadFile
 
     if isinstance(tensor, DTensor) or (isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)):
         raise BadFile(path, "it is a shard, not a whole tensor: save_checkpoint saves sharded models", name)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.parts import SUFFIXES
 from blockfp.recipes import STATE
+from blockfp.sharding.parts import SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor

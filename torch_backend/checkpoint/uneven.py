@@ -1,7 +1,7 @@
 """DTensors whose parts torch doesn't find: saved, and read, as replicated wholes.
 
 Where FSDP2 cuts what tensor parallelism has cut and nothing divides evenly, the placements of a DTensor don't say which rows a
-rank has (`blockfp.parts.offsets_agree`); a checkpoint that went by them would load other rows on another mesh. This is about
+rank has (`sharding.parts.offsets_agree`); a checkpoint that went by them would load other rows on another mesh. This is about
 biases, master weights and moments; codes and scales are whole already (`state_dict`).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.parts import offsets_agree
+from blockfp.sharding.parts import offsets_agree
 
 from ..optimizer.optimizer_state import part_of
 from ..quantized_tensor import sharding

@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp import cuda, native, numerics, rotation
+from blockfp.definition import numerics, rotation
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.numerics import Amax, Quantized
-from blockfp.scaling import eps_for
+from blockfp.kernels import cuda_library, native
 
+from . import cuda
 from .ops import empty_parts, kernels_for
 from .overflow import mark
 
@@ -161,7 +163,7 @@ def _elsewhere(
 
 @torch.library.impl(_library, "quantize_operand", "CUDA")
 def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
-    if not cuda.available():
+    if not cuda_library.available():
         return _run(numerics, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
     first, second = _formats(row, column, multiplier)
     # Gradients of sums come as expanded scalars.

@@ -17,8 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from blockfp import cuda, layout, native, numerics
+from blockfp.definition import layout, numerics
 from blockfp.formats import Format
+from blockfp.kernels import cuda_library, native
+
+from . import cuda
 
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
@@ -52,7 +55,7 @@ def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[i
 
 def kernels_for(x: Tensor) -> Any:
     """The module that is fastest on x's device: kernels or, where there are none, the definition; the bits are the same."""
-    if x.device.type == "cuda" and cuda.available():
+    if x.device.type == "cuda" and cuda_library.available():
         return cuda
     return native if x.device.type == "cpu" and native.available() else numerics
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.bits import INFINITY
+from blockfp.definition.bits import INFINITY
 from blockfp.formats import Format
 
 _OF_INF, _NAN = 254, 255  # E8M0

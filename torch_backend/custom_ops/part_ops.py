@@ -12,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp import cuda, layout, numerics
+from blockfp.definition import layout, numerics
+from blockfp.definition.numerics import Amax
+from blockfp.definition.rotation import rotate as rotated
+from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.numerics import Amax
-from blockfp.rotation import rotate as rotated
-from blockfp.scaling import eps_for
+from blockfp.kernels import cuda_library
 
+from . import cuda
 from .ops import empty_parts, kernels_for
 from .overflow import mark
 
@@ -78,7 +80,7 @@ def _quantize_part(
 
 @torch.library.impl(_library, "turned", "CompositeExplicitAutograd")
 def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
-    run = cuda if codes.is_cuda and cuda.available() else numerics
+    run = cuda if codes.is_cuda and cuda_library.available() else numerics
     # Copies: an op may not return what it was given.
     return [part.clone(memory_format=torch.contiguous_format) for part in run.transpose(codes, scales, format, columns=columns)]
 

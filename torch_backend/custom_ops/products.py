@@ -1,4 +1,4 @@
-"""The custom op that multiplies two operands, quantized or not, as the core's table says (`blockfp.products`).
+"""The custom op that multiplies two operands, quantized or not, as the core's table says (`kernels.routes`).
 
     blockfp::product   (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin) -> [m, n]
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from blockfp import cuda, layout, numerics
+from blockfp.definition import layout, numerics
 from blockfp.formats import Format
-from blockfp.products import Route, has_tensor_scale, route
+from blockfp.kernels import cuda_library
+from blockfp.kernels.routes import Route, has_tensor_scale, route
 
-from . import ops
+from . import cuda, ops
 from .views import view_codes, view_scales
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
@@ -69,7 +70,7 @@ class Operand(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n: int, k: int, in_order: bool = True) -> Route:
-    """The route of a product on a device; see `blockfp.products.route`."""
+    """The route of a product on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
     capability = torch.cuda.get_device_capability(device)
@@ -124,7 +125,7 @@ def _cut(x: Operand) -> bool:
 def _turned(b: Operand, n: int, k: int) -> Operand:
     """[n, k] of what is stored as [k, n]."""
     assert b.format is not None
-    run = cuda if cuda.available() and b.data.is_cuda else numerics
+    run = cuda if cuda_library.available() and b.data.is_cuda else numerics
     codes, scales = run.transpose(b.data, b.scales, b.format, columns=n)
     return b._replace(data=codes.contiguous(), scales=scales.contiguous(), k=k)
 
@@ -171,7 +172,7 @@ def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast
         if format.block == (1, 128):
             kinds.append(ScalingType.BlockWise1x128)
             # Strides (1, m).
-            turned = cuda.transpose_words(x.scales) if cuda.available() else x.scales.t().contiguous()
+            turned = cuda.transpose_words(x.scales) if cuda_library.available() else x.scales.t().contiguous()
             scales.append(turned.t())
         else:
             kinds.append(ScalingType.BlockWise128x128)

@@ -21,8 +21,8 @@ def view_codes(codes: Tensor, format: Format) -> Tensor:
     dtype = _CODES[format.element.name]
     if dtype is None:
         raise TypeError(
-            f"torch has no dtype for {format.element}: q.codes has four of them in three bytes, and blockfp.layout.unpack one "
-            "a byte"
+            f"torch has no dtype for {format.element}: q.codes has four of them in three bytes, and "
+            "blockfp.definition.layout.unpack one a byte"
         )
     return codes.view(dtype)
 

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockfp import plans
-from blockfp.plans import Operand
 from blockfp.recipes import Cast
-from blockfp.steps import Gather, Join, Quantize, Transpose, grid_span
+from blockfp.sharding import plans
+from blockfp.sharding.plans import Operand
+from blockfp.sharding.steps import Gather, Join, Quantize, Transpose, grid_span
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import max_reduce_together

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from blockfp import scaling
-from blockfp.bits import INFINITY
+from blockfp.definition import scaling
+from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
 from blockfp.recipes import Delayed, Recipe
 
@@ -27,7 +27,7 @@ from .scale_watch import delayed_layers
 
 
 def record(history: Tensor, amax: Tensor) -> None:
-    """history[0] = max(history[0], amax) in place, a non-finite amax as 0 (`blockfp.scaling.record`).
+    """history[0] = max(history[0], amax) in place, a non-finite amax as 0 (`definition.scaling.record`).
 
     Args:
         history: float32 [length], newest first.

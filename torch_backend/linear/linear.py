@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockfp import recipes
+from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
-from blockfp.rounding import Key
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
@@ -65,7 +65,7 @@ def linear(
         compute: "high_precision" multiplies the dequantized weight with x and the gradient as they are.
 
     Under `torch.autocast`, x and bias are cast to its dtype. The weight's gradient has the weight's dtype. Products run as
-    `blockfp.products` says, on codes or exactly dequantized.
+    `kernels.routes` says, on codes or exactly dequantized.
 
     Raises:
         TypeError: an x that is quantized already, a dtype that isn't supported, or dtypes of x, weight and bias that differ

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from blockfp import layout, rotation
+from blockfp.check.measure import saturated
+from blockfp.definition import layout, rotation
 from blockfp.formats import Format
-from blockfp.measure import saturated
 from blockfp.recipes import Cast
 
 from ..custom_ops import ops
@@ -50,7 +50,7 @@ class Observed:
         operand: one of `OPERANDS`.
         amax: largest finite magnitude.
         elements: how many elements were quantized.
-        saturated: how many of them were cut to the largest value of their scale (`blockfp.measure.saturated`).
+        saturated: how many of them were cut to the largest value of their scale (`check.measure.saturated`).
         flushed: how many were not zero and became zero.
         sqnr: 10 log10(sum of squares / sum of squared errors) in dB; Inf without any error. NaN where nothing is left to
             compare: of an operand with an Inf, whose values are NaN in products.

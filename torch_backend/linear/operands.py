@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
-from blockfp.plans import Operand
 from blockfp.recipes import HIGH_PRECISION, Cast
+from blockfp.sharding.plans import Operand
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce

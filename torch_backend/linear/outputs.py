@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockfp import layout
+from blockfp.definition import layout
 from blockfp.formats import Format
 
 from ..custom_ops import ops

@@ -27,13 +27,7 @@ from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.operand_ops import part_count, quantize_operand
 from ..custom_ops.products import product
 from . import outputs
-from .linear_function import (
-    Call,
-    Scaling,
-    bias_gradient,
-    groups_of,
-    keys_of_gradient,
-)
+from .linear_function import Call, Scaling, bias_gradient, groups_of, keys_of_gradient
 from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
 from .place import ROWS, Place

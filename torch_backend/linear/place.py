@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from blockfp.placement import Mesh, Shard, Sharding
+from blockfp.sharding.placement import Mesh, Shard, Sharding
 
 ROWS, COLUMNS = 0, 1
 

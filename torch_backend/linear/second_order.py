@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp import rotation
+from blockfp.definition import rotation
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockfp import parts
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Shard, Sharding
+from blockfp.sharding import parts
+from blockfp.sharding.placement import Mesh, Shard, Sharding
 
 from ..linear import outputs
 from ..linear.parallel import Parallel, Style

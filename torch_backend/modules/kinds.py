@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from blockfp.once import once
+from blockfp.kernels.once import once
 
 from .linear import Linear
 from .quantized_layer import QuantizedLayer

@@ -3,7 +3,7 @@
 A step goes over all parameters of a device in one call of the kernels: gradient in, master weight and moments updated, and
 where the blocks of a quantized weight lie within this rank's part, its codes and scales written in the same pass. Weights
 whose amax reaches further (one scale per tensor, NVFP4, blocks that straddle ranks) are quantized from their masters after
-it, all together, with the few reductions that `requantize_` needs. Without kernels the definition (`blockfp.adamw`) does the
+it, all together, with the few reductions that `requantize_` needs. Without kernels the definition (`definition.adamw`) does the
 same, with the same bits.
 """
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from blockfp import adamw
-from blockfp.adamw import Coefficients
-from blockfp.rounding import Key, key_words
+from blockfp.definition import adamw
+from blockfp.definition.adamw import Coefficients
+from blockfp.definition.rounding import Key, key_words
 
 from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
@@ -180,7 +180,7 @@ class AdamW(_Adam):
         master: "float32" keeps an fp32 master of every quantized or 16-bit parameter; it begins with the original values where
             the parameter has kept them (`initial`), else with what it is. None keeps none: the step is rounded stochastically
             to the parameter's own format.
-        moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`blockfp.adamw`).
+        moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`definition.adamw`).
         key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default.
         capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
 

@@ -11,7 +11,7 @@
       v
     state dict                            fp32 values, DTensors placed as the parameter: torch's checkpoints reshard them
 
-A state dict holds fp32 values whatever moments are kept in. Nothing is lost by that (`blockfp.adamw`), and it can be loaded
+A state dict holds fp32 values whatever moments are kept in. Nothing is lost by that (`definition.adamw`), and it can be loaded
 on another mesh, with other moments, or by torch's own AdamW.
 """
 
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp import adamw, bits
-from blockfp.adamw import MOMENT_FORMAT
-from blockfp.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
+from blockfp.definition import adamw, bits
+from blockfp.definition.adamw import MOMENT_FORMAT
+from blockfp.sharding.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp import adamw, cuda, native
-from blockfp.adamw import FIRST, WEIGHT, Coefficients
-from blockfp.step_table import Step, one_pass
+from blockfp.definition import adamw
+from blockfp.definition.adamw import FIRST, WEIGHT, Coefficients
+from blockfp.kernels import cuda_library, native
+from blockfp.kernels.step_table import Step, one_pass
 
+from ..custom_ops import cuda
 from ..custom_ops.ops import name_of
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
@@ -116,7 +118,7 @@ def carry_out(todo: list[Todo], key: tuple[int, int]) -> None:
 
 def _kernels(device: torch.device) -> Any:
     """The module whose `adamw` runs on this device, or None: the definition runs then."""
-    if device.type == "cuda" and cuda.available():
+    if device.type == "cuda" and cuda_library.available():
         return cuda
     return native if device.type == "cpu" and native.available() else None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockfp.bits import FLOAT_DTYPES
+from blockfp.definition.bits import FLOAT_DTYPES
 
 from .refusals import FLAT, refused
 

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockfp import plans
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Shard, Sharding
-from blockfp.steps import Gather
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Mesh, Shard, Sharding
+from blockfp.sharding.steps import Gather
 
 from .geometry import Base, Geometry
 from .sharding import local_of

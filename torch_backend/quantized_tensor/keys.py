@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from blockfp import cuda
-from blockfp.rounding import COLUMNWISE, ROWWISE, Key, fold_in, gradient_key, key_words
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key, fold_in, gradient_key, key_words
+from blockfp.kernels import cuda_library
+
+from ..custom_ops import cuda
 
 _library = torch.library.Library("blockfp", "FRAGMENT")
 _library.define(
@@ -73,7 +75,7 @@ def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[in
 
 @torch.library.impl(_library, "gradient_keys", "CUDA")
 def _gradient_keys_on_gpu(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
-    if cuda.available() and len(folds) < 2:
+    if cuda_library.available() and len(folds) < 2:
         return cuda.gradient_keys(key, step, folds[0] if folds else -1, groups)
     return _gradient_keys(key, step, folds, groups)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from blockfp import layout, numerics
+from blockfp.definition import layout, numerics
 
 from ..custom_ops import ops, products
 from .bucket import NOMINAL, flat

@@ -5,18 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp import numerics
+from blockfp.definition import numerics
+from blockfp.definition.rounding import Key
 from blockfp.formats import Format
-from blockfp.rounding import Key
 
-from ..custom_ops import (
-    op_sharding,  # noqa: F401  (DTensor learns of the ops)
-    ops,
-)
-from . import (
-    filling,  # noqa: F401  (parameters learn to be overwritten)
-    sharding,
-)
+from ..custom_ops import ops
+from . import sharding
 from .keys import key_tensor
 from .tensor import QuantizedTensor
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
-from blockfp.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
+from blockfp.sharding.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockfp import checks, numerics
+from blockfp.definition import checks, numerics
 from blockfp.formats import Format
 
 from ..custom_ops import ops, views
@@ -87,8 +87,8 @@ class QuantizedTensor(Wrapper):
         """A quantized tensor of codes and scales that are already there; they are not copied.
 
         Args:
-            codes: uint8 [..., rows, bytes] (`blockfp.layout.codes_shape`), or as `view_codes` gives them.
-            scales: uint8 or float32, one for each block (`blockfp.layout.scales_shape`), or as `view_scales` gives them.
+            codes: uint8 [..., rows, bytes] (`definition.layout.codes_shape`), or as `view_codes` gives them.
+            scales: uint8 or float32, one for each block (`definition.layout.scales_shape`), or as `view_scales` gives them.
             tensor_scale: float32 of shape () for NVFP4, else None.
             format: a `Format` or its name.
             columns: length of the last axis, which packing hides.

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from blockfp import plans
-from blockfp.checks import check_input
+from blockfp.definition.checks import check_input
 from blockfp.formats import Format
-from blockfp.placement import Mesh, Shard, Sharding, StridedShard
-from blockfp.steps import Quantize
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
+from blockfp.sharding.steps import Quantize
 
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import fsdp

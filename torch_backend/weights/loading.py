@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from blockfp.placement import StridedShard
+from blockfp.sharding.placement import StridedShard
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor

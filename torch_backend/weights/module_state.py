@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from blockfp.formats import FORMATS
-from blockfp.parts import FORMAT, SUFFIXES
 from blockfp.recipes import STATE
+from blockfp.sharding.parts import FORMAT, SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockfp import cuda, numerics, plans
-from blockfp.numerics import Amax, Quantized
-from blockfp.placement import Region
-from blockfp.rounding import Key
-from blockfp.steps import Quantize, Straddle, grid_span
+from blockfp.definition import numerics
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.rounding import Key
+from blockfp.sharding import plans
+from blockfp.sharding.placement import Region
+from blockfp.sharding.steps import Quantize, Straddle, grid_span
 
+from ..custom_ops import cuda
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.ops import kernels_for, name_of
 from ..quantized_tensor import sharding

@@ -11,7 +11,7 @@ A quantized parameter NAME of a module, sharded or not, becomes
 
 Under FSDP2 and tensor parallelism they are DTensors with the parameter's mesh and placements, which share its memory: torch's
 checkpoints (DCP) save them, reshard them, and load into the weights themselves. What can't be cut as the weight is cut
-(`blockfp.parts`: blocks that straddle ranks) is a replicated whole, gathered here and copied into place by `load_state_dict`.
+(`sharding.parts`: blocks that straddle ranks) is a replicated whole, gathered here and copied into place by `load_state_dict`.
 
 The format is in a key so that it is known before anything is read: DCP itself refuses, while it plans, to load a checkpoint
 that lacks the key. No class of blockfp's is pickled, so `torch.load(weights_only=True)` reads all of it.
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp import layout, parts
+from blockfp.definition import layout
 from blockfp.formats import Format
-from blockfp.parts import FORMAT, SUFFIXES, Part, no_values
-from blockfp.placement import Region, Sharding
+from blockfp.sharding import parts
+from blockfp.sharding.parts import FORMAT, SUFFIXES, Part, no_values
+from blockfp.sharding.placement import Region, Sharding
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.geometry import COPIED

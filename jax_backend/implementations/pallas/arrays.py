@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp import bits, layout, numerics, scaling
+from blockfp.definition import bits, layout, numerics, scaling
+from blockfp.definition.numerics import Quantized
 from blockfp.formats import E2M1, Format
-from blockfp.numerics import Quantized
 
 from . import columnwise, dequantize, fp4, mosaic, rowwise
 

@@ -1,9 +1,9 @@
 """What the kernels compute, as functions of blocks: plain arrays here, registers of a warpgroup in a kernel.
 
-The definition (`blockfp.numerics`) rounds elements in integer arithmetic, which no library can get wrong; a GPU has
+The definition (`definition.numerics`) rounds elements in integer arithmetic, which no library can get wrong; a GPU has
 instructions for it. These functions use the instructions that give the definition's bits: one fp32 product, and conversions
-that round to nearest even. Scale rules are `blockfp.scaling`'s own, but for powers of two, whose quotients are differences of
-exponents.
+that round to nearest even. Scale rules are `definition.scaling`'s own, but for powers of two, whose quotients are
+differences of exponents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from array_api_compat import array_namespace
 
-from blockfp import bits, scaling
+from blockfp.definition import bits, scaling
 from blockfp.formats import E2M1, E4M3, E4M3_SCALE, ElementFormat, Format
 
 Array = Any

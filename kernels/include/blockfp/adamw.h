@@ -1,5 +1,5 @@
 // The AdamW step on one number (or lanes of them), moments in fewer bits, and what a kernel is told of a parameter. The
-// definition is blockfp/adamw.py: every operation here is one of its fp32 operations, in its order.
+// definition is blockfp/definition/adamw.py: every operation here is one of its fp32 operations, in its order.
 #pragma once
 
 #include "dtypes.h"
@@ -25,7 +25,7 @@ struct StepCoefficients {
   BLOCKFP_HD bool still() const { return rate == 0.0f && decay == 1.0f; }
 };
 
-// One parameter, or this rank's shard of it: a row of the table that `adamw` takes (blockfp/native.py packs it). Arrays are contiguous
+// One parameter, or this rank's shard of it: a row of the table that `adamw` takes (blockfp/kernels/native.py packs it). Arrays are contiguous
 // [batches, rows, columns]; blocks begin with them. Pointers are null where something is absent.
 struct StepEntry {
   const void* gradient;

@@ -1,0 +1,1 @@
+"""Behind `blockfp check`: backends, their comparison, figures, report and plot."""

@@ -1,0 +1,115 @@
+"""The backends that `blockfp check` knows, those that users name, and what loads them where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+
+from ..definition.numerics import Quantized
+from ..formats import Format
+from ..kernels import native
+from .crosscheck import Backend, BadBackend, Definition
+
+
+class Kernels:
+    """The CPU kernels behind NumPy arrays."""
+
+    name = "kernels"
+
+    @property
+    def version(self) -> str:
+        return native.status()
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        return native.quantize(x, format)
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        return native.dequantize(*q, format, dtype, columns=columns)
+
+
+def _kernels() -> Backend:
+    if not native.available():
+        raise ImportError(native.status())
+    return Kernels()
+
+
+def find(library: str, module: str, name: str) -> Any:
+    """Something of a backend's; raises ImportError where its library is not installed."""
+    if importlib.util.find_spec(library) is None:
+        raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
+    return getattr(importlib.import_module(f"blockfp.{module}"), name)
+
+
+def installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
+    """What makes a backend of a library, once it is looked for."""
+    return lambda: find(library, adapter, name)()
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "numpy": Definition,
+    "kernels": _kernels,
+    "jax": installed("jax", "jax_backend.check", "JaxBackend"),
+    "torch": installed("torch", "torch_backend.check", "TorchBackend"),
+    "torch-definition": installed("torch", "torch_backend.check", "TorchDefinition"),
+}
+"""Every backend's name and what makes it; raises ImportError where it is not installed. The first is the reference."""
+
+
+def load(names: list[str] | None) -> list[Backend]:
+    """The named backends, the reference first; by default all that are installed.
+
+    Args:
+        names: of `BACKENDS`, or "package.module:attribute" of a user's own: an object as `crosscheck.Backend` describes it, or
+            a class or function that makes one. The current folder is looked in too. Own ones alone are compared with "numpy".
+
+    Raises:
+        BadBackend: a name that isn't known, isn't here, or is no backend; two of one name.
+    """
+    if names and all(":" in name for name in names):
+        names = [next(iter(BACKENDS)), *names]
+    found: list[Backend] = []
+    for name in dict.fromkeys(names or BACKENDS):
+        try:
+            found.append(_own(name) if ":" in name else _known(name))
+        except ImportError as error:
+            if names:
+                raise BadBackend(f"--backend {name}: not here: {error}") from error
+            continue
+        if found[-1].name in [backend.name for backend in found[:-1]]:
+            raise BadBackend(f"--backend {name}: another backend is called {found[-1].name!r} too: reports know them by name")
+    return found
+
+
+def _known(name: str) -> Backend:
+    if name not in BACKENDS:
+        known = ", ".join(BACKENDS)
+        raise BadBackend(f"--backend {name}: must be one of {known}, or package.module:attribute for one of your own")
+    return BACKENDS[name]()
+
+
+def _own(name: str) -> Backend:
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    found: Any = importlib.import_module(module) if module else None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise BadBackend(f"--backend {name}: {module or 'a backend without a module'} has no attribute {attribute!r}")
+        found = getattr(found, part)
+    if callable(found) and (isinstance(found, type) or not hasattr(found, "quantize")):
+        found = found()
+    strings = {part: isinstance(getattr(found, part, None), str) for part in ("name", "version")}
+    methods = {part: callable(getattr(found, part, None)) for part in ("quantize", "dequantize")}
+    for part, there in (strings | methods).items():
+        if not there:
+            what = "a string" if part in strings else "a method"
+            raise BadBackend(
+                f"--backend {name}: {type(found).__name__}.{part} must be {what}: see blockfp.check.crosscheck.Backend"
+            )
+    return cast(Backend, found)

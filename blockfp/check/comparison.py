@@ -1,0 +1,117 @@
+"""Two reports of `blockfp check`, of two machines or two releases, compared: the same bits, or where not.
+
+Reports hold SHA-256 of each tensor's own bytes and of its codes, scales and values in each format. Versions, paths and devices
+may differ; they are said, and count for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..files.modelfile import BadFile
+
+PARTS = ("codes", "scales", "values")
+"""What a report has a SHA-256 of, for each tensor and format."""
+
+
+@dataclass
+class Comparison:
+    """What two reports say of the same tensors.
+
+    Attributes:
+        compared: of each format, how many tensors both have in it.
+        differences: one line for each tensor, or tensor and format, that isn't equal or is in one report alone.
+        differing: of each format, how many of its tensors differ.
+        remarks: what else the reports don't agree in, such as versions.
+    """
+
+    compared: dict[str, int] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    differing: dict[str, int] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether both have the same tensors in the same formats, and all bits of them are equal."""
+        return not self.differences
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report as `blockfp check --report` writes it.
+
+    Raises:
+        BadFile: it isn't one.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadFile(path, f"is no JSON: {error}") from error
+    try:
+        _tensors(report)
+        _facts(report)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadFile(path, f"is no report of blockfp check --report: {type(error).__name__} at {error}") from error
+    return report
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
+    """Compares two reports that `read_report` read."""
+    found = Comparison()
+    facts = [_facts(report) for report in (a, b)]
+    for name in dict.fromkeys([*facts[0], *facts[1]]):
+        values = [fact.get(name, "not there") for fact in facts]
+        if values[0] != values[1]:
+            found.remarks.append(f"{name}: {values[0]} and {values[1]}")
+    found.remarks += [
+        f"bits differed among the backends of {which}" for which, r in zip("AB", (a, b), strict=True) if not r["identical"]
+    ]
+    tensors = [_tensors(report) for report in (a, b)]
+    for name in dict.fromkeys([*tensors[0], *tensors[1]]):
+        _compare_tensor(found, name, *(each.get(name) for each in tensors))
+    return found
+
+
+def _facts(report: Mapping[str, Any]) -> dict[str, str]:
+    return dict(report["versions"]) | {f"backend {name}": version for name, version in report["backends"].items()}
+
+
+def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, str]]]]:
+    """Of each tensor by name what it is, and by format its hashes. Machines have files elsewhere: paths don't count."""
+    files = {file["path"]: file for file in report["files"]}
+    tensors = {}
+    for number, file in enumerate(files.values(), 1):
+        for tensor in file["tensors"]:
+            name = tensor["name"] if len(files) == 1 else f"file {number}, {tensor['name']}"
+            identity = {"dtype": tensor["dtype"], "shape": tensor["shape"], "bytes": tensor["sha256"]}
+            formats = {check["format"]: {part: check[f"{part}_sha256"] for part in PARTS} for check in tensor["checks"]}
+            tensors[name] = (identity, formats)
+    report["identical"]
+    return tensors
+
+
+def _compare_tensor(found: Comparison, name: str, a: Any, b: Any) -> None:
+    if a is None or b is None:
+        found.differences.append(f"{name}: in {'A' if b is None else 'B'} alone")
+        return
+    unlike = [part for part in a[0] if a[0][part] != b[0][part]]
+    if unlike:
+        what = (
+            "other values" if unlike == ["bytes"] else " and ".join(f"{a[0][p]} and {b[0][p]}" for p in unlike if p != "bytes")
+        )
+        found.differences.append(f"{name}: not the same tensor: {what}")
+        return
+    for format in dict.fromkeys([*a[1], *b[1]]):
+        hashes = [each[1].get(format) for each in (a, b)]
+        if None in hashes:
+            found.differences.append(f"{name}, {format}: in {'A' if hashes[1] is None else 'B'} alone")
+            continue
+        found.compared[format] = found.compared.get(format, 0) + 1
+        parts = [part for part in PARTS if hashes[0][part] != hashes[1][part]]
+        found.differing[format] = found.differing.get(format, 0) + bool(parts)
+        if parts:
+            said = ", ".join(f"{part} {hashes[0][part][:12]}.. and {hashes[1][part][:12]}.." for part in parts)
+            found.differences.append(f"{name}, {format}: SHA-256 of {said}")

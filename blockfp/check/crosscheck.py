@@ -1,0 +1,284 @@
+"""The same array through every backend, compared bit by bit, and how far the quantized values lie from the originals.
+
+A backend is whatever quantizes and dequantizes NumPy arrays (`Backend`); this module knows no framework. The first backend is
+the reference: the others are compared with it, and the statistics are taken from its values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Protocol
+
+import numpy as np
+
+from ..definition import layout, numerics
+from ..definition.numerics import Quantized
+from ..formats import Format
+from .measure import Statistics, measure
+
+PIECE = 1 << 18
+"""Elements handled at once: what the definition needs of them in NumPy stays in a core's cache."""
+
+
+class BadBackend(ValueError):
+    """A backend that can't be found, or doesn't do what `Backend` says; the message says what is wrong."""
+
+
+class Backend(Protocol):
+    """What quantizes: a library behind NumPy arrays."""
+
+    @property
+    def name(self) -> str:
+        """How reports call it, such as "jax"."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """What exactly runs: versions, device, instruction set."""
+        ...
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        """Codes and scales of x (float32, float16 or bfloat16, two or more axes), as NumPy arrays."""
+        ...
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        """The values of q, rounded to `dtype`."""
+        ...
+
+
+class Definition:
+    """The definition (`definition.numerics`) run by NumPy."""
+
+    name = "numpy"
+    version = f"NumPy {np.__version__}"
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        if not _whole_tensor(format) or x.size <= PIECE:
+            return numerics.quantize(x, format)
+        # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
+        pieces = [x[where] for where in split(x.shape)]
+        amaxes = [numerics.amax(piece, format) for piece in pieces]
+        largest = reduce(np.maximum, [a.blocks if a.tensor is None else a.tensor for a in amaxes])
+        shared = [a._replace(blocks=largest) if a.tensor is None else a._replace(tensor=largest) for a in amaxes]
+        parts = [numerics.quantize(piece, format, amax=a) for piece, a in zip(pieces, shared, strict=True)]
+        codes = _joined([part.codes for part in parts], layout.codes_shape(x.shape, format))
+        if format.per_tensor:
+            return parts[0]._replace(codes=codes)
+        return Quantized(codes, _joined([p.scales for p in parts], layout.scales_shape(x.shape, format)), parts[0].tensor_scale)
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        return numerics.dequantize(*q, format, dtype, columns=columns)
+
+
+def _joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
+
+
+def _whole_tensor(format: Format) -> bool:
+    return format.per_tensor or format.scale.two_level
+
+
+def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Slices of about `PIECE` elements that follow one another in memory and cut no block of any format.
+
+    Rows are a power of two of at least 128, so that a model's matrices make pieces of few shapes: a jitted backend compiles
+    each of them.
+    """
+    *leading, rows, columns = shape
+    matrix = rows * columns
+    if 0 in shape:
+        return
+    if not leading:
+        step = 128
+        while 2 * step * columns <= PIECE:
+            step *= 2
+        for row in range(0, rows, step):
+            yield (slice(row, row + step),)
+    elif matrix * math.prod(leading[1:]) <= PIECE:
+        step = PIECE // (matrix * math.prod(leading[1:]))
+        for index in range(0, leading[0], step):
+            yield (slice(index, index + step),)
+    else:
+        for index in range(leading[0]):
+            for inner in split(shape[1:]):
+                yield (slice(index, index + 1), *inner)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a backend's bits differ from the reference's.
+
+    Attributes:
+        backend: name of the backend that differs.
+        part: "codes", "scales", "tensor_scale" or "values" (dequantized); "padding" where codes agree but not the bits that
+            fill up a row's last byte.
+        index: of the element; for scales of the block, for padding of the byte, for the tensor scale (). None where the
+            backend's array has another shape or dtype.
+        input: bits of the input element, in hex; for scales, of the element of largest magnitude that the scale covers.
+        expected: the reference's code, scale or value as bits, in hex; or its shape and dtype.
+        found: the backend's.
+    """
+
+    backend: str
+    part: str
+    index: tuple[int, ...] | None
+    input: str | None
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        if self.index is None:
+            return f"{self.backend}: {self.part} are {self.found}, expected {self.expected}"
+        where = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{self.backend}: {self.part}{where} of input {self.input} is {self.found}, expected {self.expected}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What came of one array in one format.
+
+    Attributes:
+        format: the format.
+        differences: the first one of each backend and part; empty where all bits are equal.
+        statistics: of the reference's values.
+        codes_sha256, scales_sha256, values_sha256: of the reference's bytes, row-major, for comparing two machines or two
+            releases (`comparison`); the tensor scale is behind the scales.
+    """
+
+    format: Format
+    differences: tuple[Difference, ...]
+    statistics: Statistics
+    codes_sha256: str
+    scales_sha256: str
+    values_sha256: str
+
+    @property
+    def identical(self) -> bool:
+        return not self.differences
+
+
+def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> Check:
+    """Quantizes and dequantizes x with every backend and compares codes, scales, tensor scale and values.
+
+    x goes through in pieces of whole blocks, as slices of its rows; in one piece where the format has a scale per tensor.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., rows, columns].
+        format: a `Format` or its name.
+        backends: one or more; the first is the reference.
+
+    Raises:
+        TypeError, ValueError: x can't be quantized, or the format is not known.
+    """
+    numerics.check_input(x)
+    format = Format.parse(format)
+    pieces = [()] if _whole_tensor(format) or not x.size else split(x.shape)
+    differences: dict[tuple[str, str], Difference] = {}
+    statistics = Statistics()
+    codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
+    for where in pieces:
+        piece = x[where]
+        corner = tuple(s.start for s in where) + (0,) * (x.ndim - len(where))
+        reference = _run(backends[0], piece, format)
+        for backend in backends[1:]:
+            for found in _compare(piece, format, reference, _run(backend, piece, format)):
+                named = replace(found, backend=backend.name, index=_in_whole(found, corner, format))
+                differences.setdefault((backend.name, found.part), named)
+        q, values = reference
+        codes_hash.update(q.codes.tobytes())
+        scales_hash.update(q.scales.tobytes() + (b"" if q.tensor_scale is None else q.tensor_scale.tobytes()))
+        values_hash.update(values.tobytes())
+        statistics.add(measure(piece, q, values, format))
+    hashes = (hash.hexdigest() for hash in (codes_hash, scales_hash, values_hash))
+    return Check(format, tuple(differences.values()), statistics, *hashes)
+
+
+def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np.ndarray]:
+    try:
+        q = _checked(backend.quantize(x, format), backend.name)
+        values = backend.dequantize(q, format, x.dtype.name, x.shape[-1])
+        if not isinstance(values, np.ndarray):
+            got = type(values).__name__
+            raise BadBackend(f"backend {backend.name!r}: dequantize must return a NumPy array, got {got}")
+        return q, values
+    except Exception as error:
+        error.add_note(f"backend {backend.name!r}, format {format}, {x.dtype} array of shape {x.shape}")
+        raise
+
+
+def _checked(q: object, backend: str) -> Quantized:
+    """What a backend's quantize returned, if it is that."""
+    if not isinstance(q, Quantized):
+        raise BadBackend(
+            f"backend {backend!r}: quantize must return blockfp.definition.numerics.Quantized(codes, scales, tensor_scale), "
+            f"got {type(q).__name__}"
+        )
+    for name, part in q._asdict().items():
+        if not isinstance(part, np.ndarray | np.generic | None):
+            raise BadBackend(f"backend {backend!r}: {name} must be a NumPy array, got {type(part).__name__}")
+    return q
+
+
+def _compare(
+    x: np.ndarray, format: Format, expected: tuple[Quantized, np.ndarray], found: tuple[Quantized, np.ndarray]
+) -> Iterator[Difference]:
+    """The first difference in each part, `backend` left empty and `index` counted in x."""
+    parts = {name: (getattr(expected[0], name), getattr(found[0], name)) for name in Quantized._fields}
+    parts["values"] = (expected[1], found[1])
+    for part, (a, b) in parts.items():
+        if a is None and b is None:
+            continue
+        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield Difference("", part, None, None, _describe(a), _describe(b))
+            continue
+        a, b = _bits(a), _bits(b)
+        if np.array_equal(a, b):
+            continue
+        if part == "codes":
+            codes = [layout.unpack(packed, format.element.bits, x.shape[-1]) for packed in (a, b)]
+            if np.array_equal(*codes):
+                part = "padding"
+            else:
+                a, b = codes
+        index = tuple(int(i) for i in np.unravel_index(np.argmax(a != b), a.shape))
+        yield Difference("", part, index, _input(x, part, index, format), _hex(a[index]), _hex(b[index]))
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x, order="C").view(f"u{x.itemsize}")
+
+
+def _hex(bits: np.unsignedinteger) -> str:
+    return f"0x{int(bits):0{2 * bits.itemsize}x}"
+
+
+def _describe(x: np.ndarray | None) -> str:
+    return "missing" if x is None else f"{x.dtype} of shape {x.shape}"
+
+
+def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> str | None:
+    """Bits of the element behind a code or value, of the largest element behind a scale."""
+    if part in ("codes", "values"):
+        return _hex(_bits(x)[index])
+    if part == "padding":
+        return None
+    if part == "scales" and format.block is not None:
+        *leading, row, column = index
+        rows, columns = format.block
+        x = x[(*leading, slice(row * rows, (row + 1) * rows), slice(column * columns, (column + 1) * columns))]
+    magnitude = np.abs(np.where(np.isnan(x), 0, x.astype(np.float32)))
+    return _hex(_bits(x).reshape(-1)[np.argmax(magnitude)])
+
+
+def _in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
+    """The index of a piece's difference in the array whose piece at `corner` it is."""
+    if not found.index:
+        return found.index
+    if found.part == "scales":
+        block = format.block or (1, 1)
+        corner = (*corner[:-2], corner[-2] // block[0], corner[-1] // block[1])
+    return tuple(i + start for i, start in zip(found.index, corner, strict=True))

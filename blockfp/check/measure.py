@@ -1,0 +1,124 @@
+"""How far quantized values lie from the originals: noise, largest error, saturation, zeros, bytes, exponents of scales."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..definition import layout, views
+from ..definition.bits import Array
+from ..definition.numerics import Quantized
+from ..formats import ElementFormat, Format
+
+
+@dataclass
+class Statistics:
+    """How far dequantized values lie from the originals. Sums, so that statistics of parts can be added.
+
+    Attributes:
+        elements: how many there are.
+        excluded: of these, how many have an input or a value that is Inf or NaN; they don't count in the next three.
+        signal, noise: sums of x^2 and of (x - value)^2.
+        largest_relative_error: largest |x - value| / |x| over all that are neither zero nor flushed to zero.
+        saturated: how many were beyond the largest code, so that more than rounding was lost.
+        flushed: how many became zero without being zero.
+        stored_bytes, original_bytes: of codes and scales, and of the input.
+        exponents: how many scales have the binary exponent e, floor(log2(scale)); zero and NaN not counted.
+    """
+
+    elements: int = 0
+    excluded: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    largest_relative_error: float = 0.0
+    saturated: int = 0
+    flushed: int = 0
+    stored_bytes: int = 0
+    original_bytes: int = 0
+    exponents: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise, 10 log10(signal / noise); Inf where nothing was lost, NaN where nothing was."""
+        if self.noise == 0:
+            return math.inf if self.signal else math.nan
+        return 10 * math.log10(self.signal / self.noise)
+
+    @property
+    def saturated_share(self) -> float:
+        return self.saturated / max(self.elements, 1)
+
+    @property
+    def flushed_share(self) -> float:
+        return self.flushed / max(self.elements, 1)
+
+    def add(self, other: Statistics) -> None:
+        """Counts what `other` counted."""
+        for name in ("elements", "excluded", "signal", "noise", "saturated", "flushed", "stored_bytes", "original_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest_relative_error = max(self.largest_relative_error, other.largest_relative_error)
+        self.exponents.update(other.exponents)
+
+
+def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> Statistics:
+    """Statistics of one array.
+
+    Args:
+        x: the original, float32, float16 or bfloat16, [..., rows, columns].
+        q: its codes and scales.
+        values: q dequantized, x's shape.
+        format: q's format.
+    """
+    parts = [part for part in q if part is not None]
+    result = Statistics(
+        elements=x.size,
+        stored_bytes=sum(part.nbytes for part in parts),
+        original_bytes=x.nbytes,
+        exponents=scale_exponents(q, format),
+    )
+    x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
+    finite = np.isfinite(x) & np.isfinite(values)
+    codes = layout.unpack(q.codes, format.element.bits, x.shape[-1])
+    with np.errstate(over="ignore", invalid="ignore"):
+        result.saturated = int(np.count_nonzero(saturated(x, values, codes, format.element)))
+    result.excluded = x.size - int(np.count_nonzero(finite))
+    if result.excluded:
+        x, values = x[finite], values[finite]
+    result.signal = float(np.square(x, dtype=np.float64).sum())
+    error = np.abs(np.subtract(x, values, dtype=np.float64))
+    result.noise = float(np.square(error).sum())
+    lost = values == 0
+    result.flushed = int(np.count_nonzero(lost & (x != 0)))
+    relative = np.divide(error, np.abs(x), where=~lost & (x != 0), out=np.zeros_like(error))
+    result.largest_relative_error = float(relative.max(initial=0.0))
+    return result
+
+
+def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> Array:
+    """Which elements have the largest code and lie above it by more than half a step; of any array library.
+
+    Args:
+        x: the original, float32.
+        values: what it became, float32.
+        codes: unpacked, uint8.
+        element: format of the codes.
+    """
+    half_step = 2.0 ** (element.emax - element.mantissa_bits - 1)
+    # Where the scale is NaN, there is no value to compare with, and an Inf was cut all the same.
+    beyond = (abs(x) > abs(values) * (1 + half_step / element.max)) | (abs(x) == math.inf)
+    if element.signed == "complement":
+        return beyond & ((codes == element.max_code) | (codes == 256 - element.max_code))
+    return beyond & ((codes & ((1 << (element.bits - 1)) - 1)) == element.max_code)
+
+
+def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
+    """How many decode scales have the binary exponent e, that is floor(log2(scale)); zero, Inf and NaN not counted."""
+    scales = views.view_scales(q.scales, format).astype(np.float64)
+    if q.tensor_scale is not None:
+        scales = scales * np.float64(q.tensor_scale)
+    usable = scales[np.isfinite(scales) & (scales > 0)]
+    exponents, counts = np.unique(np.frexp(usable)[1] - 1, return_counts=True)
+    return Counter(dict(zip(exponents.tolist(), counts.tolist(), strict=True)))

@@ -1,0 +1,173 @@
+"""What `blockfp check` found: summed by format, as JSON, and as tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..files.modelfile import Tensor
+from ..formats import Format
+from .comparison import Comparison
+from .crosscheck import Backend, Check, Difference
+from .measure import Statistics
+
+
+@dataclass
+class Findings:
+    """All that was found in a number of files.
+
+    Attributes:
+        backends: what was compared, the reference first.
+        formats: the formats, in the order of the tables.
+        files: of each file, the tensors with their checks in the order of `formats`.
+        skipped: of each file, the tensors that were not checked.
+        inputs: of each file and tensor that was checked by name, the SHA-256 of its bytes.
+    """
+
+    backends: Sequence[Backend]
+    formats: Sequence[Format]
+    files: dict[Path, list[tuple[Tensor, list[Check]]]] = field(default_factory=dict)
+    skipped: dict[Path, list[Tensor]] = field(default_factory=dict)
+    inputs: dict[tuple[Path, str], str] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was checked."""
+        return not any(self.files.values())
+
+    @property
+    def identical(self) -> bool:
+        return all(check.identical for _, _, check in self.checks())
+
+    def checks(self) -> Iterable[tuple[Path, Tensor, Check]]:
+        """Every check that was made."""
+        for path, tensors in self.files.items():
+            for tensor, checks in tensors:
+                for check in checks:
+                    yield path, tensor, check
+
+    def by_format(self) -> dict[Format, tuple[int, Statistics]]:
+        """Of each format, how many tensors differ between backends, and the statistics of all tensors."""
+        summary = {format: (0, Statistics()) for format in self.formats}
+        for _, _, check in self.checks():
+            differing, statistics = summary[check.format]
+            statistics.add(check.statistics)
+            summary[check.format] = (differing + (not check.identical), statistics)
+        return summary
+
+    def differences(self) -> list[tuple[Path, Tensor, Format, Difference]]:
+        """Every difference, with where it is."""
+        return [(path, tensor, check.format, d) for path, tensor, check in self.checks() for d in check.differences]
+
+
+def to_json(findings: Findings, versions: Mapping[str, str]) -> dict[str, object]:
+    """The report as plain values. SQNR is null where nothing was lost (or nothing was there)."""
+    files = []
+    for path, tensors in findings.files.items():
+        checked = [
+            {
+                **_identity(tensor),
+                "sha256": findings.inputs[path, tensor.name],
+                "checks": [
+                    {
+                        "format": check.format.name,
+                        "identical": check.identical,
+                        "differences": [asdict(d) for d in check.differences],
+                        **_numbers(check.statistics),
+                        "codes_sha256": check.codes_sha256,
+                        "scales_sha256": check.scales_sha256,
+                        "values_sha256": check.values_sha256,
+                    }
+                    for check in checks
+                ],
+            }
+            for tensor, checks in tensors
+        ]
+        skipped = [{**_identity(tensor), "reason": tensor.skipped} for tensor in findings.skipped[path]]
+        files.append({"path": str(path), "tensors": checked, "skipped": skipped})
+    summary = [
+        {"format": format.name, "identical": differing == 0, "differing_tensors": differing, **_numbers(statistics)}
+        for format, (differing, statistics) in findings.by_format().items()
+    ]
+    return {
+        "versions": dict(versions),
+        "backends": {backend.name: backend.version for backend in findings.backends},
+        "identical": findings.identical,
+        "formats": summary,
+        "files": files,
+    }
+
+
+def _identity(tensor: Tensor) -> dict[str, object]:
+    return {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+
+
+def _numbers(statistics: Statistics) -> dict[str, object]:
+    return {
+        "sqnr_db": statistics.sqnr_db if math.isfinite(statistics.sqnr_db) else None,
+        "largest_relative_error": statistics.largest_relative_error,
+        "saturated_share": statistics.saturated_share,
+        "flushed_share": statistics.flushed_share,
+        "elements": statistics.elements,
+        "excluded": statistics.excluded,
+        "bytes": statistics.stored_bytes,
+        "original_bytes": statistics.original_bytes,
+        "scale_exponents": {str(e): n for e, n in sorted(statistics.exponents.items())},
+    }
+
+
+def format_table(findings: Findings) -> list[str]:
+    """A head, and one line for each format, all tensors together."""
+    rows: list[tuple[str, ...]] = [("format", "equal", *_TITLES)]
+    for format, (differing, statistics) in findings.by_format().items():
+        rows.append((format.name, _verdict(differing), *_cells(statistics)))
+    return _aligned(rows, left=2)
+
+
+def tensor_table(findings: Findings) -> list[str]:
+    """A head, and one line for each tensor and format."""
+    rows: list[tuple[str, ...]] = [("tensor", "format", "equal", *_TITLES)]
+    for _, tensor, check in findings.checks():
+        rows.append((tensor.name, check.format.name, _verdict(len(check.differences)), *_cells(check.statistics)))
+    return _aligned(rows, left=3)
+
+
+def comparison_table(comparison: Comparison) -> list[str]:
+    """A head, and one line for each format of two reports."""
+    rows: list[tuple[str, ...]] = [("format", "equal", "tensors")]
+    for format, tensors in comparison.compared.items():
+        rows.append((format, _verdict(comparison.differing[format]), str(tensors)))
+    return _aligned(rows, left=2)
+
+
+_TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
+
+
+def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
+    """Rows as lines, never wrapped, so that each can be searched for: the first columns to the left, the rest to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _verdict(differing: int) -> str:
+    return f"NO ({differing})" if differing else "yes"
+
+
+def _cells(statistics: Statistics) -> tuple[str, ...]:
+    sqnr = statistics.sqnr_db
+    return (
+        f"{sqnr:.2f}" if math.isfinite(sqnr) else ("exact" if sqnr > 0 else "-"),
+        f"{statistics.largest_relative_error:.3g}",
+        _percent(statistics.saturated_share),
+        _percent(statistics.flushed_share),
+        f"{statistics.stored_bytes / max(statistics.original_bytes, 1):.1%}",
+    )
+
+
+def _percent(share: float) -> str:
+    return "0" if share == 0 else f"{share:.3%}" if share >= 1e-5 else "<0.001%"

@@ -1,0 +1,118 @@
+"""What is refused, in the same words by every face and backend, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from ..formats import Format
+from . import bits, layout
+from .bits import Array
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def check_input(x: Array) -> None:
+    """Raises TypeError or ValueError where x is not a float32, float16 or bfloat16 array of two or more axes, or is masked."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("x must not be a masked array, whose masked values would be quantized too: pass x.filled(..) or x.data")
+    dtype = bits.dtype_name(x)
+    if dtype not in bits.FLOAT_DTYPES:
+        raise TypeError(f"x must be one of {', '.join(bits.FLOAT_DTYPES)}, got dtype {dtype}: cast it first")
+    if len(x.shape) < 2:
+        raise ValueError(f"x must have two or more axes, got shape {tuple(x.shape)}: reshape it to a matrix first")
+
+
+def check_eps(eps: float) -> None:
+    """Raises TypeError where eps is no number, ValueError where it is negative or no finite one of float32."""
+    if not isinstance(eps, Real):
+        raise TypeError(f"eps must be a number, got {type(eps).__name__}: {eps!r}")
+    if not 0 <= eps <= _LARGEST:
+        raise ValueError(f"eps must be finite in float32 and not negative, got {eps}")
+
+
+def check_limits(format: Format, eps: float, nominal: str) -> None:
+    """Raises ValueError where eps or the nominal dtype has no meaning for FP8 scales, or eps is given for other formats."""
+    if format.scale.name not in ("fp32", "pow2"):
+        if eps:
+            raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
+        return
+    check_eps(eps)
+    if nominal not in bits.LARGEST_FINITE:
+        raise ValueError(f"nominal must be one of {', '.join(bits.LARGEST_FINITE)}, got {nominal!r}")
+
+
+def check_output_dtype(dtype: str) -> None:
+    """Raises ValueError where dtype is not the name of one that can be dequantized to."""
+    if dtype not in bits.FLOAT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
+
+
+def output_dtype(dtype: Any) -> str:
+    """The name of what NumPy takes for a dtype; raises TypeError or ValueError where it can't be dequantized to."""
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}") from None
+    check_output_dtype(name)
+    return name
+
+
+def check_place(columns: int, origin: tuple[int, int]) -> None:
+    """Raises TypeError or ValueError where columns and origin are not integers of 0 or more."""
+    for name, values in (("columns", (columns,)), ("origin", tuple(origin))):
+        if not all(isinstance(value, int | np.integer) for value in values):
+            raise TypeError(f"{name} must be of integers, got {values}")
+        if len(values) != (2 if name == "origin" else 1) or min(values) < 0:
+            raise ValueError(f"{name} must be of integers of 0 or more, (row, column) for origin, got {values}")
+
+
+def check_square(format: Format) -> None:
+    """Raises ValueError where the codes of a transposed array are not the codes transposed."""
+    if format.block is not None and not format.square:
+        raise ValueError(
+            f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "
+            "use a format with square blocks, or dequantize, transpose and quantize again"
+        )
+
+
+def check_matrix(shape: Sequence[int]) -> None:
+    """Raises ValueError where an array has other than two axes, of which `.T` swaps the last two alone."""
+    if len(shape) != 2:
+        raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
+
+
+def check_codes(codes: Array, columns: int, format: Format) -> None:
+    """Raises TypeError or ValueError where codes are not uint8 rows of `columns` packed codes."""
+    if bits.dtype_name(codes) != "uint8":
+        raise TypeError(f"codes must be uint8 or {format.element.native_dtype} for {format}, got {bits.dtype_name(codes)}")
+    expected = layout.packed_columns(columns, format.element.bits)
+    if len(codes.shape) < 2 or codes.shape[-1] != expected:
+        raise ValueError(
+            f"codes of {format} with {columns} columns must have shape [..., rows, {expected}], got {tuple(codes.shape)}"
+        )
+
+
+def check_scales(
+    scales: Array, tensor_scale: Array | None, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)
+) -> None:
+    """Raises TypeError or ValueError where scales don't fit an array of `shape` in this format."""
+    if bits.dtype_name(scales) != format.scale.dtype:
+        names = " or ".join(dict.fromkeys((format.scale.dtype, format.scale.native_dtype)))
+        raise TypeError(f"scales of {format} must be {names}, got {bits.dtype_name(scales)}")
+    expected = layout.scales_shape(shape, format, origin)
+    if tuple(scales.shape) != expected:
+        raise ValueError(
+            f"scales of {format} for shape {tuple(shape)} at origin {origin} must have shape {expected}, "
+            f"got {tuple(scales.shape)}"
+        )
+    if (tensor_scale is None) == format.scale.two_level:
+        need = "needs a tensor_scale" if tensor_scale is None else "has no tensor_scale"
+        raise ValueError(f"{format} {need}")
+    if tensor_scale is not None and (bits.dtype_name(tensor_scale), tuple(tensor_scale.shape)) != ("float32", ()):
+        raise ValueError(
+            f"tensor_scale must be float32 of shape (), got {bits.dtype_name(tensor_scale)} {tuple(tensor_scale.shape)}"
+        )

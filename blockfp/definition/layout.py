@@ -1,0 +1,175 @@
+"""Where codes and scales lie: shapes, blocks, packing, and the scale layouts that matrix products want.
+
+The last two axes of an array are the matrix. Codes keep its shape, packed along the last axis; scales are compact, one per
+block, row-major. `origin` is the (row, column) of an array's first element in the unsharded matrix: blocks are counted
+from the unsharded matrix's start, so a shard's first block may be the rest of one that began on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, is_torch_array
+
+from ..formats import Format
+from .bits import Array
+
+Settle = Callable[[Array], Array]
+"""Returns its argument; a compiler stores what goes through it. Values per block, random words and codes to be packed are used
+many times, and a compiler that fuses all into one loop would work them out anew at each use."""
+
+
+def as_it_is(x: Array) -> Array:
+    """What libraries need that carry out one operation after another: they store everything."""
+    return x
+
+
+def codes_shape(shape: Sequence[int], format: Format) -> tuple[int, ...]:
+    """Shape of the stored codes (bytes) of an array of `shape`."""
+    return (*shape[:-1], packed_columns(shape[-1], format.element.bits))
+
+
+def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    """Shape of the stored scales of an array of `shape` whose first element lies at `origin`."""
+    if format.block is None:
+        return (1,) * len(shape)
+    grid = (block_grid(n, b, o) for n, b, o in zip(shape[-2:], format.block, origin, strict=True))
+    return (*shape[:-2], *grid)
+
+
+def block_grid(size: int, block: int, origin: int = 0) -> int:
+    """How many blocks of length `block`, counted from 0, the elements origin .. origin + size touch."""
+    return 0 if size == 0 else -(-(origin % block + size) // block)
+
+
+def packed_columns(columns: int, bits: int) -> int:
+    """Bytes in a row of `columns` codes of `bits` bits: 4-bit codes in pairs, 6-bit codes in fours."""
+    if bits == 8:
+        return columns
+    return -(-columns // 2) if bits == 4 else 3 * -(-columns // 4)
+
+
+def split_blocks(x: Array, block: tuple[int, int], origin: tuple[int, int] = (0, 0)) -> Array:
+    """[..., rows, columns] as [..., row blocks, block rows, column blocks, block columns], zeros where nothing is."""
+    *leading, rows, columns = x.shape
+    for axis, size, length, start in ((-2, rows, block[0], origin[0]), (-1, columns, block[1], origin[1])):
+        before = start % length if size else 0
+        x = _pad(x, before, block_grid(size, length, start) * length - before - size, axis)
+    grid = (x.shape[-2] // block[0], x.shape[-1] // block[1])
+    return x.reshape((*leading, grid[0], block[0], grid[1], block[1]))
+
+
+def join_blocks(x: Array, shape: Sequence[int], origin: tuple[int, int] = (0, 0)) -> Array:
+    """The inverse of `split_blocks`: an array of `shape`."""
+    *leading, row_blocks, block_rows, column_blocks, block_columns = x.shape
+    x = x.reshape((*leading, row_blocks * block_rows, column_blocks * block_columns))
+    row, column = origin[0] % block_rows, origin[1] % block_columns
+    return x[..., row : row + shape[-2], column : column + shape[-1]]
+
+
+def _pad(x: Array, before: int, after: int, axis: int) -> Array:
+    if before == after == 0:
+        return x
+    xp = array_namespace(x)
+
+    def zeros(width: int) -> Array:
+        shape = list(x.shape)
+        shape[axis] = width
+        return xp.zeros(tuple(shape), dtype=x.dtype, **on_device_of(x))
+
+    return xp.concat([zeros(before), x, zeros(after)], axis=axis)
+
+
+def on_device_of(x: Array) -> dict[str, Any]:
+    """Keyword that creates an array beside x: torch must be told where; JAX places it itself, under a trace too."""
+    return {"device": x.device} if is_torch_array(x) else {}
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """Codes, one a byte along the last axis, packed into bytes and filled up with zero codes.
+
+    Two 4-bit codes a byte, low nibble first. Four 6-bit codes in three bytes, the first in the low bits.
+    """
+    if bits == 8:
+        return codes
+    xp = array_namespace(codes)
+    if bits == 4:
+        pairs = _groups(codes, 2)
+        return pairs[..., 0] | (pairs[..., 1] << 4)
+    fours = xp.astype(_groups(codes, 4), xp.int32)
+    word = fours[..., 0] | (fours[..., 1] << 6) | (fours[..., 2] << 12) | (fours[..., 3] << 18)
+    threes = xp.stack([word & 0xFF, (word >> 8) & 0xFF, word >> 16], axis=-1)
+    return xp.astype(threes, xp.uint8).reshape((*codes.shape[:-1], packed_columns(codes.shape[-1], 6)))
+
+
+def unpack(packed: Array, bits: int, columns: int) -> Array:
+    """The inverse of `pack`: uint8 codes of a row of `columns`, one a byte."""
+    if bits == 8:
+        return packed
+    xp = array_namespace(packed)
+    if bits == 4:
+        codes = xp.stack([packed & 0xF, packed >> 4], axis=-1)
+    else:
+        threes = xp.astype(_groups(packed, 3), xp.int32)
+        word = threes[..., 0] | (threes[..., 1] << 8) | (threes[..., 2] << 16)
+        codes = xp.astype(xp.stack([(word >> (6 * i)) & 0x3F for i in range(4)], axis=-1), xp.uint8)
+    *leading, groups, size = codes.shape
+    return codes.reshape((*leading, groups * size))[..., :columns]
+
+
+def _groups(x: Array, size: int) -> Array:
+    """[..., n] as [..., ceil(n / size), size], filled with zeros."""
+    groups = -(-x.shape[-1] // size)
+    x = _pad(x, 0, groups * size - x.shape[-1], -1)
+    return x.reshape((*x.shape[:-1], groups, size))
+
+
+def pad_scales(scales: Array, rows: int = 128, columns: int = 4) -> Array:
+    """[..., m, n] scales padded with zeros to multiples of `rows` and `columns`."""
+    m, n = scales.shape[-2:]
+    return _pad(_pad(scales, 0, -m % rows, -2), 0, -n % columns, -1)
+
+
+def interleave_scales(scales: Array) -> Array:
+    """One-byte scales in the order that block-scaled tensor-core products read: tiles of 128 rows by 4 scales.
+
+    Scale (i, j) of the matrix padded to [128 a, 4 b] goes to byte
+    ((i // 128) * b + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4 (cuBLAS, "1D block scaling factors").
+
+    Args:
+        scales: uint8 [..., m, n], one scale for each row of the operand (see `repeat_scales`).
+
+    Returns:
+        uint8 [..., 512 * a * b].
+    """
+    xp = array_namespace(scales)
+    padded = pad_scales(scales)
+    *leading, m, n = padded.shape
+    tiles = padded.reshape((*leading, m // 128, 4, 32, n // 4, 4))
+    return _permute(xp, tiles, (0, 3, 2, 1, 4)).reshape((*leading, m * n))
+
+
+def deinterleave_scales(interleaved: Array, shape: tuple[int, int]) -> Array:
+    """The inverse of `interleave_scales`: [..., m, n] for `shape` (m, n), padding removed."""
+    xp = array_namespace(interleaved)
+    m, n = (-(-size // unit) * unit for size, unit in zip(shape, (128, 4), strict=True))
+    tiles = interleaved.reshape((*interleaved.shape[:-1], m // 128, n // 4, 32, 4, 4))
+    padded = _permute(xp, tiles, (0, 3, 2, 1, 4)).reshape((*interleaved.shape[:-1], m, n))
+    return padded[..., : shape[0], : shape[1]]
+
+
+def _permute(xp, x: Array, last_axes: tuple[int, ...]) -> Array:
+    leading = x.ndim - len(last_axes)
+    return xp.permute_dims(x, (*range(leading), *(leading + axis for axis in last_axes)))
+
+
+def repeat_scales(scales: Array, block_rows: int, rows: int) -> Array:
+    """Scales of square blocks, [..., ceil(rows / block_rows), n], repeated for each row: [..., rows, n]."""
+    xp = array_namespace(scales)
+    return xp.repeat(scales, block_rows, axis=-2)[..., :rows, :]
+
+
+def swap_matrix(x: Array) -> Array:
+    """x with its last two axes swapped."""
+    return _permute(array_namespace(x), x, (1, 0))

@@ -1,0 +1,356 @@
+"""Quantize and dequantize: the definition, written once over an array namespace.
+
+NumPy, PyTorch and JAX arrays go through the same lines, eager, jitted or compiled, and give the same bits. Kernels are held
+against this module. It works in three steps, which callers that share blocks across devices take apart:
+
+    amax(x)             the largest magnitude of each block, as integers that an integer maximum reduces over ranks
+    quantize(.., amax)  scales from amaxes, then codes
+    encode(x, scales)   codes for scales that are already there
+
+Rowwise is along the last axis. Columnwise is `quantize` of the transposed array: there is no second path.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from array_api_compat import array_namespace
+
+from ..formats import E4M3, ElementFormat, Format
+from . import bits, layout, scaling
+from .bits import Array
+from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
+from .decoding import scaled
+from .layout import Settle, as_it_is
+from .rounding import Key, random_bytes, round_to_element
+
+Origin = tuple[int, int]
+
+
+class Quantized(NamedTuple):
+    """Codes and scales as they are stored.
+
+    Attributes:
+        codes: uint8, the array's shape, packed along the last axis (`layout.codes_shape`).
+        scales: uint8 or float32, one for each block (`layout.scales_shape`).
+        tensor_scale: float32, shape (), for two-level formats; else None.
+    """
+
+    codes: Array
+    scales: Array
+    tensor_scale: Array | None
+
+
+class Amax(NamedTuple):
+    """Largest magnitudes, ready to be reduced over ranks by an elementwise integer maximum of every field.
+
+    Attributes:
+        blocks: int32 fp32 bits, the shape of the scales; NaN ignored.
+        nan: int32, 1 where the block holds a NaN; None where the element format has a NaN of its own.
+        tensor: int32 fp32 bits, shape (), for two-level formats; else None.
+    """
+
+    blocks: Array
+    nan: Array | None
+    tensor: Array | None
+
+
+class _Scales(NamedTuple):
+    stored: Array  # int32: the stored bytes, or fp32 bits
+    tensor: Array | None  # int32 bits of tensor_scale
+    multiplier: Array  # int32: fp32 bits of what x is multiplied with, or for E8M0 the exponent to subtract
+
+
+def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
+    """The largest magnitude of each block of x, NaN ignored.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., rows, columns].
+        format: the format whose blocks to use.
+        origin: (row, column) of x's first element in the unsharded matrix.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    return _amax(bits.from_float(x), format, origin)
+
+
+def _amax(pattern: Array, format: Format, origin: Origin) -> Amax:
+    xp = array_namespace(pattern)
+    magnitude = pattern & bits.MAGNITUDE
+    is_nan = magnitude > bits.INFINITY
+    magnitude = xp.where(is_nan, 0, magnitude)
+    if format.block is None:
+        whole = _largest(magnitude, tuple(range(magnitude.ndim)))
+        return Amax(whole.reshape((1,) * pattern.ndim), None, None)
+    blocks = _largest(layout.split_blocks(magnitude, format.block, origin), (-3, -1))
+    nan = None
+    if not format.element.has_nan:
+        nan = _largest(layout.split_blocks(xp.astype(is_nan, xp.int32), format.block, origin), (-3, -1))
+    tensor = _largest(blocks, tuple(range(blocks.ndim))) if format.scale.two_level else None
+    return Amax(blocks, nan, tensor)
+
+
+def _largest(x: Array, axes: tuple[int, ...]) -> Array:
+    """Maximum over axes, 0 where there is nothing to compare."""
+    xp = array_namespace(x)
+    if 0 not in x.shape:
+        return xp.max(x, axis=axes)
+    reduced = {axis % x.ndim for axis in axes}
+    shape = tuple(size for axis, size in enumerate(x.shape) if axis not in reduced)
+    return xp.zeros(shape, dtype=x.dtype, **layout.on_device_of(x))
+
+
+def quantize(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Key | None = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+    multiplier: Array | None = None,
+    settle: Settle = as_it_is,
+) -> Quantized:
+    """Quantizes x in blocks of its last two axes.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., rows, columns].
+        format: a `Format` or its name.
+        key: None rounds to nearest even; a seed or two uint32 words round stochastically.
+        eps: amaxes are lifted to it before they become scales (FP8 per tensor and FP8 blocks only).
+        nominal: name of the dtype whose largest finite value replaces an infinite FP8 block multiplier; x's own by default.
+        origin: (row, column) of x's first element in the unsharded matrix. Blocks are counted from there, and so is the
+            random index. A row or column known only at run time must lie on a block boundary.
+        shape: (rows, columns) of the unsharded matrix, for the random index; by default it ends where x ends.
+        amax: amaxes of these blocks, already reduced over the ranks that share them; computed from x by default.
+        multiplier: float32 with one element, positive and finite: what delayed scaling multiplies x with, in a format with one
+            scale per tensor, whatever the amax. The stored scale is its reciprocal.
+        settle: how a compiler is told what to work out only once; see `layout.Settle`.
+
+    Raises:
+        TypeError: x's dtype is not supported.
+        ValueError: x has fewer than two axes, or the format, key or another argument is not valid.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    nominal = nominal or bits.dtype_name(x)
+    check_limits(format, eps, nominal)
+    xp = array_namespace(x)
+    pattern = bits.from_float(x)
+    phase = _phase(format, origin)
+    if multiplier is not None:
+        given = _delayed(multiplier, format, amax).reshape((1,) * x.ndim)
+        codes = _codes(pattern, format, given, key, origin, shape, settle)
+        return Quantized(codes, scaling.reciprocal(given).view(xp.float32), None)
+    if amax is None:
+        amax = _amax(pattern, format, phase)
+    scales = _scales(amax, format, eps, nominal)
+    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, settle)
+    stored = scales.stored
+    if amax.nan is not None:
+        stored = xp.where(amax.nan > 0, format.scale.nan_code, stored)
+    if format.scale.dtype == "float32":
+        stored = stored.view(xp.float32)
+    else:
+        stored = xp.astype(stored, xp.uint8)
+    return Quantized(codes, stored, None if scales.tensor is None else scales.tensor.view(xp.float32))
+
+
+def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
+    """fp32 bits of a multiplier that is given instead of an amax."""
+    if not format.per_tensor or amax is not None:
+        raise ValueError(f"multiplier is for formats with one scale per tensor and stands instead of amax, got {format}")
+    return bits.from_float(multiplier)
+
+
+def _phase(format: Format, origin: Origin) -> Origin:
+    """Where in its block x begins; an origin known only at run time is taken to be aligned."""
+    block = format.block or (1, 1)
+    row, column = (o % b if isinstance(o, int) else 0 for o, b in zip(origin, block, strict=True))
+    return row, column
+
+
+def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
+    element, rule = format.element, format.scale.name
+    if rule == "e4m3":
+        xp = array_namespace(amax.blocks)
+        tensor_amax = xp.reshape(amax.tensor, (1,) * amax.blocks.ndim)
+        multiplier = scaling.nvfp4_multiplier(tensor_amax, element)
+        stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
+        tensor_scale = scaling.reciprocal(multiplier)
+        decode = scaled(stored, E4M3, tensor_scale)
+        return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
+    if rule.startswith("e8m0"):
+        stored = scaling.e8m0_scale(amax.blocks, element, rule)
+        return _Scales(stored, None, stored - 127)
+    largest = bits.FP32_MAX if format.per_tensor else bits.LARGEST_FINITE[nominal]
+    multiplier = scaling.fp8_multiplier(scaling.lift(amax.blocks, eps), element, format.scale, largest)
+    return _Scales(scaling.reciprocal(multiplier), None, multiplier)
+
+
+def encode(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Key | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    settle: Settle = as_it_is,
+) -> Array:
+    """Codes of x for scales that are already there: what a route through high precision does with the scales it carried.
+
+    Encoding what was dequantized to fp32, with its own scales, gives its codes back wherever a value tells its code: not
+    where the scale is NaN or zero, nor for values beyond fp32 (the largest inputs may round up to 2^128).
+
+    Args:
+        x: float32, float16 or bfloat16, [..., rows, columns].
+        format: a `Format` or its name.
+        scales: stored (decode) scales of x's blocks.
+        tensor_scale: float32, shape (), for two-level formats.
+        key, origin, shape, settle: as for `quantize`.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    check_scales(scales, tensor_scale, x.shape, format, _phase(format, origin))
+    xp = array_namespace(x)
+    if format.scale.name.startswith("e8m0"):
+        multiplier = bits.at_most(xp.astype(scales, xp.int32), 0xFE) - 127
+    else:
+        decode = _decode_scale(scales, tensor_scale, format)
+        magnitude = decode & bits.MAGNITUDE
+        multiplier = scaling.clamped_reciprocal(xp.where(magnitude >= bits.INFINITY, bits.FP32_MAX, magnitude))
+    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, settle)
+
+
+def _codes(
+    pattern: Array,
+    format: Format,
+    multiplier: Array,
+    key: Key | None,
+    origin: Origin,
+    shape: tuple[int, int] | None,
+    settle: Settle,
+) -> Array:
+    xp = array_namespace(pattern)
+    element, own_shape, phase = format.element, pattern.shape, _phase(format, origin)
+    if 0 in own_shape:
+        return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
+    random = None if key is None else element_bytes(pattern, key, origin, shape, settle)
+    exponents = format.scale.name.startswith("e8m0")
+    if format.block is not None:
+        pattern = layout.split_blocks(pattern, format.block, phase)
+        multiplier = (multiplier if exponents else settle(multiplier))[..., :, None, :, None]
+        random = None if random is None else layout.split_blocks(random, format.block, phase)
+    magnitude = pattern & bits.MAGNITUDE
+    significand, exponent = bits.split(magnitude)
+    if exponents:
+        exponent = exponent - multiplier
+    else:
+        significand, exponent = bits.multiply((significand, exponent), bits.split(multiplier))
+    code = round_to_element(significand, exponent, element, random)
+    code = _apply_sign(code, pattern < 0, element)
+    code = xp.where(magnitude > bits.INFINITY, element.nan_code, code)
+    code = xp.astype(code, xp.uint8)
+    if format.block is not None:
+        code = layout.join_blocks(code, own_shape, phase)
+    return layout.pack(settle(code), element.bits) if element.packed else code
+
+
+def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
+    xp = array_namespace(code)
+    if element.signed == "complement":
+        return xp.where(negative, -code, code) & 0xFF
+    return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
+
+
+def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = as_it_is) -> Array:
+    """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
+    xp = array_namespace(pattern)
+    *leading, rows, columns = pattern.shape
+    total_rows, total_columns = shape or (origin[0] + rows, origin[1] + columns)
+    matrices = 1
+    for size in leading:
+        matrices *= size
+    device = layout.on_device_of(pattern)
+    starts = xp.arange(matrices, dtype=xp.int32, **device)[:, None] * total_rows
+    index = (starts + xp.arange(rows, dtype=xp.int32, **device)[None, :]).reshape((-1,)) + origin[0]
+    return random_bytes(key, index, columns, origin[1], total_columns, settle).reshape(pattern.shape)
+
+
+def dequantize(
+    codes: Array,
+    scales: Array,
+    tensor_scale: Array | None,
+    format: Format | str,
+    dtype: str,
+    *,
+    columns: int,
+    origin: Origin = (0, 0),
+    settle: Settle = as_it_is,
+) -> Array:
+    """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
+
+    Args:
+        codes: uint8, packed along the last axis.
+        scales: uint8 or float32, one for each block.
+        tensor_scale: float32, shape (), for two-level formats; else None.
+        format: a `Format` or its name.
+        dtype: "float32", "float16" or "bfloat16".
+        columns: length of the last axis, which packing hides.
+        origin: (row, column) of the first element in the unsharded matrix.
+        settle: as for `quantize`.
+    """
+    format = Format.parse(format)
+    check_output_dtype(dtype)
+    shape = (*codes.shape[:-1], columns)
+    phase = _phase(format, origin)
+    check_codes(codes, columns, format)
+    check_scales(scales, tensor_scale, shape, format, phase)
+    xp = array_namespace(codes)
+    if 0 in shape:
+        return bits.to_float(xp.zeros(shape, dtype=xp.int32, **layout.on_device_of(codes)), dtype)
+    code = layout.unpack(codes, format.element.bits, columns)
+    code = xp.astype(settle(code) if format.element.bits == 6 else code, xp.int32)
+    decode = _decode_scale(scales, tensor_scale, format)
+    if format.block is not None:
+        code = layout.split_blocks(code, format.block, phase)
+        decode = decode[..., :, None, :, None]
+    value = scaled(code, format.element, decode, power_of_two=format.scale.name.startswith("e8m0"))
+    if format.block is not None:
+        value = layout.join_blocks(value, shape, phase)
+    return bits.to_float(value, dtype)
+
+
+def _decode_scale(scales: Array, tensor_scale: Array | None, format: Format) -> Array:
+    """fp32 bits of the decode scale of each block."""
+    xp = array_namespace(scales)
+    if format.scale.dtype == "float32":
+        return scales.view(xp.int32)
+    stored = xp.astype(scales, xp.int32)
+    if tensor_scale is None:
+        return scaling.e8m0_bits(stored)
+    return scaled(stored, E4M3, tensor_scale.reshape((1,) * scales.ndim).view(xp.int32))
+
+
+def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+    """Codes and scales of the transposed matrix, exactly: only for square blocks and one scale per tensor.
+
+    Args:
+        codes: uint8 [..., rows, bytes].
+        scales: scales of the same array.
+        format: a `Format` or its name.
+        columns: length of the last axis.
+
+    Raises:
+        ValueError: the format's blocks are not square, so no transpose of its codes is exact.
+    """
+    format = Format.parse(format)
+    check_square(format)
+    check_codes(codes, columns, format)
+    element = format.element
+    flipped = layout.pack(layout.swap_matrix(layout.unpack(codes, element.bits, columns)), element.bits)
+    return flipped, layout.swap_matrix(scales)

@@ -1,0 +1,204 @@
+"""Rounding to an element: nearest even, and stochastic rounding whose random bits are a pure function of key and position.
+
+Stochastic rounding draws from Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011), the generator of `jax.random`, counting the element's row-major index in the unsharded array. So every framework,
+mesh and kernel draws the same bits, and a shard needs nothing but to know where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from ..formats import ElementFormat
+from . import bits
+from .bits import Array
+from .layout import Settle, as_it_is, on_device_of
+
+Key = Any
+"""An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def round_to_element(significand: Array, exponent: Array, element: ElementFormat, random_byte: Array | None = None) -> Array:
+    """Magnitude code of a split number (see `bits`), saturated at the element's largest finite value.
+
+    Args:
+        significand: int32, point 23.
+        exponent: int32, any.
+        element: the element format.
+        random_byte: int32 0..255 for stochastic rounding, None for nearest even.
+    """
+    exponent = bits.at_most(exponent, element.emax + 2)
+    if random_byte is None:
+        code = bits.round_nearest(significand, exponent, element.mantissa_bits, element.emin)
+    else:
+        code = bits.round_stochastic(significand, exponent, element.mantissa_bits, element.emin, random_byte)
+    return bits.at_most(code, element.max_code)
+
+
+def key_words(key: Key) -> tuple[Any, Any]:
+    """The two words of a key: Python ints of 0..2^32 - 1, or elements of the array it is.
+
+    An integer seed s is (s >> 32, s & 0xffffffff).
+
+    Raises:
+        ValueError: a seed outside 0..2^64 - 1, or something that isn't two words of 0..2^32 - 1.
+    """
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        seed = int(key)
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"key must be a seed in 0..2^64 - 1 or two uint32 words, got {key}")
+        return seed >> 32, seed & 0xFFFFFFFF
+    words: Any = key
+    if hasattr(words, "dtype"):
+        # Of the libraries' arrays only NumPy's are looked into: others may be traced, or on a device that would be waited for.
+        beyond = isinstance(words, np.ndarray) and words.dtype == np.int64 and (words >> 32).any()
+        if tuple(words.shape) == (2,) and bits.dtype_name(words) in ("uint32", "int32", "int64") and not beyond:
+            return words[0], words[1]
+    elif isinstance(words, Sequence) and len(words) == 2 and all(isinstance(w, int | np.integer) for w in words):
+        first, second = int(words[0]), int(words[1])
+        if 0 <= first < 1 << 32 and 0 <= second < 1 << 32:
+            return first, second
+    raise ValueError(f"key must be an integer seed or two uint32 words, got {key!r}")
+
+
+def _key_arrays(key: Key, like: Array) -> tuple[Array, Array]:
+    """The key's words as int32 arrays of shape (1,) in the namespace of `like`."""
+    xp = array_namespace(like)
+
+    def word(value: Any) -> Array:
+        if isinstance(value, int):
+            return xp.full((1,), _signed(value), dtype=xp.int32, **on_device_of(like))
+        if array_namespace(value) is not xp:
+            return word(int(value))
+        value = value.reshape((1,))
+        # A uint32 in torch can do little but be viewed as int32.
+        return value.view(xp.int32) if bits.dtype_name(value) == "uint32" else xp.astype(value, xp.int32)
+
+    first, second = key_words(key)
+    return word(first), word(second)
+
+
+def _signed(word: int) -> int:
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+def shift_right(x: Array, places: int) -> Array:
+    """Logical right shift of int32 by 1 to 31 places."""
+    return (x >> places) & ((1 << (32 - places)) - 1)
+
+
+def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds: two int32 words for each pair of counter words, in wrapping int32 arithmetic."""
+    k0, k1 = key
+    schedule = (k0, k1, k0 ^ k1 ^ 0x1BD11BDA)
+    x0, x1 = counter[0] + k0, counter[1] + k1
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | shift_right(x1, 32 - rotation)) ^ x0
+        x0 = x0 + schedule[(block + 1) % 3]
+        x1 = x1 + (schedule[(block + 2) % 3] + (block + 1))
+    return x0, x1
+
+
+def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
+    """A new key from a key and a number: Threefry(key, (0, data)), equal to `jax.random.fold_in`.
+
+    Args:
+        key: a seed, two words, or an array of two words; an array gives an array (int32) of its library.
+        data: an int in 0..2^32 - 1, or a 0-d integer array of the key's library.
+    """
+    like = key if hasattr(key, "dtype") else np.zeros(2, np.int32)
+    xp = array_namespace(like)
+    if isinstance(data, int):
+        low = xp.full((1,), _signed(data), dtype=xp.int32, **on_device_of(like))
+    else:
+        low = xp.astype(data.reshape((1,)), xp.int32)
+    words = threefry2x32(_key_arrays(key, like), (xp.zeros_like(low), low))
+    if hasattr(key, "dtype"):
+        return xp.concat(words)
+    return int(words[0][0]) & 0xFFFFFFFF, int(words[1][0]) & 0xFFFFFFFF
+
+
+ROWWISE, COLUMNWISE = 0, 1
+"""What of a gradient is rounded, as `gradient_key` is told."""
+
+
+def gradient_key(
+    key: Key, direction: int, coordinate: int | Array | None = None, group: int | Array | None = None
+) -> tuple[int, int] | Array:
+    """The key of one cast of a layer's gradient, the same rule in every framework.
+
+    Args:
+        key: of the layer and step; equal on all ranks.
+        direction: `ROWWISE` or `COLUMNWISE`.
+        coordinate: where this rank lies on the data-parallel axes, row-major in the mesh's order: its rows are a tensor of
+            their own. Folded in first. None where no axis divides the batch; nothing is folded in then.
+        group: number of the group, in a layer with a weight for each of several; folded in last. None in others.
+    """
+    key = fold_in(key if coordinate is None else fold_in(key, coordinate), direction)
+    return key if group is None else fold_in(key, group)
+
+
+def random_bytes(
+    key: Key,
+    rows: Array,
+    columns: int,
+    first_column: int | Array,
+    row_length: int | Array,
+    settle: Settle = as_it_is,
+) -> Array:
+    """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
+
+    Element i of the unsharded array takes byte i & 7 of the two words (little-endian, first word first) that Threefry
+    gives for the counter i >> 3.
+
+    Args:
+        key: the key.
+        rows: int32 row numbers in the unsharded array, its leading axes counted as rows.
+        columns: how many elements of each row.
+        first_column: column of the first one.
+        row_length: columns of the unsharded array.
+        settle: see `layout.Settle`.
+    """
+    xp = array_namespace(rows)
+    high, low = _multiply_wide(rows, row_length)
+    start = low + first_column
+    high = high + xp.astype(_less_unsigned(start, low), xp.int32)
+    known = isinstance(row_length, int) and isinstance(first_column, int)
+    aligned = known and row_length % 8 == 0 and first_column % 8 == 0
+    groups = -(-columns // 8) if aligned else (columns + 14) // 8
+    first, second = _key_arrays(key, rows)
+    counter_low = ((high << 29) | shift_right(start, 3))[:, None]
+    counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]
+    carry = xp.astype(_less_unsigned(counter, counter_low), xp.int32)
+    words = threefry2x32((first[:, None], second[:, None]), (shift_right(high, 3)[:, None] + carry, counter))
+    words = settle(words[0]), settle(words[1])
+    octets = [(word >> (8 * i)) & 0xFF for word in words for i in range(4)]
+    octets = xp.stack(octets, axis=-1).reshape((rows.shape[0], groups * 8))
+    if aligned:
+        return octets[:, :columns]
+    offset = (start & 7)[:, None]
+    chosen = octets[:, :columns]
+    for i in range(1, 8):
+        chosen = xp.where(offset == i, octets[:, i : i + columns], chosen)
+    return chosen
+
+
+def _less_unsigned(a: Array, b: Array) -> Array:
+    return (a ^ bits.SIGN) < (b ^ bits.SIGN)
+
+
+def _multiply_wide(a: Array, b: int) -> tuple[Array, Array]:
+    """(high, low) words of the 64-bit products of non-negative int32 a and b, by 16-bit limbs."""
+    a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    low, cross = a0 * b0, (a1 * b0, a0 * b1)
+    middle = shift_right(low, 16) + (cross[0] & 0xFFFF) + (cross[1] & 0xFFFF)
+    return a1 * b1 + (cross[0] >> 16) + (cross[1] >> 16) + (middle >> 16), (low & 0xFFFF) | (middle << 16)

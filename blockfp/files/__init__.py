@@ -1,0 +1,1 @@
+"""Model files and checkpoints: reading, writing, and the layouts of other libraries."""

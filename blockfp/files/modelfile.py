@@ -1,0 +1,317 @@
+"""Model files, tensor by tensor: reading .safetensors, .npy and .npz, writing .safetensors.
+
+Opening a file reads its header and holds it against the file's size; a tensor's data are read when asked for, so memory holds
+one tensor at a time. safetensors is a JSON header before raw little-endian data; the library's NumPy interface has neither
+bfloat16 nor the small floats, hence the few lines here, and the library checks what they don't.
+
+Anybody may have written a file. Only regular ones are opened, a header has a length that it must keep to
+(`untrusted.HEADER_BYTES`, and NumPy's 10,000 bytes), and nothing is allocated for data that the file can't hold.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+
+from ..errors import BadFile
+from . import untrusted
+
+_NAMES = "F64 float64, F32 float32, F16 float16, I64 int64, I32 int32, I16 int16, I8 int8, BOOL bool, C64 complex64"
+_NAMES += ", U64 uint64, U32 uint32, U16 uint16, U8 uint8"
+_SMALL = "BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu"
+
+DTYPES = {tag: np.dtype(name) for tag, name in (pair.split() for pair in _NAMES.split(", "))}
+DTYPES |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split() for pair in _SMALL.split(", "))}
+"""NumPy's dtype for safetensors' name of it."""
+
+TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+"""safetensors' name for a NumPy dtype."""
+
+METADATA = "__metadata__"
+"""What a header calls the file's strings, and no tensor can be called."""
+
+_MOST_AXES = 64
+_DEFLATED = 1032
+"""The most bytes that one of a deflated stream can stand for."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file, its data not read yet.
+
+    Attributes:
+        name: its key in the file; for .npy the file's stem.
+        dtype: NumPy's dtype.
+        shape: its shape.
+        read: reads the data. Raises `BadFile`.
+    """
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def skipped(self) -> str | None:
+        """Why it can't be quantized, or None where it can."""
+        if self.dtype.name not in ("float32", "float16", "bfloat16"):
+            return f"dtype {self.dtype.name}"
+        if len(self.shape) < 2:
+            return f"{len(self.shape)} axis" if len(self.shape) else "a scalar"
+        return None
+
+
+@dataclass(frozen=True)
+class Model:
+    """An open file: its tensors in the file's order, and the metadata of a .safetensors."""
+
+    path: Path
+    tensors: tuple[Tensor, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def open_model(path: Path) -> Model:
+    """Reads the header of a .safetensors, .npy or .npz file.
+
+    bfloat16 in .npy and .npz, which NumPy writes as two bytes without a type ("V2"), is read as such.
+
+    Raises:
+        BadFile: no such file, another kind of file, or one that is truncated or corrupt.
+    """
+    readers = {".safetensors": _open_safetensors, ".npy": _open_npy, ".npz": _open_npz}
+    if path.suffix not in readers:
+        raise BadFile(path, f"the name must end in {', '.join(readers)}")
+    with _failing_as_bad_file(path):
+        return readers[path.suffix](path)
+
+
+@contextmanager
+def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
+    """Whatever a library makes of what it doesn't expect: a BadFile of this file."""
+    try:
+        yield
+    except BadFile:
+        raise
+    except FileNotFoundError as error:
+        raise BadFile(path, "no such file", tensor) from error
+    except OSError as error:
+        raise BadFile(path, error.strerror or error, tensor) from error
+    except MemoryError as error:
+        raise BadFile(path, "it takes more memory than there is", tensor) from error
+    except Exception as error:
+        raise BadFile(path, error, tensor) from error
+
+
+def _problem_with_shape(shape: Sequence[int], dtype: np.dtype) -> str | None:
+    """Why no array can have it, or None."""
+    if len(shape) > _MOST_AXES or not all(map(untrusted.is_size, shape)):
+        return f"shape {_shortened(shape)} must be integers of 0 or more, {_MOST_AXES} at most"
+    if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+        return f"shape {_shortened(shape)} is larger than any memory"
+    return None
+
+
+def _shortened(shape: Sequence[int]) -> str:
+    text = repr(list(shape[: _MOST_AXES + 1]))
+    return text if len(text) < 200 else f"{text[:200]} .."
+
+
+def _open_safetensors(path: Path) -> Model:
+    with untrusted.open_regular(path) as file:
+        size = untrusted.length_of(file)
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise BadFile(path, f"not a safetensors file, or cut short: its header should have {length} bytes")
+        content = untrusted.read_header(file, length, "a header")
+    try:
+        header = untrusted.parse_json(content, "the header")
+    except ValueError as error:
+        raise BadFile(path, f"the header is not JSON: {error}") from error
+    try:
+        metadata = header.pop(METADATA, None) or {}
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors = tuple(_safetensors_entry(path, 8 + length, size, name, **entry) for name, entry in entries)
+    except BadFile:
+        raise
+    except Exception as error:
+        raise BadFile(path, f"the header is not one of safetensors: {error!r}") from error
+    # Holes, overlaps, double names.
+    with safe_open(path, framework="numpy"):
+        pass
+    return Model(path, tensors, metadata)
+
+
+def _safetensors_entry(
+    path: Path, data: int, size: int, name: str, *, dtype: str, shape: list[int], data_offsets: list[int]
+) -> Tensor:
+    if dtype not in DTYPES:
+        raise BadFile(path, f"dtype {dtype} is not known", name)
+    start, end = data_offsets
+    if not isinstance(shape, list) or not all(map(untrusted.is_size, data_offsets)):
+        raise BadFile(path, f"shape and data_offsets {_shortened(data_offsets)} must be integers of 0 or more", name)
+    if problem := _problem_with_shape(shape, DTYPES[dtype]):
+        raise BadFile(path, problem, name)
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - start != nbytes:
+        raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
+    if data + end > size:
+        raise BadFile(path, f"cut short: its data end at byte {data + end}, the file at {size}", name)
+
+    def read() -> np.ndarray:
+        with _failing_as_bad_file(path, name), untrusted.open_regular(path) as file:
+            file.seek(data + start)
+            content = bytearray(nbytes)
+            if file.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
+                raise BadFile(path, "cut short", name)
+            return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
+
+    return Tensor(name, DTYPES[dtype], tuple(shape), read)
+
+
+_Opened = Callable[[], AbstractContextManager[IO[bytes]]]
+
+
+def _open_npy(path: Path) -> Model:
+    with untrusted.open_regular(path) as file:
+        size = untrusted.length_of(file)
+    return Model(path, (_npy(path, path.stem, lambda: untrusted.open_regular(path), size),))
+
+
+def _open_npz(path: Path) -> Model:
+    with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        size = untrusted.length_of(file)
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+    if not members:
+        raise BadFile(path, "holds no arrays")
+    twice = [name for name, times in Counter(member.filename for member in members).items() if times > 1]
+    if twice or sum(member.compress_size for member in members) > size:
+        raise BadFile(path, f"{twice[0]!r} is there twice" if twice else "its arrays lie on one another, or beyond its end")
+
+    def opener(member: zipfile.ZipInfo) -> _Opened:
+        @contextmanager
+        def opened() -> Iterator[IO[bytes]]:
+            with untrusted.open_regular(path) as file, zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+                yield stream
+
+        return opened
+
+    return Model(path, tuple(_npy(path, _name_of(path, m), opener(m), m.file_size) for m in members))
+
+
+def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
+    """The array's name, once its length is one that so many bytes can have."""
+    name = member.filename.removesuffix(".npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise BadFile(path, f"is compressed by method {member.compress_type}: NumPy stores or deflates", name)
+    most = member.compress_size * (_DEFLATED if member.compress_type == zipfile.ZIP_DEFLATED else 1)
+    if member.file_size > most:
+        raise BadFile(path, f"should have {member.file_size} bytes, and {member.compress_size} can't hold them", name)
+    return name
+
+
+def _npy(path: Path, name: str, opened: _Opened, size: int) -> Tensor:
+    with _failing_as_bad_file(path, name):
+        with opened() as file:
+            shape, stored, header_size = _npy_header(path, name, file)
+        if stored.hasobject:
+            raise BadFile(path, "holds Python objects, which are not read", name)
+        if stored.subdtype is not None or not stored.itemsize:
+            raise BadFile(path, f"dtype {stored} is not read", name)
+        dtype = np.dtype(ml_dtypes.bfloat16) if stored.str in ("|V2", "<V2") else stored.newbyteorder("=")
+        if problem := _problem_with_shape(shape, dtype):
+            raise BadFile(path, problem, name)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if header_size + nbytes > size:
+            there = size - header_size
+            raise BadFile(path, f"cut short: {dtype.name} of shape {shape} has {nbytes} bytes, {there} are there", name)
+
+    def read() -> np.ndarray:
+        with _failing_as_bad_file(path, name):
+            with opened() as file:
+                x = np.lib.format.read_array(file, allow_pickle=False)
+                file.read(1)  # the end of a zip member, where its checksum is looked at
+            if (x.dtype, x.size) != (stored, math.prod(shape)):
+                raise BadFile(path, "was changed after it was opened", name)
+            # NumPy makes a scalar that it lays out anew one of shape (1,).
+            return x.view(dtype) if stored.kind == "V" else np.ascontiguousarray(x, dtype).reshape(shape)
+
+    return Tensor(name, dtype, shape, read)
+
+
+def _npy_header(path: Path, name: str, file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Shape and dtype of an array in NumPy's format, and where its data begin."""
+    headers = {(1, 0): (2, np.lib.format.read_array_header_1_0), (2, 0): (4, np.lib.format.read_array_header_2_0)}
+    version = np.lib.format.read_magic(file)
+    if version not in headers:
+        raise BadFile(path, f"version {version} of the npy format is not one of {list(headers)}", name)
+    width, read_array_header = headers[version]
+    prefix = file.read(width)
+    length = int.from_bytes(prefix, "little")
+    if length > 65535:  # NumPy reads it all before it says that it is too long.
+        raise BadFile(path, f"a header of {length} bytes is not read", name)
+    header = prefix + file.read(length)
+    shape, _, stored = read_array_header(io.BytesIO(header))
+    return shape, stored, 8 + len(header)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a tensor to be written is: its key, NumPy dtype and shape."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+def write_safetensors(
+    path: Path, entries: Sequence[Entry], arrays: Iterable[tuple[str, np.ndarray]], metadata: Mapping[str, str]
+) -> None:
+    """Writes a .safetensors file; `arrays` gives (name, array) for each of `entries`, in any order, one held at a time.
+
+    Raises:
+        ValueError: two entries have one name, or an array isn't what its entry says.
+    """
+    header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
+    where: dict[str, tuple[Entry, int]] = {}
+    offset = 0
+    # Readers view tensors in place: larger types first keeps every one aligned.
+    for entry in sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name)):
+        if entry.name in where:
+            raise ValueError(f"two tensors would be called {entry.name!r}")
+        end = offset + math.prod(entry.shape) * entry.dtype.itemsize
+        header[entry.name] = {"dtype": TAGS[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
+        where[entry.name] = (entry, offset)
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+        for name, array in arrays:
+            entry, offset = where.pop(name)
+            if (array.dtype, array.shape) != (entry.dtype, entry.shape):
+                raise ValueError(f"tensor {name!r} is {array.dtype} {array.shape}, expected {entry.dtype} {entry.shape}")
+            file.seek(start + offset)
+            file.write(array.tobytes())
+    if where:
+        raise ValueError(f"no data for the tensors {', '.join(where)}")

@@ -1,0 +1,301 @@
+"""`save` and `load`: named arrays, quantized or not, in .safetensors files that NumPy, JAX and PyTorch read alike.
+
+One file, or several with an index, as the Hugging Face libraries write and read them:
+
+    model.safetensors                                everything
+    model-1f0c9a2b-00001-of-00003.safetensors, ..    parts of it, each a file of its own, with a new token at each save
+    model.safetensors.index.json                     which tensor is in which part
+
+The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go.
+Parts that a killed save left go with the next save. Their token is the first half of that in the name of the index's temporary
+file, which is there, and locked, for as long as they are being written (`atomic`).
+`files.store` says what a quantized tensor looks like in a file. Its codes and scales are always in the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..array import DTYPES, QuantizedArray
+from ..definition.bits import dtype_name
+from ..errors import BadFile
+from . import untrusted
+from .atomic import being_written, remove_left_behind, replacing
+
+if TYPE_CHECKING:
+    from .modelfile import Entry, Model
+
+INDEX = ".index.json"
+
+
+def save(
+    path: str | PathLike[str],
+    tensors: Mapping[str, np.ndarray | QuantizedArray],
+    *,
+    file_bytes: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes named arrays to a .safetensors file, or to several.
+
+    Whatever is at `path`, one file or several, stays until the new one is whole, and goes then.
+
+    Args:
+        path: name of the file, ending in .safetensors.
+        tensors: NumPy arrays and quantized ones, by name.
+        file_bytes: begin another file where one would get larger, and write an index; None writes one file.
+        metadata: further strings for the file's header, by strings.
+
+    Raises:
+        TypeError, ValueError: an argument that isn't what it should be. `blockfp.errors.BadFile` (a ValueError) names the
+            tensor: one that is no array, a dtype that can't be stored, a name that is needed for another tensor's parts.
+        ImportError: the package safetensors is not installed.
+
+    Example:
+        >>> blockfp.save("model.safetensors", {"layer.weight": blockfp.quantize(w, "mxfp8_e4m3_32x32"), "layer.bias": b})
+    """
+    write(Path(path), tensors, lambda part: np.asarray(part), file_bytes, metadata or {})
+
+
+def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
+    """Reads what `save` of any framework wrote, or any other .safetensors file, one or several.
+
+    Args:
+        path: a .safetensors file, its .index.json, or a folder that has model.safetensors or its index.
+
+    Returns:
+        Arrays and quantized arrays by name.
+
+    Raises:
+        blockfp.errors.BadFile: no such file, or one that is cut short, corrupt or of another kind.
+        ImportError: the package safetensors is not installed.
+    """
+    return dict(read(Path(path)))
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, Any],
+    to_numpy: Callable[[Any], np.ndarray],
+    file_bytes: int | None,
+    metadata: Mapping[str, str],
+) -> None:
+    """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
+    from . import store
+    from .modelfile import write_safetensors
+
+    if path.suffix != ".safetensors":
+        raise BadFile(path, "the name must end in .safetensors")
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"tensors must be a mapping from names to arrays, got {type(tensors).__name__}")
+    if not isinstance(metadata, Mapping) or not all(isinstance(text, str) for item in metadata.items() for text in item):
+        raise TypeError(f"metadata must be strings by strings, got {metadata!r}")
+    if store.KEY in metadata:
+        raise ValueError(f"metadata: {store.KEY!r} is blockfp's own")
+    if file_bytes is not None and (not isinstance(file_bytes, int) or file_bytes < 1):
+        raise ValueError(f"file_bytes must be an integer of 1 or more, got {file_bytes!r}")
+    entries = entries_of(path, tensors)
+
+    def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        for name in names:
+            own, parts = entries[name], _parts(tensors[name])
+            if len(own) > len(parts):
+                # A quantized tensor's own name, under which there is nothing.
+                yield own[0].name, np.empty(own[0].shape, own[0].dtype)
+            for entry, part in zip(own[-len(parts) :], parts, strict=True):
+                yield entry.name, to_numpy(part)
+
+    def write_one(target: Path, names: list[str]) -> None:
+        described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
+        own = dict(metadata)
+        if described:
+            own[store.KEY] = json.dumps({"version": store.VERSION, "tensors": described})
+        with replacing(target) as temporary:
+            write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), own)
+
+    index = path.with_name(path.name + INDEX)
+    if file_bytes is None:
+        with in_one_file(path):
+            write_one(path, list(entries))
+        return
+    files = _divided(entries, file_bytes)
+    total = sum(_size(parts) for parts in entries.values())
+    new: set[str] = set()
+    with _old_parts_removed(path, index, new):
+        with replacing(index) as temporary:
+            token = _token(temporary.name.split(".")[-2])
+            called = [f"{path.stem}-{token}-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+            new.update(called)
+            for name, names in zip(called, files, strict=True):
+                write_one(path.with_name(name), names)
+            where = {e.name: name for name, names in zip(called, files, strict=True) for key in names for e in entries[key]}
+            temporary.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
+        path.unlink(missing_ok=True)
+
+
+def _token(of_temporary: str) -> str:
+    """What the names of parts have in them, by the token of their index's temporary file."""
+    return of_temporary[:8]
+
+
+def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
+    """What each tensor consists of in a file. Raises BadFile where `write` would, before anything is written."""
+    from . import store
+
+    entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
+    store.check_names(path, [entry for parts in entries.values() for entry in parts])
+    return entries
+
+
+@contextmanager
+def in_one_file(path: Path) -> Iterator[None]:
+    """Where a model's one file is written: of an older one of several files the index and the parts go when it is there."""
+    index = path.with_name(path.name + INDEX)
+    with _old_parts_removed(path, index, set()):
+        yield
+        index.unlink(missing_ok=True)
+
+
+@contextmanager
+def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
+    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then.
+
+    At the beginning it removes parts that killed saves left.
+    """
+    _remove_orphans(path, index)
+    before = _parts_named(path, index)
+    try:
+        yield
+    finally:
+        standing = _parts_named(path, index)
+        if standing is not None:
+            for name in (new | (before or set())) - standing:
+                path.with_name(name).unlink(missing_ok=True)
+
+
+def _remove_orphans(path: Path, index: Path) -> None:
+    """Removes parts, whole or half written, that the index doesn't name and that no save is about to make it name."""
+    part = re.compile(rf"({re.escape(path.stem)}-([0-9a-f]{{8}})-\d{{5}}-of-\d{{5}}\.safetensors)")
+    half = re.compile(rf"\.{part.pattern}\.[0-9a-f]{{12}}\.tmp")
+    try:
+        there = [entry.name for entry in os.scandir(path.parent)]
+    except OSError:
+        return
+    for name in {match[1] for match in map(half.fullmatch, there) if match}:
+        remove_left_behind(path.with_name(name))
+    remove_left_behind(index)
+    under_way = set(map(_token, being_written(index)))
+    # Read after that: a save that ended in the meantime has made it name its parts.
+    standing = _parts_named(path, index)
+    for match in filter(None, map(part.fullmatch, there)):
+        if standing is not None and match[1] not in standing and match[2] not in under_way:
+            with suppress(OSError):
+                path.with_name(match[1]).unlink(missing_ok=True)
+
+
+def _parts_named(path: Path, index: Path) -> set[str] | None:
+    """The parts of the model at `path` that its index names, called as parts are; None if it is not readable."""
+    try:
+        names = set(untrusted.read_json(index)["weight_map"].values())
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    called = (str(name) for name in names)
+    return {name for name in called if re.fullmatch(rf"{re.escape(path.stem)}-[^/]*\.safetensors", name)}
+
+
+def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
+    """(name, array) of everything in a file or several, one at a time."""
+    from . import store
+
+    yield from store.read_model(open_whole(path))
+
+
+def open_whole(path: Path) -> Model:
+    """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
+    from . import store
+    from .modelfile import open_model
+
+    if path.is_dir():
+        path = path / "model.safetensors"
+    index = path if path.name.endswith(INDEX) else path.with_name(path.name + INDEX)
+    if path != index and (path.exists() or not index.exists()):
+        return open_model(path)
+    try:
+        where = untrusted.read_json(index)["weight_map"]
+        files = sorted(set(where.values()))
+        if not all(map(untrusted.is_plain_name, files)):
+            raise ValueError("it names files outside its folder")
+        if not all(name.endswith(".safetensors") for name in files):
+            raise ValueError("it names files that don't end in .safetensors")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFile(index, f"is not an index of .safetensors files: {error!r}") from error
+    for name in files:
+        if not index.with_name(name).exists():
+            raise BadFile(index, f"names {name}: no such file")
+    model = store.together(index, [open_model(index.with_name(name)) for name in files])
+    missing = sorted(set(where) - {tensor.name for tensor in model.tensors})
+    if missing:
+        raise BadFile(index, f"names tensors that its files lack: {', '.join(missing[:3])}")
+    return model
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return hasattr(tensor, "codes") and hasattr(tensor, "format")
+
+
+def _parts(tensor: Any) -> list[Any]:
+    if not _is_quantized(tensor):
+        return [tensor]
+    return [part for part in (tensor.codes, tensor.scales, tensor.tensor_scale) if part is not None]
+
+
+def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
+    from . import store
+    from .modelfile import TAGS, Entry
+
+    if _is_quantized(tensor):
+        if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
+            raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
+        return store.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
+    if isinstance(tensor, np.ma.MaskedArray):
+        raise BadFile(path, "it is a masked array, and a file has no masks: save its .filled(..) or its .data", name)
+    if not hasattr(tensor, "dtype"):
+        raise BadFile(path, f"it must be an array, got {type(tensor).__name__}", name)
+    known = dtype_name(tensor)
+    dtype = next((dtype for dtype in TAGS if dtype.name == known), None)
+    if dtype is None:
+        raise BadFile(path, f"dtype {known} can't be stored in a .safetensors file", name)
+    return [Entry(name, dtype, tuple(tensor.shape))]
+
+
+def _description(tensor: Any) -> dict[str, object]:
+    return {"format": tensor.format.name, "shape": list(tensor.shape), "dtype": dtype_name(tensor)}
+
+
+def _size(entries: list) -> int:
+    return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
+
+
+def _divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:
+    """Names file by file, in their order; a file holds more than `file_bytes` only where one tensor does."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, parts in entries.items():
+        size = _size(parts)
+        if files[-1] and filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files

@@ -1,0 +1,191 @@
+"""Finds the CUDA kernel library, or builds it with nvcc into a cache."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+LIBRARY = "libblockfp_cuda.so"
+ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
+_PER_ELEMENT = ("quantize_tiles", "quantize_rows")  # the longest first
+_FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibility=hidden")
+
+
+@cache
+def device_count() -> int:
+    """How many CUDA devices the driver sees; 0 without a driver."""
+    driver = _driver()
+    count = ctypes.c_int(0)
+    if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def architectures() -> tuple[str, ...]:
+    """The compute capabilities of the devices that are visible, as nvcc names them with their own instructions: ("90a",).
+
+    Raises:
+        RuntimeError: there is no device, or one that the kernels can't run on.
+    """
+    driver, found = _driver(), set()
+    if driver is None or device_count() == 0:
+        raise RuntimeError("no CUDA device is here: name the architecture to build for")
+    for index in range(device_count()):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        if major.value < 9:
+            raise RuntimeError(
+                f"the CUDA kernels need compute capability 9.0 or later, and device {index} has {major.value}.{minor.value}: "
+                "leave such devices out of CUDA_VISIBLE_DEVICES"
+            )
+        found.add((major.value, minor.value))
+    return tuple(f"{major}{minor}a" for major, minor in sorted(found))
+
+
+def where() -> Path:
+    """Where the library is, or would be built: the installed one, else one of the cache."""
+    from importlib import metadata
+
+    for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
+        if place is not None and place.is_file():
+            return place
+    return _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
+
+
+def find_or_build() -> Path:
+    """The library, built now if it is not there. Of several processes one builds, and the others wait for it."""
+    path = where()
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            names = ", ".join(f"sm_{a}" for a in architectures())
+            print(f"blockfp: building its CUDA kernels for {names}, once, into {path.parent}", file=sys.stderr, flush=True)
+            build(path, flags_for(*architectures()))
+    return path
+
+
+def flags_for(*architectures: str) -> tuple[str, ...]:
+    """nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
+    return (*_FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures))
+
+
+def _installed(metadata) -> Path | None:
+    try:
+        return Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/kernels/{LIBRARY}")))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _sources() -> Path:
+    """The folder that holds cuda/ and include/: in the package, or beside it in a source tree."""
+    for place in (Path(__file__).parent, Path(__file__).parents[2] / "kernels"):
+        if (place / "cuda").is_dir():
+            return place
+    raise FileNotFoundError("the CUDA sources are not beside the package: install blockfp again")
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "blockfp"
+
+
+def _nvcc() -> str:
+    found = shutil.which("nvcc")
+    if found is None and Path("/usr/local/cuda/bin/nvcc").is_file():
+        found = "/usr/local/cuda/bin/nvcc"
+    if found is None:
+        raise FileNotFoundError(
+            "nvcc was not found: install the CUDA toolkit, or install blockfp with -Ccmake.define.BLOCKFP_CUDA=ON where it is"
+        )
+    return found
+
+
+def _digest(sources: Path, flags: tuple[str, ...]) -> str:
+    # Not of the compiler: what is built runs where there is none.
+    from importlib import metadata
+
+    digest = hashlib.sha256(repr((flags, ELEMENTS, metadata.version("apache-tvm-ffi"))).encode())
+    for folder in ("cuda", "include"):
+        for file in sorted(p for p in (sources / folder).rglob("*") if p.is_file()):
+            digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
+    """One compiler call for each object: (command, object)."""
+    sources = _sources()
+    includes = [f"-I{sources / 'include'}", *(f"-I{p}" for p in _tvm_includes())]
+    units = [(name, element) for name in _PER_ELEMENT for element in ("E2M1", *(e for e in ELEMENTS if e != "E2M1"))]
+    units += [(file.stem, "") for file in sorted((sources / "cuda").glob("*.cu")) if file.stem not in _PER_ELEMENT]
+    calls = []
+    for name, element in units:
+        target = out / f"{name}{'_' if element else ''}{element}.o"
+        define = [f"-DBLOCKFP_ELEMENT={element}"] if element else []
+        source = str(sources / "cuda" / f"{name}.cu")
+        calls.append(([_nvcc(), *flags, *define, *includes, "-c", source, "-o", str(target)], target))
+    return calls
+
+
+def _tvm_includes() -> list[str]:
+    from tvm_ffi import libinfo
+
+    return [str(libinfo.find_include_path()), str(libinfo.find_dlpack_include_path())]
+
+
+def build(path: Path, flags: tuple[str, ...]) -> None:
+    """Compiles and links the library to `path`; what is there appears whole or not at all.
+
+    Raises:
+        RuntimeError: the compiler failed; the message is its own.
+    """
+    from tvm_ffi import libinfo
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        calls = commands(Path(scratch), flags)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, (call for call, _ in calls)))
+        linked = Path(scratch) / LIBRARY
+        tvm = Path(libinfo.find_libtvm_ffi())
+        link = [_nvcc(), "-shared", "-cudart", "static", *(str(target) for _, target in calls)]
+        _run([*link, f"-L{tvm.parent}", "-ltvm_ffi", "-ldl", "-o", str(linked)])
+        os.replace(linked, path)
+
+
+def main(arguments: list[str]) -> None:
+    """`python -m blockfp.kernels.cuda_build OUT 90a 100a`: builds the library at OUT; needs no device."""
+    if len(arguments) < 2:
+        raise SystemExit("usage: python -m blockfp.kernels.cuda_build OUT ARCHITECTURE [ARCHITECTURE ...]")
+    build(Path(arguments[0]).absolute(), flags_for(*arguments[1:]))
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

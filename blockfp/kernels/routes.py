@@ -1,0 +1,218 @@
+"""How a product of two quantized operands runs: one table over formats and devices, the same for PyTorch and JAX.
+
+A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
+device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
+and multiplied in a dtype that holds every value: no product ever rounds an operand.
+
+What a device offers is what cuBLAS offers through `torch.nn.functional.scaled_mm`, as tried on Hopper and as documented for
+Blackwell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..formats import Format
+
+Mode = Literal["tensor", "block", "mx", "nvfp4", "dequantize", "plain"]
+Platform = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one product runs.
+
+    Attributes:
+        mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
+            units take codes and scales. "dequantize": operands are dequantized, then multiplied. "plain": neither is
+            quantized.
+        dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
+        scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what
+            is left of the operands is then exact in `dtype`. The product must stay in fp32 until then.
+        reason: why, for tables and messages.
+    """
+
+    mode: Mode
+    dtype: Literal["bfloat16", "float32"] | None
+    scale_product: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table of products that run on codes and scales.
+
+    Attributes:
+        mode: see `Route`.
+        capabilities: major compute capabilities of the devices that have it.
+        elements: pairs of element names.
+        blocks: pairs of block shapes, None being the tensor.
+        scales: names of the scale formats.
+        multiples: m, n and k must be multiples of these (rows of a, rows of b, contracted length).
+    """
+
+    mode: Mode
+    capabilities: tuple[int, ...]
+    elements: frozenset[tuple[str, str]]
+    blocks: frozenset[tuple[tuple[int, int] | None, tuple[int, int] | None]]
+    scales: frozenset[str]
+    multiples: tuple[int, int, int]
+
+
+# Two E5M2 operands are not multiplied: cuBLAS has no such kernel.
+_FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
+_ROW, _SQUARE = (1, 128), (128, 128)
+
+RULES: tuple[Rule, ...] = (
+    Rule("tensor", (9, 10), _FP8, frozenset({(None, None)}), frozenset({"fp32", "pow2"}), (1, 16, 16)),
+    Rule(
+        "block",
+        (9,),
+        frozenset({("e4m3", "e4m3")}),
+        # 128x128 by 128x128 is not offered.
+        frozenset({(_ROW, _SQUARE), (_SQUARE, _ROW), (_ROW, _ROW)}),
+        frozenset({"fp32", "pow2"}),
+        # Scales of a have strides of 16 bytes.
+        (4, 16, 16),
+    ),
+    Rule(
+        "mx",
+        (10,),
+        _FP8,
+        frozenset((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))),
+        frozenset({"e8m0_ceil", "e8m0_floor"}),
+        (1, 16, 32),
+    ),
+    Rule(
+        "nvfp4",
+        (10,),
+        frozenset({("e2m1", "e2m1")}),
+        frozenset((a, b) for a in ((1, 16), (16, 16)) for b in ((1, 16), (16, 16))),
+        frozenset({"e4m3"}),
+        (1, 16, 32),
+    ),
+)
+"""The products that run on codes and scales; all others are dequantized."""
+
+_DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
+
+
+def route(
+    a: Format | str | None,
+    b: Format | str | None,
+    *,
+    platform: Platform,
+    capability: tuple[int, int] | None = None,
+    m: int | None = None,
+    n: int | None = None,
+    k: int | None = None,
+    in_order: bool = True,
+) -> Route:
+    """How a @ b^T runs, for a [.., m, k] and b [.., n, k].
+
+    Args:
+        a, b: the operands' formats or their names; None for one in high precision.
+        platform: "cpu" or "cuda".
+        capability: of a CUDA device, such as (9, 0).
+        m, n, k: lengths; None takes them to fit.
+        in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
+            that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
+
+    Raises:
+        ValueError: an unknown format or platform, or "cuda" without a capability.
+    """
+    a, b = (None if format is None else Format.parse(format) for format in (a, b))
+    if platform not in ("cpu", "cuda"):
+        raise ValueError(f"platform must be 'cpu' or 'cuda', got {platform!r}")
+    if platform == "cuda" and capability is None:
+        raise ValueError("platform = 'cuda' needs a capability, such as (9, 0)")
+    if a is None and b is None:
+        return Route("plain", None, False, "neither operand is quantized")
+    why = "one operand is in high precision" if a is None or b is None else "no matrix unit takes these codes and scales"
+    if not in_order:
+        why = "blocks lie across the operands or are cut"
+    elif platform == "cuda" and capability is not None and a is not None and b is not None:
+        rule = _rule(a, b, capability[0])
+        if rule is not None:
+            misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
+            if not misfit:
+                return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}")
+            units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
+            why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
+    return _dequantized(a, b, platform, why)
+
+
+def _rule(a: Format, b: Format, major: int) -> Rule | None:
+    for rule in RULES:
+        if (
+            major in rule.capabilities
+            and (a.element.name, b.element.name) in rule.elements
+            and (a.block, b.block) in rule.blocks
+            and {a.scale.name, b.scale.name} <= rule.scales
+        ):
+            return rule
+    return None
+
+
+def _misfits(rule: Rule, *sizes: int | None) -> list[tuple[str, int]]:
+    named = zip("mnk", sizes, rule.multiples, strict=True)
+    return [(name, size) for name, size, unit in named if size is not None and size % unit]
+
+
+def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: str) -> Route:
+    if platform == "cpu":
+        return Route("dequantize", "float32", False, f"{why}; CPUs multiply float32, in which every value is exact")
+    inexact = [str(format) for format in (a, b) if format is not None and not exact_in_bfloat16(format)]
+    if inexact:
+        return Route("dequantize", "float32", False, f"{why}; values of {' and '.join(inexact)} are exact in float32 only")
+    scaled = any(format is not None and has_tensor_scale(format) for format in (a, b))
+    beside = ", scales of whole tensors aside," if scaled else ""
+    return Route("dequantize", "bfloat16", scaled, f"{why}; every value{beside} is exact in bfloat16")
+
+
+def has_tensor_scale(format: Format) -> bool:
+    """Whether one scale of the whole tensor can be taken out of a product: per-tensor and two-level formats."""
+    return format.per_tensor or format.scale.two_level
+
+
+def exact_in_bfloat16(format: Format) -> bool:
+    """Whether bfloat16's 8 significant bits hold every code times its block scale, leaving out the scale of the whole tensor.
+
+    A power-of-two scale adds no bits and an E4M3 scale adds 4. (MX magnitudes below 2^-133, of blocks that are all below
+    2^-117, leave bfloat16's range and round to its subnormals.)
+    """
+    bits = format.element.mantissa_bits + 1
+    if format.per_tensor or format.scale.name in ("pow2", "e8m0_ceil", "e8m0_floor"):
+        return bits <= 8
+    return format.scale.two_level and bits + 4 <= 8
+
+
+def _kinds(a: Format, b: Format) -> str:
+    def kind(format: Format) -> str:
+        block = "per tensor" if format.block is None else f"{format.block[0]}x{format.block[1]}"
+        return f"{format.element.name.upper()} {block}"
+
+    return f"{kind(a)} by {kind(b)}"
+
+
+def table() -> list[tuple[str, str, str]]:
+    """The table as lines of (device, operands, how), for people."""
+    lines = []
+    for major, device in _DEVICES.items():
+        for rule in RULES:
+            if major not in rule.capabilities:
+                continue
+            elements = sorted({element.upper() for pair in rule.elements for element in pair})
+            pairs = sorted(rule.blocks, key=str)
+            blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
+            units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
+            lines.append((device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), {units}"))
+    lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
+    lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
+    lines.append(("CPU", "all", "dequantize to float32, matmul"))
+    return lines
+
+
+def _block(block: tuple[int, int] | None) -> str:
+    return "per tensor" if block is None else f"{block[0]}x{block[1]}"

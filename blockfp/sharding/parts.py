@@ -1,0 +1,115 @@
+"""How codes and scales of a sharded array lie in a checkpoint, so that any other mesh can read them.
+
+A checkpoint holds codes and scales as two ordinary arrays (three for NVFP4), each cut among the ranks like any other sharded
+array. That works where every cut of the array is one of theirs:
+
+    rows cut at a multiple of the block      codes and scales lie as the array does
+    rows cut inside a block                  codes do; the block's scale is on two ranks, so the whole grid of scales is kept
+    columns cut inside a packed byte         the byte is on two ranks, so the whole codes are kept
+    one scale for the tensor                 every rank has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..definition import layout
+from ..formats import Format
+from .placement import Region, Replicate, Sharding, StridedShard
+
+FORMAT = "_format_"
+"""Between a weight's name and that of its format, in the name under which a checkpoint says what the codes are."""
+
+SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
+"""What follows a weight's name in the name of each part. Under the name itself no codes are ever found: see `no_values`."""
+
+
+def no_values(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what stands under a quantized array's own name: of no bytes, and of the wrong rank for a plain one.
+
+    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
+    """
+    return (0, *shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Codes, scales or the tensor scale of a sharded array.
+
+    Attributes:
+        name: "codes", "scales" or "tensor_scale".
+        shape: global shape.
+        dtype: "uint8" or "float32".
+        sharded: whether each rank's part of it is that of an array of this shape, placed as the quantized one; if not,
+            every rank is to have the whole.
+        unit: (rows, columns) of array elements to `entries` (rows, columns) of the part; None for one that isn't a grid.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharded: bool
+    unit: tuple[int, int] | None
+    entries: tuple[int, int] = (1, 1)
+
+    def span(self, region: Region) -> tuple[slice, ...]:
+        """The index of what belongs to a region of the array; units that its edges cut are included."""
+        if self.unit is None:
+            return tuple(slice(None) for _ in self.shape)
+        index = list(region.slices)
+        for dim in (-2, -1):
+            unit, entries = self.unit[dim], self.entries[dim]
+            start, size = region.start[dim], region.shape[dim]
+            first = start // unit
+            count = layout.block_grid(size, unit, start)
+            # The last byte of a packed row may hold fewer codes, and three bytes hold four: both end with the part.
+            index[dim] = slice(first * entries, min((first + count) * entries, self.shape[dim]))
+        return tuple(index)
+
+
+@lru_cache(maxsize=4096)
+def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
+    """Codes, scales and, for NVFP4, the tensor scale of an array that lies like this."""
+    shape = sharding.shape
+    bits = format.element.bits
+    together, size = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
+    codes = Part("codes", layout.codes_shape(shape, format), "uint8", False, (1, together), (1, size))
+    scales = Part("scales", layout.scales_shape(shape, format), format.scale.dtype, False, format.block)
+    found = [_with_sharding(codes, sharding), _with_sharding(scales, sharding)]
+    if format.scale.two_level:
+        found.append(Part("tensor_scale", (), "float32", False, None))
+    return tuple(found)
+
+
+def offsets_agree(sharding: Sharding) -> bool:
+    """Whether torch, which looks at a DTensor's placements alone, finds each rank's part where it is.
+
+    Where FSDP cuts what tensor parallelism has cut and nothing divides evenly, torch's releases differ from FSDP2 and from each
+    other in the rows that a strided placement means.
+    """
+    strided = {p.dim for p in sharding.placements if isinstance(p, StridedShard)}
+    return all(len({region.shape[dim] for region in sharding.regions}) == 1 for dim in strided)
+
+
+def _with_sharding(part: Part, sharding: Sharding) -> Part:
+    sharded = part.unit is not None and offsets_agree(sharding) and _cut_alike(part, part.unit, sharding)
+    return Part(part.name, part.shape, part.dtype, sharded, part.unit, part.entries)
+
+
+def _cut_alike(part: Part, unit: Sequence[int], sharding: Sharding) -> bool:
+    """Whether cutting the part as the array is cut gives each rank what belongs to its region."""
+    if all(isinstance(placement, Replicate) for placement in sharding.placements):
+        return True
+    last = len(sharding.shape) - 1
+    if any(not sharding.aligned(dim, length) for dim, length in zip((last - 1, last), unit, strict=True)):
+        return False
+    own = Sharding(part.shape, sharding.mesh, sharding.placements)
+    for region, cut in zip(sharding.regions, own.regions, strict=True):
+        span = part.span(region)
+        if not region.empty and span != cut.slices:
+            return False
+        if region.empty and not cut.empty:
+            return False
+    return True

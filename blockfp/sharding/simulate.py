@@ -1,0 +1,223 @@
+"""Carries out plans on lists of NumPy arrays, one per rank: what the other executors are held against.
+
+Ranks learn of each other only through `max_reduce` and `all_gather`, which refuse what a real collective would
+refuse; everything else is a function of one rank's data and of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..definition import numerics
+from ..definition.bits import Array
+from ..definition.layout import pack, swap_matrix, unpack
+from ..definition.numerics import Amax, Quantized
+from ..definition.rotation import rotate
+from ..definition.rounding import Key
+from .placement import Mesh, Region, Sharding
+from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose, grid_span
+
+
+class Local(NamedTuple):
+    """What one rank holds: values, or codes and scales."""
+
+    values: Array = None
+    codes: Array = None
+    scales: Array = None
+    tensor_scale: Array = None
+
+
+class _Options(NamedTuple):
+    key: Key | None
+    eps: float
+    nominal: str
+
+
+def shards(array: np.ndarray, sharding: Sharding) -> list[np.ndarray]:
+    """The part of a global array that each rank holds.
+
+    Raises:
+        ValueError: the array doesn't have the sharding's shape.
+    """
+    if tuple(array.shape) != sharding.shape:
+        raise ValueError(f"array must have the sharding's shape {sharding.shape}, got {tuple(array.shape)}")
+    return [array[region.slices] for region in sharding.regions]
+
+
+def run(
+    plan: Plan,
+    locals: Sequence[np.ndarray | Quantized],
+    *,
+    key: Key | None = None,
+    eps: float = 0.0,
+    nominal: str = "float32",
+) -> list[Local]:
+    """What every rank holds after a plan.
+
+    Args:
+        plan: a plan of `sharding.plans`.
+        locals: what every rank holds before, by rank: values, or codes and scales.
+        key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`.
+        eps: see `numerics.quantize`.
+        nominal: name of the array's nominal dtype.
+
+    Raises:
+        ValueError: not one entry for each rank of the plan's mesh, or one whose shape isn't what the placements say.
+    """
+    if len(locals) != plan.source.mesh.size:
+        raise ValueError(f"locals must hold one entry for each of {plan.source.mesh.size} ranks, got {len(locals)}")
+    world = [Local(None, *x) if isinstance(x, Quantized) else Local(x) for x in locals]
+    for rank, (local, region) in enumerate(zip(world, plan.source.regions, strict=True)):
+        if local.values is not None and local.values.shape != region.shape:
+            raise ValueError(f"locals[{rank}] must have shape {region.shape}, got {local.values.shape}")
+    for step in plan.steps:
+        world = _carry_out(step, world, _Options(key, eps, nominal))
+    return world
+
+
+def max_reduce(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What every rank gets from an all-reduce with maximum over mesh axes."""
+    return [np.maximum.reduce(_alike([arrays[r] for r in mesh.group(rank, axes)])) for rank in range(mesh.size)]
+
+
+def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    """What every rank gets from an all-gather over mesh axes: the arrays of its group, in order."""
+    return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
+
+
+def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
+    kinds = {(a.shape, a.dtype) for a in arrays}
+    if len(kinds) > 1:
+        raise ValueError(f"arrays of one collective must have one shape and dtype, got {', '.join(sorted(map(str, kinds)))}")
+    return arrays
+
+
+def _carry_out(step: Step, world: list[Local], options: _Options) -> list[Local]:
+    match step:
+        case Transpose():
+            return [_transpose(step, local, rank) for rank, local in enumerate(world)]
+        case Rotate():
+            return [local._replace(values=rotate(local.values)) for local in world]
+        case Quantize():
+            return _quantize(step, world, options)
+        case Dequantize():
+            return [_dequantize(step, local, rank, options) for rank, local in enumerate(world)]
+        case Gather():
+            return _gather(step, world)
+
+
+def _transpose(step: Transpose, local: Local, rank: int) -> Local:
+    if step.format is None:
+        return Local(swap_matrix(local.values))
+    columns = step.sharding.region(rank).shape[-1]
+    codes, scales = numerics.transpose(local.codes, local.scales, step.format, columns=columns)
+    return local._replace(codes=codes, scales=scales)
+
+
+def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Local]:
+    format, sharding = step.format, step.sharding
+    regions = sharding.regions
+    amaxes = [numerics.amax(local.values, format, origin=region.origin) for local, region in zip(world, regions, strict=True)]
+    for straddle in step.straddles:
+        amaxes = _reduce_straddling(step, straddle, amaxes)
+    if step.amax_axes:
+        field = "tensor" if format.scale.two_level else "blocks"
+        whole = max_reduce(sharding.mesh, step.amax_axes, [getattr(amax, field) for amax in amaxes])
+        amaxes = [amax._replace(**{field: largest}) for amax, largest in zip(amaxes, whole, strict=True)]
+    quantized = [
+        numerics.quantize(
+            local.values,
+            format,
+            key=options.key,
+            eps=options.eps,
+            nominal=options.nominal,
+            origin=region.origin,
+            shape=(sharding.shape[-2], sharding.shape[-1]),
+            amax=amax,
+        )
+        for local, region, amax in zip(world, regions, amaxes, strict=True)
+    ]
+    return [Local(None, *q) for q in quantized]
+
+
+def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
+    """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
+    mesh, regions = step.sharding.mesh, step.sharding.regions
+    for field in ("blocks", "nan"):
+        parts = [getattr(amax, field) for amax in amaxes]
+        if parts[0] is None:
+            continue
+        parts = [part.copy() for part in parts]
+        places = [_straddling_places(step, straddle, region) for region in regions]
+        sent = []
+        for part, (entries, own) in zip(parts, places, strict=True):
+            shape = list(part.shape)
+            shape[straddle.dim] = len(straddle.blocks)
+            buffer = np.zeros(shape, part.dtype)
+            np.moveaxis(buffer, straddle.dim, 0)[entries] = np.moveaxis(part, straddle.dim, 0)[own]
+            sent.append(buffer)
+        received = max_reduce(mesh, straddle.axes, sent)
+        for part, buffer, (entries, own) in zip(parts, received, places, strict=True):
+            np.moveaxis(part, straddle.dim, 0)[own] = np.moveaxis(buffer, straddle.dim, 0)[entries]
+        amaxes = [amax._replace(**{field: part}) for amax, part in zip(amaxes, parts, strict=True)]
+    return amaxes
+
+
+def _straddling_places(step: Quantize, straddle: Straddle, region: Region) -> tuple[list[int], list[int]]:
+    """Which entries of the straddling blocks a rank has, and where they are in its own grid."""
+    first, count = grid_span(step.format, region, straddle.dim)
+    entries = [entry for entry, block in enumerate(straddle.blocks) if first <= block < first + count]
+    return entries, [straddle.blocks[entry] - first for entry in entries]
+
+
+def _dequantize(step: Dequantize, local: Local, rank: int, options: _Options) -> Local:
+    region = step.sharding.region(rank)
+    dtype = step.dtype or options.nominal
+    values = numerics.dequantize(
+        local.codes, local.scales, local.tensor_scale, step.format, dtype, columns=region.shape[-1], origin=region.origin
+    )
+    return Local(values)
+
+
+def _gather(step: Gather, world: list[Local]) -> list[Local]:
+    mesh, dim, ranks = step.sharding.mesh, step.dim, range(step.sharding.mesh.size)
+
+    def gathered(arrays: Sequence[np.ndarray], joins: Sequence[Join]) -> list[list[np.ndarray]]:
+        return all_gather(mesh, step.axes, [_pad(a, join.chunk, dim) for a, join in zip(arrays, joins, strict=True)])
+
+    stored = [step.stored(rank) for rank in ranks]
+    chunks = gathered([getattr(local, step.payload) for local in world], stored)
+    if step.unpacks and step.format is not None:
+        bits = step.format.element.bits
+        joined = [_join_codes(chunks[rank], step.elements(rank), bits) for rank in ranks]
+    else:
+        joined = [_join(chunks[rank], stored[rank], dim) for rank in ranks]
+    result = [Local(**{step.payload: array}) for array in joined]
+    if step.format is None:
+        return result
+    joins = [step.scales(rank) for rank in ranks]
+    chunks = gathered([local.scales for local in world], joins)
+    result = [r._replace(scales=_join(chunks[rank], joins[rank], dim)) for rank, r in enumerate(result)]
+    if step.format.scale.two_level:
+        tensor = all_gather(mesh, step.axes, [local.tensor_scale for local in world])
+        result = [r._replace(tensor_scale=tensor[rank][step.first(rank)]) for rank, r in enumerate(result)]
+    return result
+
+
+def _pad(array: np.ndarray, size: int, dim: int) -> np.ndarray:
+    """The array with rubbish behind it along one axis, so that a plan which reads padding shows."""
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, size - array.shape[dim])
+    return np.pad(array, widths, constant_values=85)
+
+
+def _join(chunks: list[np.ndarray], join: Join, dim: int) -> np.ndarray:
+    return np.take(np.concatenate(chunks, axis=dim), join.index, axis=dim)
+
+
+def _join_codes(chunks: list[np.ndarray], join: Join, bits: int) -> np.ndarray:
+    """Packed codes joined along their last axis, where a chunk may end inside a byte."""
+    return pack(_join([unpack(chunk, bits, join.chunk) for chunk in chunks], join, -1), bits)

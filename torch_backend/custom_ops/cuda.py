@@ -1,0 +1,355 @@
+"""The CUDA kernel library: quantize, dequantize and their parts for torch CUDA tensors, with the definition's bits.
+
+The functions have the contract of `definition.numerics`; `quantize_both` adds the transposed direction from the same read. They
+enqueue work on the current stream, wait for nothing, and may be captured in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from blockfp.definition import bits, layout
+from blockfp.definition.bits import Array
+from blockfp.definition.checks import check_codes, check_input, check_output_dtype, check_scales, check_square
+from blockfp.definition.numerics import Amax, Origin, Quantized
+from blockfp.definition.rounding import key_words
+from blockfp.formats import Format
+from blockfp.kernels.cuda_library import library
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+
+if TYPE_CHECKING:
+    from blockfp.kernels.step_table import Step
+
+
+class Both(NamedTuple):
+    """One array quantized along both axes from one read.
+
+    Attributes:
+        row: the rowwise result.
+        column: of the array transposed.
+        amax: fp32 bits of the largest magnitude, int32 [1] (and that of the rotated values, [2]), where the scales needed it.
+    """
+
+    row: Quantized
+    column: Quantized
+    amax: Array | None = None
+
+
+def _check(x: Array) -> None:
+    check_input(x)
+    if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+        where = f" on {x.device}" if hasattr(x, "device") else ""
+        raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
+
+
+def _stack(x: Array) -> Array:
+    """x as the library takes it: a stack of matrices, copied only where its leading axes are not evenly spaced."""
+    x = x.detach()
+    return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
+
+
+def _key(key: Any, x: Array) -> Any:
+    """The key's two words as an int32 tensor beside x."""
+    if key is None:
+        return None
+    if isinstance(key, torch.Tensor):
+        if key.device != x.device:
+            raise ValueError(f"key is on {key.device} and x on {x.device}: pass key.to(x.device)")
+        return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
+    words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
+    return torch.tensor(words, dtype=torch.int32, device=x.device)
+
+
+@lru_cache(maxsize=4096)
+def _shapes(shape: tuple[int, ...], format: Format, origin: Origin) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return layout.codes_shape(shape, format), layout.scales_shape(shape, format, origin)
+
+
+def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
+    """Codes and scales of an array of this shape, beside x and not filled."""
+    codes, scales = _shapes(shape, format, origin)
+    scale_dtype = torch.float32 if format.scale.dtype == "float32" else torch.uint8
+    return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=scale_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """fp32 bits of eps and of the largest multiplier."""
+    return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
+
+
+def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
+    """The largest magnitude of each block of x, a torch CUDA tensor of any strides; see `numerics.amax`."""
+    _check(x)
+    format = Format.parse(format)
+    grid = layout.scales_shape(x.shape, format, origin)
+    blocks = x.new_empty(grid, dtype=torch.int32)
+    if format.per_tensor:
+        library().amax(_stack(x), blocks)
+        return Amax(blocks, None, None)
+    nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
+    tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
+    library().amax_blocks(_stack(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    return Amax(blocks, nan, tensor)
+
+
+def quantize(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Any = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    amax: Amax | None = None,
+    out: Quantized | None = None,
+) -> Quantized:
+    """Quantizes a torch CUDA tensor; see `numerics.quantize`, whose arguments, bits and errors these are.
+
+    Args:
+        out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
+    """
+    _check(x)
+    format = Format.parse(format)
+    return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
+
+
+def quantize_both(
+    x: Array,
+    format: Format | str,
+    *,
+    key: Any = None,
+    eps: float = 0.0,
+    nominal: str | None = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+    rotate: bool = False,
+    rows: bool = True,
+    columns: bool = True,
+) -> Both:
+    """`quantize` of x and of x transposed, from one read of x.
+
+    Args:
+        x: torch CUDA tensor with adjacent columns.
+        key: two words for both directions, or an int32 tensor [4] whose second pair is for the transposed one.
+        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
+        rows, columns: False leaves out a direction, whose codes and scales are then None.
+        format, eps, nominal, origin, shape: as for `quantize`.
+    """
+    _check(x)
+    format = Format.parse(format)
+    return _quantize(x, format, key, eps, nominal, origin, shape, None, columns=columns, rotate=rotate, rows=rows)
+
+
+def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
+    run, two_level = library(), format.scale.two_level
+    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
+    key = _key(key, x)
+    *leading, height, width = x.shape
+    codes = scales = tensor_scale = None
+    if out is not None:
+        codes, scales, tensor_scale = out
+    elif rows:
+        codes, scales = _outputs(x, (*leading, height, width), format, origin)
+    if two_level and tensor_scale is None:
+        # A rotated direction has a tensor amax and scale of its own.
+        tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32)
+    x = _stack(x)
+    place = (*origin, *(shape or (0, 0)))
+    block = format.block or (1, 1)
+    phase = (origin[0] % block[0], origin[1] % block[1])
+    # Amaxes of whole blocks are those that the kernel finds itself.
+    whole = phase == (0, 0) and height % block[0] == 0 and width % block[1] == 0
+    adjacent = width == 1 or x.stride(-1) == 1 or x.numel() == 0
+    if (given is not None and not whole) or (phase[0] | phase[1]) % 8 or not adjacent:
+        if columns:
+            raise ValueError(f"origin {origin} or the strides of x can't be quantized along both axes in one read")
+        given = given or amax(x, format, origin=origin)
+        _encode(run, x, format, given, key, codes, scales, tensor_scale, eps_bits, largest, place)
+        return Both(Quantized(codes, scales, tensor_scale), Quantized(None, None, None))
+    measure, tensor_amax = False, None
+    if format.per_tensor or two_level:
+        if given is not None:
+            tensor_amax = (given.blocks if format.per_tensor else given.tensor).reshape(1)
+        else:
+            measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
+    codes_t = scales_t = None
+    if columns:
+        codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
+    run.quantize(
+        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *format_numbers(format),
+        measure, eps_bits, largest, rotate, *place,
+    )  # fmt: skip
+    row_scale = column_scale = tensor_scale
+    if rotate and tensor_scale is not None:
+        row_scale, column_scale = tensor_scale[0], tensor_scale[1]
+    return Both(Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale), tensor_amax)
+
+
+def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
+    run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
+
+
+def quantize_scaled(
+    x: Array,
+    format: Format | str,
+    *,
+    amax: Array | None = None,
+    multiplier: Array | None = None,
+    rows: bool = True,
+    columns: bool = False,
+    eps: float = 0.0,
+) -> tuple[Both, Array | None]:
+    """`quantize` of a matrix in a format with one scale per tensor whose amax or multiplier is known, from one read.
+
+    Args:
+        x: torch CUDA tensor [rows, columns] with adjacent columns.
+        amax: int32 [1], fp32 bits.
+        multiplier: float32 of one element, instead of an amax (delayed scaling).
+        rows, columns: the directions wanted; the codes of the other are None.
+        format, eps: as for `quantize`.
+
+    Returns:
+        Both directions, and with a multiplier the amax of x as int32 [1], else None.
+    """
+    _check(x)
+    format, run = Format.parse(format), library()
+    given = multiplier if amax is None else amax
+    if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
+        raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
+    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
+    shape = tuple(x.shape)
+    codes, scales = _outputs(x, shape, format) if rows else (None, None)
+    codes_t, scales_t = _outputs(x, shape[::-1], format) if columns else (None, None)
+    recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
+    run.quantize(
+        x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format),
+        False, eps_bits, largest, False, 0, 0, 0, 0,
+    )  # fmt: skip
+    return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
+
+
+def encode(
+    x: Array,
+    format: Format | str,
+    scales: Array,
+    tensor_scale: Array | None = None,
+    *,
+    key: Any = None,
+    origin: Origin = (0, 0),
+    shape: tuple[int, int] | None = None,
+) -> Array:
+    """Codes of x for scales that are already there; see `numerics.encode`."""
+    _check(x)
+    format = Format.parse(format)
+    check_scales(scales, tensor_scale, x.shape, format, origin)
+    codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
+    library().encode(
+        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        *origin, *(shape or (0, 0)),
+    )  # fmt: skip
+    return codes
+
+
+def dequantize(
+    codes: Array,
+    scales: Array,
+    tensor_scale: Array | None,
+    format: Format | str,
+    dtype: str,
+    *,
+    columns: int,
+    origin: Origin = (0, 0),
+) -> Array:
+    """The values of codes and scales on a CUDA device; see `numerics.dequantize`."""
+    format = Format.parse(format)
+    check_output_dtype(dtype)
+    shape = (*codes.shape[:-1], columns)
+    check_codes(codes, columns, format)
+    check_scales(scales, tensor_scale, shape, format, origin)
+    out = codes.new_empty(shape, dtype=getattr(torch, dtype))
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
+    return out
+
+
+def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+    """Codes and scales of the transposed matrix; see `numerics.transpose`."""
+    format = Format.parse(format)
+    check_square(format)
+    check_codes(codes, columns, format)
+    run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
+    out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
+    run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
+    if format.per_tensor:
+        return out, scales.mT
+    flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
+    run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
+    return out, flipped
+
+
+def transpose_words(x: Array) -> Array:
+    """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
+    out = x.new_empty((x.shape[1], x.shape[0]))
+    library().transpose(x.contiguous(), out, 32, *x.shape)
+    return out
+
+
+def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Array:
+    """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
+
+    Args:
+        key: int32 or int64 [2] on a CUDA device.
+        step: int64 of one element beside it, or None.
+        rank: negative where none is folded in.
+        groups: how many; negative for a layer without groups.
+
+    Returns:
+        int32 [groups or 1, 2, 2].
+    """
+    out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
+    library().fold_keys(key.contiguous(), step, rank, groups, out)
+    return out
+
+
+def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
+    """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
+
+    Args:
+        scales: uint8 [..., m, n].
+        rows: rows of the operand; m by default.
+        repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
+    """
+    m, n = scales.shape[-2:]
+    lines = m if rows is None else rows
+    out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
+    library().interleave(scales.contiguous(), out, lines, repeat)
+    return out
+
+
+def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
+    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`, whose arguments and errors these are.
+
+    Constants and step numbers may be tensors on the device. Pointers are part of what a CUDA graph captures.
+    """
+    from blockfp.kernels.step_table import pack
+
+    if steps:
+        weight = steps[0].weight
+        library().adamw(pack(steps, key, partial(_address, weight.device)), weight.detach())
+
+
+def _address(device: Any, x: Array, dtype: str | tuple[str, ...], count: int) -> int:
+    """Where a contiguous tensor of so many elements lies on the device."""
+    if x.device != device:
+        raise ValueError(f"a step's tensors must all be on {device}, got one on {x.device}")
+    if bits.dtype_name(x) not in ((dtype,) if isinstance(dtype, str) else dtype):
+        raise TypeError(f"a step's tensor must be of {dtype if isinstance(dtype, str) else ' or '.join(dtype)}, got {x.dtype}")
+    if x.numel() != count or not x.is_contiguous():
+        raise ValueError(f"a step's tensor must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
+    return x.data_ptr()
