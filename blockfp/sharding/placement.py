@@ -11,8 +11,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,17 @@ class Sharding:
             start, size = start + before, min(chunk, size - before)
         return start, size
 
-    def spans(self, dim: int) -> dict[int, tuple[int, int]]:
-        """(start, size) along array axis `dim` by rank, for one rank of each that is not empty, in ascending order."""
-        holders = self.mesh.group(0, self.order(dim))
-        spans = {rank: self.span(dim, rank) for rank in holders}
-        return {rank: span for rank, span in spans.items() if span[1]}
+    def chunks(self, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, sizes) of the parts of array axis `dim`, empty ones too, with an axis for each mesh axis in `order(dim)`.
+
+        Meshes have thousands of ranks: nothing about all of them is worked out one rank after another.
+        """
+        return _chunks(self.shape[dim], tuple(self.mesh.axis_size(name) for name in self.order(dim)))
+
+    def starts(self, dim: int) -> np.ndarray:
+        """Where the parts of array axis `dim` that aren't empty begin, in ascending order."""
+        starts, sizes = self.chunks(dim)
+        return starts[sizes > 0]
 
     def region(self, rank: int) -> Region:
         """What a rank holds."""
@@ -258,24 +266,23 @@ class Sharding:
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
         """Indices of the blocks of length `block` along array axis `dim` that lie on more than one rank, ascending."""
-        return tuple(dict.fromkeys(start // block for start, _ in self.spans(dim).values() if start % block))
+        starts = self.starts(dim)
+        return tuple(np.unique(starts[starts % block != 0] // block).tolist())
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
         """The mesh axes along which the ranks that share a block of array axis `dim` differ, in the mesh's order."""
-        owners: dict[int, list[tuple[int, ...]]] = {}
-        for rank, (start, size) in self.spans(dim).items():
-            for index in {start // block, (start + size - 1) // block}:
-                owners.setdefault(index, []).append(self.mesh.coordinate(rank))
-        axes = set()
-        for coordinates in owners.values():
-            for name, places in zip(self.mesh.names, zip(*coordinates, strict=True), strict=True):
-                if len(set(places)) > 1:
-                    axes.add(name)
+        starts, sizes = self.chunks(dim)
+        coordinates = np.argwhere(sizes > 0)
+        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
+        # Parts lie in ascending order, so all that share a block are neighbours.
+        together = (starts[1:] // block) == (starts[:-1] + sizes[:-1] - 1) // block
+        differ = (coordinates[1:] != coordinates[:-1])[together].any(0)
+        axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
         """Whether every cut along array axis `dim` falls on a block boundary."""
-        return not self.straddling(dim, block)
+        return not (self.starts(dim) % block).any()
 
     def gathered(self, axes: Iterable[str]) -> Sharding:
         """The sharding after an all-gather over these mesh axes: replicated along them.
@@ -318,6 +325,18 @@ class Sharding:
 
     def __str__(self) -> str:
         return f"{list(self.shape)} on {self.mesh} as ({_listed(self.placements)})"
+
+
+@lru_cache(maxsize=1024)
+def _chunks(size: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, sizes), int64 [*counts]: an axis of this size cut into so many chunks, and each of these again."""
+    starts, sizes = np.zeros((), np.int64), np.array(size, np.int64)
+    for count in counts:
+        chunk = -(-sizes // count)[..., None]
+        before = np.minimum(np.arange(count) * chunk, sizes[..., None])
+        starts, sizes = starts[..., None] + before, np.minimum(chunk, sizes[..., None] - before)
+    starts.flags.writeable = sizes.flags.writeable = False
+    return starts, sizes
 
 
 def from_dtensor(placements: Iterable[Any]) -> tuple[Placement, ...]:
