@@ -11,10 +11,12 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from . import cuts
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ class Sharding:
 
         Meshes have thousands of ranks: nothing about all of them is worked out one rank after another.
         """
-        return _chunks(self.shape[dim], tuple(self.mesh.axis_size(name) for name in self.order(dim)))
+        return cuts.chunks(self.shape[dim], self._counts(dim))
 
     def starts(self, dim: int) -> np.ndarray:
         """Where the parts of array axis `dim` that aren't empty begin, in ascending order."""
@@ -266,23 +268,20 @@ class Sharding:
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
         """Indices of the blocks of length `block` along array axis `dim` that lie on more than one rank, ascending."""
-        starts = self.starts(dim)
-        return tuple(np.unique(starts[starts % block != 0] // block).tolist())
+        return cuts.straddling(self.shape[dim], self._counts(dim), block)[0]
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
         """The mesh axes along which the ranks that share a block of array axis `dim` differ, in the mesh's order."""
-        starts, sizes = self.chunks(dim)
-        coordinates = np.argwhere(sizes > 0)
-        starts, sizes = starts[sizes > 0], sizes[sizes > 0]
-        # Parts lie in ascending order, so all that share a block are neighbours.
-        together = (starts[1:] // block) == (starts[:-1] + sizes[:-1] - 1) // block
-        differ = (coordinates[1:] != coordinates[:-1])[together].any(0)
+        _, differ = cuts.straddling(self.shape[dim], self._counts(dim), block)
         axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
         """Whether every cut along array axis `dim` falls on a block boundary."""
-        return not (self.starts(dim) % block).any()
+        return not self.straddling(dim, block)
+
+    def _counts(self, dim: int) -> tuple[int, ...]:
+        return tuple(self.mesh.axis_size(name) for name in self.order(dim))
 
     def gathered(self, axes: Iterable[str]) -> Sharding:
         """The sharding after an all-gather over these mesh axes: replicated along them.
@@ -325,18 +324,6 @@ class Sharding:
 
     def __str__(self) -> str:
         return f"{list(self.shape)} on {self.mesh} as ({_listed(self.placements)})"
-
-
-@lru_cache(maxsize=1024)
-def _chunks(size: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, sizes), int64 [*counts]: an axis of this size cut into so many chunks, and each of these again."""
-    starts, sizes = np.zeros((), np.int64), np.array(size, np.int64)
-    for count in counts:
-        chunk = -(-sizes // count)[..., None]
-        before = np.minimum(np.arange(count) * chunk, sizes[..., None])
-        starts, sizes = starts[..., None] + before, np.minimum(chunk, sizes[..., None] - before)
-    starts.flags.writeable = sizes.flags.writeable = False
-    return starts, sizes
 
 
 def from_dtensor(placements: Iterable[Any]) -> tuple[Placement, ...]:
