@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,9 +25,7 @@ from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
 from .format_numbers import DTYPES, format_numbers, largest_multiplier
-
-if TYPE_CHECKING:
-    from .step_table import Step
+from .step_table import Step, pack
 
 LIBRARY = "libblockfp_cpu.so"
 
@@ -267,8 +265,6 @@ def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
     Raises:
         TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
     """
-    from .step_table import pack
-
     if steps:
         _loaded().adamw(pack(steps, key, _address))
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ..definition.rotation import GROUP
-from ..formats import Format
+from ..formats import FORMATS, Format
 from .placement import Mesh, Partial, Placement, Replicate, Shard, Sharding, StridedShard
 from .steps import Dequantize, Gather, Plan, Quantize, Rotate, Step, Straddle, Transpose, block_length
 
@@ -306,8 +306,6 @@ def _refuse_partial(mesh: Mesh, placements: Sequence[Placement]) -> None:
 
 
 def _square_names(format: Format) -> str:
-    from ..formats import FORMATS
-
     same = [f.name for f in FORMATS if f.square and f.block and f.element is format.element and f.scale is format.scale]
     return ", ".join(same)
 
