@@ -1,6 +1,6 @@
 """What blockfp plans for models of hundreds of billions of parameters on up to 16,384 ranks, from its pure functions alone.
 
-    python benchmarks/scale.py [--out scale.json] [--chart scale.svg] [--seed 0] [--cut-outs 200]
+    python benchmarks/scale.py [--out scale.json] [--seed 0] [--cut-outs 200]
 
 For each model, mesh and recipe: the bytes a rank holds, and receives in one gather of all weights by FSDP; the blocks that lie
 on several ranks, and what their amaxes cost; the time and the memory of planning itself, for plans made for the first time.
@@ -186,7 +186,6 @@ def different(a: np.ndarray, b: np.ndarray) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out")
-    parser.add_argument("--chart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cut-outs", type=int, default=200)
     options = parser.parse_args()
@@ -230,10 +229,6 @@ def main() -> None:
             rounded = [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows]
             lines = ",\n  ".join(json.dumps(row) for row in rounded)
             file.write(f'{{"versions": {json.dumps(told)},\n "rows": [\n  {lines}\n]}}\n')
-    if options.chart:
-        from scale_chart import draw
-
-        draw(rows, options.chart)
     sys.exit(bits > 0)
 
 
