@@ -192,9 +192,7 @@ def _transposed(b: Matrix, n: int) -> Matrix:
     return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
 
 
-def _dequantized(
-    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route
-) -> Tensor:
+def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
     """Values multiplied in a dtype that holds all of them; the sums are fp32."""
     working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.parts[0].dtype, b.parts[0].dtype)
     for x in (a, b):

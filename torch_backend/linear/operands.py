@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
