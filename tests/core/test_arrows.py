@@ -54,7 +54,7 @@ LATE = {
 
 KNOWN: set[frozenset[str]] = {
     frozenset({"blockfp.jax_backend.arrays.array", "blockfp.jax_backend.arrays.sharded"}),
-    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable", "fsdp")),
+    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "fsdp")),
 }
 """Circles that are still there."""
 
