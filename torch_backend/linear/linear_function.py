@@ -289,7 +289,7 @@ def _product(
     """a @ b^T for (a, its format, b, its format) and size (rows of b, contracted length)."""
     a, a_format, b, b_format = operands
     left, right = Matrix(a, a_format), Matrix(b, b_format, transposed=columnwise)
-    return multiply(left, right, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
+    return multiply(left, right, size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: list[Tensor], group: Tensor, parts: list[Tensor], index: int | None, ctx: Any, recipe: Recipe) -> Tensor:

@@ -227,7 +227,7 @@ def _times(
     index: int | None = None,
 ) -> Tensor:
     """a @ b^T, for size (rows of b, contracted length)."""
-    return multiply(a, b, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
+    return multiply(a, b, size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
