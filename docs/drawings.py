@@ -6,6 +6,7 @@ python docs/drawings.py [FOLDER]     writes every .svg, into docs/ by default; a
 from __future__ import annotations
 
 import json
+import math
 import sys
 from html import escape
 from pathlib import Path
@@ -18,6 +19,7 @@ from blockfp.sharding.steps import Gather, Quantize, grid_span
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
+COLORS = {"r0": "#3b82f6", "r1": "#f5990b", "r2": "#22c55e", "r3": "#d946ef"}
 STYLE = """\
 svg{color:#24292f;font:13px system-ui,sans-serif}
 @media(prefers-color-scheme:dark){svg{color:#e6edf3}}
@@ -54,6 +56,14 @@ class Drawing:
         """Adds a line through these points with a head at the last."""
         path = "L".join(f"{x:g} {y:g}" for x, y in points)
         self.lines.append(f'<path d="M{path}" class="l" marker-end="url(#a)"/>')
+
+    def line(self, points: list[tuple[float, float]], kind: str, dashed: bool = False) -> None:
+        """Adds a line through these points in the colour of a class r0 .. r3."""
+        path = "L".join(f"{x:.4g} {y:.4g}" for x, y in points)
+        dashes = ";stroke-dasharray:5 3" if dashed else ""
+        self.lines.append(
+            f'<path d="M{path}" class="{kind}" style="fill:none;stroke:{COLORS[kind]};stroke-width:1.5{dashes}"/>'
+        )
 
     def __str__(self) -> str:
         return "\n".join([*self.lines, "</svg>", ""])
@@ -288,6 +298,49 @@ def step_times(result: dict) -> Drawing:
     return drawing
 
 
+def scale(result: dict) -> Drawing:
+    """A result of scale.py: for each model what FSDP's gather sends beside bfloat16, and the blocks on several ranks."""
+    kinds = {"fp8_block": "r0", "mxfp8": "r1", "mxfp4": "r2", "nvfp4": "r3"}
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    drawing = Drawing("Bytes of FSDP's gather, and blocks that lie on several ranks", 800, 470)
+    for column, model in enumerate(models):
+        left = 60 + 250 * column
+        drawing.text(left, 22, model, "b")
+        panels = ("gather's bytes beside bfloat16's", 0.6, 40), ("blocks on several ranks", 1.0, 240)
+        for (what, most, top), measure in zip(panels, (_gathered, _shared), strict=True):
+            drawing.text(left, top + 12, what, "s")
+            drawing.box(left, top + 20, 210, 150)
+            for share in (0, most / 2, most):
+                y = top + 170 - 150 * share / most
+                drawing.text(left - 6, y + 4, f"{share:.0%}", "s", "end")
+            for dashed in (False, True):
+                rows = [r for r in result["rows"] if r["model"] == model and "HSDP" not in r["mesh"]]
+                rows = [row for row in rows if ("TP" in row["mesh"]) == dashed]
+                for recipe, kind in kinds.items():
+                    points = [
+                        (left + 210 * (math.log2(row["ranks"]) - 3) / 11, top + 170 - 150 * measure(row) / most)
+                        for row in rows
+                        if row["recipe"] == recipe
+                    ]
+                    drawing.line(points, kind, dashed)
+            for ranks in (8, 512, 16384):
+                x = left + 210 * (math.log2(ranks) - 3) / 11
+                drawing.text(x, top + 186, f"{ranks:,}", "s", "middle")
+    for i, (recipe, kind) in enumerate(kinds.items()):
+        drawing.line([(60 + 110 * i, 451), (84 + 110 * i, 451)], kind)
+        drawing.text(90 + 110 * i, 455, recipe, "s")
+    drawing.text(510, 455, "by ranks; solid: FSDP, dashed: FSDP x TP 8 x EP", "s")
+    return drawing
+
+
+def _gathered(row: dict) -> float:
+    return row["received"] / row["received_bf16"]
+
+
+def _shared(row: dict) -> float:
+    return row["straddling"] / row["blocks"]
+
+
 def drawings() -> dict[str, Drawing]:
     """Every drawing by the name of its file."""
 
@@ -302,6 +355,7 @@ def drawings() -> dict[str, Drawing]:
         "layer-mxfp8.svg": layer(parse("mxfp8")),
         "layer-nvfp4.svg": layer(parse("nvfp4")),
         "gpu.svg": kernels(result("gpu-2026-11-21.json")),
+        "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),
     }
 
