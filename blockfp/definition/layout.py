@@ -8,12 +8,15 @@ from the unsharded matrix's start, so a shard's first block may be the rest of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
 from ..formats import Format
 from .bits import Array
+
+Length = TypeVar("Length", int, np.ndarray)
 
 Settle = Callable[[Array], Array]
 """Returns its argument; a compiler stores what goes through it. Values per block, random words and codes to be packed are used
@@ -43,7 +46,7 @@ def block_grid(size: int, block: int, origin: int = 0) -> int:
     return 0 if size == 0 else -(-(origin % block + size) // block)
 
 
-def packed_columns(columns: int, bits: int) -> int:
+def packed_columns(columns: Length, bits: int) -> Length:
     """Bytes in a row of `columns` codes of `bits` bits: 4-bit codes in pairs, 6-bit codes in fours."""
     if bits == 8:
         return columns

@@ -1,6 +1,7 @@
 """What the documents show runs, and says all formats."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,12 @@ def test_the_numerics_describe_every_format():
     for name in NAMES:
         base = re.sub(r"(_floor|_32x32|_fp32)", "", name)
         assert f"`{base}`" in text, name
+
+
+def test_drawings_are_those_of_the_plans_and_results():
+    """Every picture of docs/ is, byte for byte, what docs/drawings.py draws now."""
+    drawn = {name: str(drawing) for name, drawing in runpy.run_path(str(ROOT / "docs" / "drawings.py"))["drawings"]().items()}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
+    assert drawn.keys() == kept.keys()
+    changed = [name for name in drawn if drawn[name] != kept[name]]
+    assert not changed, f"{changed}: run `python docs/drawings.py`"

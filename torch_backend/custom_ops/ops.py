@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from blockfp.definition import layout, numerics
@@ -92,3 +93,21 @@ def _dequantize_fake(codes, scales, tensor_scale, format, dtype, columns, origin
 @torch.library.register_fake("blockfp::dequantize_tensor", lib=_library)
 def _dequantize_tensor_fake(q: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(q.shape, dtype=dtype, device=q.device)
+
+
+if dist.is_available():
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    # The ops that give or take lists of tensors have no sharding: DTensor has no public way to say how lists lie.
+    @register_sharding(dequantize)
+    def _dequantize_sharding(codes, scales, tensor_scale, format, dtype, columns, origin):
+        """Lists how DTensors are dequantized where they lie: each row of codes needs a row of scales of its own."""
+        # DTensor remembers the answer for tensors of these shapes, whatever the format: only shapes may decide.
+        whole = None if tensor_scale is None else Replicate()
+        rest = [whole, None, None, None, None]
+        placements = [([Replicate()], [Replicate(), Replicate(), *rest])]
+        for axis in range(codes.ndim - 1):
+            if codes.shape[axis] == scales.shape[axis]:
+                placements.append(([Shard(axis)], [Shard(axis), Shard(axis), *rest]))
+        return placements

@@ -276,7 +276,7 @@ class QuantizedTensor(Wrapper):
         is_parameter = isinstance(self, torch.nn.Parameter)
         parts = (self.codes, self.scales, self.tensor_scale, str(self.format), self.shape[-1], self.dtype, self.origin)
         base = self.geometry.base
-        return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
+        return _rebuild_tensor, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
 
 
 DTYPES = optable.NOMINAL
@@ -293,10 +293,10 @@ class _Dequantize(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
+def _rebuild_tensor(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
     q = QuantizedTensor.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin)
     q.geometry.base = base and Base(*base)
     return torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_tensor])

@@ -218,7 +218,7 @@ class CastWeight(Wrapper):
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
         cut = None if self.cut is None else tuple(self.cut)
-        return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+        return _rebuild_cast_weight, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -233,9 +233,9 @@ def _lies(weight: CastWeight, cut: Cut, shards: int = 1) -> Sharding:
     return Sharding(tuple(shape), Mesh((shards, cut.ranks), ("fsdp", "tp")), (rows, Shard(cut.dim)))
 
 
-def _rebuild(values, format, whole, cut, requires_grad, is_parameter):
+def _rebuild_cast_weight(values, format, whole, cut, requires_grad, is_parameter):
     weight = CastWeight(values, Format.parse(format), tuple(whole), None if cut is None else Cut(*cut))
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_cast_weight])
