@@ -53,7 +53,7 @@ def _turn(by: int) -> None:
 
 
 def when_turned(forget: Callable[[], Any]) -> None:
-    """Calls a function without arguments whenever the switch is turned: it drops what was worked out from the other position."""
+    """Calls `forget` whenever the switch is turned: it drops what was worked out in the other position."""
     _when_turned.append(forget)
 
 
