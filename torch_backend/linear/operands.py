@@ -12,35 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, quantize_operand, tensor_amax
+from ..custom_ops.products import Matrix
 from . import activations
 from .activations import Direction, Way, way_of
 from .delayed import record
 from .linear_function import Scaling, quantized_whole
 from .observe import observe_parts
 from .place import Place
-
-
-class Matrix(NamedTuple):
-    """An operand of a product.
-
-    Attributes:
-        parts: codes, scales and maybe tensor scale; or the values alone.
-        format: of the codes; None for values.
-        origin: (row, column) of its first element in the matrix whose blocks are counted.
-        turned: whether it is stored the other way round, [contracted, size].
-    """
-
-    parts: list[Tensor]
-    format: Format | None
-    origin: tuple[int, int] = (0, 0)
-    turned: bool = False
 
 
 class Wanted(NamedTuple):
@@ -115,7 +99,7 @@ class Coming(NamedTuple):
         """Waits for it."""
         parts = activations.join(self.way, self.place, self.received)
         if self.way.by_codes:
-            return Matrix(parts, self.cast.format, turned=self.way.transposes)
+            return Matrix(parts, self.cast.format, transposed=self.way.transposes)
         if self.cast.format is None:
             return Matrix([parts[0].mT], None)
         return Matrix(quantized_whole(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1], self.cast.format)
