@@ -22,7 +22,7 @@ _loading = threading.Lock()
 
 
 def available() -> bool:
-    """Whether the CUDA library is there, a device to run it, and `switch` allows it; loads (and may build) it the first time."""
+    """Whether the CUDA library, a device to run it and `switch` are there for it; loads (and may build) it the first time."""
     return switch.kernels_allowed() and _load() is not None
 
 
