@@ -255,7 +255,7 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """`quantize` of x and of x.mT; a key has two words for each."""
     keys = (None, None) if key is None else (key[:2], key[2:])
-    if given is None and not rotated and (format.per_tensor or format.scale.two_level):
+    if given is None and not rotated and format.has_tensor_scale:
         found = amax(x, format, asked=asked)
         given = found.tensor if format.scale.two_level else found.blocks
     row = quantize(x, keys[0], given, format, eps, None, asked=asked)
