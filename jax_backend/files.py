@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockfp.array import QuantizedArray as NumpyArray
+from blockfp.errors import BadFile
 from blockfp.files import saving
 from blockfp.kernels.routes import has_tensor_scale
 
@@ -128,8 +129,6 @@ def _to_jax(path: Path, name: str, array: np.ndarray | NumpyArray) -> jax.Array 
         with np.errstate(over="ignore", under="ignore"):
             narrow = array.astype(dtype)
         if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
-            from blockfp.files.modelfile import BadFile
-
             problem = f"its values need {array.dtype}, and JAX without jax_enable_x64 has {dtype}"
             raise BadFile(path, f"{problem}: jax.config.update('jax_enable_x64', True) keeps them", name)
         return jnp.asarray(narrow)

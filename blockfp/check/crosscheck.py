@@ -17,15 +17,12 @@ import numpy as np
 
 from ..definition import layout, numerics
 from ..definition.numerics import Quantized
+from ..errors import BadBackend
 from ..formats import Format
 from .measure import Statistics, measure
 
 PIECE = 1 << 18
 """Elements handled at once: what the definition needs of them in NumPy stays in a core's cache."""
-
-
-class BadBackend(ValueError):
-    """A backend that can't be found, or doesn't do what `Backend` says; the message says what is wrong."""
 
 
 class Backend(Protocol):

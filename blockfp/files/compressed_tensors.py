@@ -27,11 +27,12 @@ import ml_dtypes
 import numpy as np
 
 from ..definition import layout
+from ..errors import BadFile
 from ..formats import E2M1, E4M3, Format
 from . import saving
 from .atomic import replacing
 from .export import Contents, Progress, Weight, write
-from .modelfile import BadFile, Tensor
+from .modelfile import Tensor
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 

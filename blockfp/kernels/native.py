@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,10 +24,9 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
+from . import switch
 from .format_numbers import DTYPES, format_numbers, largest_multiplier
-
-if TYPE_CHECKING:
-    from .step_table import Step
+from .step_table import Step, pack
 
 LIBRARY = "libblockfp_cpu.so"
 
@@ -41,14 +40,15 @@ _dtype_names: dict[Any, str] = {}
 
 
 def available() -> bool:
-    """Whether the kernel library is there; loads it the first time."""
-    return _load() is not None
+    """Whether the kernel library is there, and `switch` allows it; loads it the first time."""
+    return switch.kernels_allowed() and (_library or _load()) is not None
 
 
 def status() -> str:
     """One line: which library is loaded and what it runs on, or why there is none."""
     if not available():
-        return f"no kernels: {_why_not}; the definition runs instead, with the same bits"
+        why = _why_not if switch.kernels_allowed() else switch.WHY_NOT
+        return f"no kernels: {why}; the definition runs instead, with the same bits"
     return f"{_library.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
 
 
@@ -180,12 +180,11 @@ def quantize(
             results are of the same library.
     """
     library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
-    dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
+    dtype = _input_dtype(x)
     largest = largest_multiplier(format, eps, nominal or dtype)
     rows, columns = x.shape[-2:]
-    codes = arrays.empty(layout.codes_shape(x.shape, format), "uint8")
-    scales = arrays.empty(grid, format.scale.dtype)
-    tensor_scale = arrays.empty((), "float32") if format.scale.two_level else None
+    codes, scales, *two_level = [arrays.empty(*part) for part in layout.parts(x.shape, format, origin)]
+    tensor_scale = two_level[0] if two_level else None
     key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
     index_rows, index_columns = shape or (origin[0] + rows, origin[1] + columns)
     library.quantize(
@@ -193,7 +192,7 @@ def quantize(
         codes,
         scales,
         tensor_scale,
-        *((None, None, None) if amax is None else _given(amax, grid, format)),
+        *((None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
         DTYPES[dtype],
         *format_numbers(format),
         largest,
@@ -267,8 +266,6 @@ def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
     Raises:
         TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
     """
-    from .step_table import pack
-
     if steps:
         _loaded().adamw(pack(steps, key, _address))
 

@@ -23,7 +23,7 @@ from blockfp.sharding.placement import Sharding
 from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
-from ..jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
+from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
 from . import flax_state, identity, stores
 from .views import stored, view_codes, view_scales
 

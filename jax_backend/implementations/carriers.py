@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..jax_internals import (
+from .jax_internals import (
     EArray,
     ExtendedDType,
     extended_scalar,

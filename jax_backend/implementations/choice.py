@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from blockfp.formats import Format
+from blockfp.kernels import switch
 
 from . import cuda
 from .backend import Backend
@@ -69,9 +70,15 @@ def _backend(name: str, *, asked: bool) -> Backend:
     return (_PALLAS if name == "pallas" else _XLA)[asked]
 
 
-@cache
+# A compiled program holds what was chosen.
+switch.when_turned(jax.clear_caches)
+
+
+@switch.cached
 def missing(name: str) -> str | None:
     """Returns the reason why a backend can't run on this machine, or None."""
+    if name != "xla" and not switch.kernels_allowed():
+        return switch.WHY_NOT
     return _backend(name, asked=False).missing()
 
 

@@ -20,9 +20,9 @@ from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from ..jax_internals import unmapped_aval
 from . import explicit
 from .carriers import carrier_of
+from .jax_internals import unmapped_aval
 
 Flat = Sequence[Any]
 

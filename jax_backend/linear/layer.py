@@ -56,7 +56,9 @@ class Layer(ABC):
         """Where the rows of groups of these sizes go; None for a layer of one matrix."""
 
     @abstractmethod
-    def input_operands(self, x: jax.Array, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True) -> Pair:
+    def input_operands(
+        self, x: jax.Array, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
+    ) -> Pair:
         """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,7 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
-
-if TYPE_CHECKING:
-    from blockfp.kernels.step_table import Step
+from blockfp.kernels.step_table import Step, pack
 
 
 class Both(NamedTuple):
@@ -337,8 +335,6 @@ def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
 
     Constants and step numbers may be tensors on the device. Pointers are part of what a CUDA graph captures.
     """
-    from blockfp.kernels.step_table import pack
-
     if steps:
         weight = steps[0].weight
         library().adamw(pack(steps, key, partial(_address, weight.device)), weight.detach())

@@ -20,10 +20,10 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
+from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count, quantize_operand, tensor_amax
 from ..custom_ops.overflow import scales_tell
-from ..custom_ops.products import product
-from ..quantized_tensor.keys import gradient_keys
+from ..custom_ops.products import Matrix, multiply
 from .delayed import record
 from .observe import observe_operand
 from .parallel import Parallel
@@ -288,8 +288,8 @@ def _product(
 ) -> Tensor:
     """a @ b^T for (a, its format, b, its format) and size (rows of b, contracted length)."""
     a, a_format, b, b_format = operands
-    names = [None if format is None else format.name for format in (a_format, b_format)]
-    return product(a, names[0], b, names[1], *size, bias, dtype, name in recipe.fast_accum, columnwise, index)
+    left, right = Matrix(a, a_format), Matrix(b, b_format, transposed=columnwise)
+    return multiply(left, right, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: list[Tensor], group: Tensor, parts: list[Tensor], index: int | None, ctx: Any, recipe: Recipe) -> Tensor:

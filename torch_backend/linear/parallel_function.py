@@ -25,12 +25,12 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.operand_ops import part_count, quantize_operand
-from ..custom_ops.products import product
+from ..custom_ops.products import Matrix, multiply
+from ..sharded.shard import ROWS, TensorParallelShard
 from . import outputs
 from .linear_function import Call, Scaling, bias_gradient, groups_of, keys_of_gradient
-from .operands import Matrix, gathered_gradient, gathered_input, quantized, regathered_input
+from .operands import gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
-from .place import ROWS, Place
 from .second_order import once_differentiable
 
 
@@ -162,7 +162,7 @@ def _joined(groups: list[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
-def _summed_by(parallel: Parallel) -> Place | str:
+def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
     """Over what terms are summed, as `outputs.begin` takes it."""
     return parallel.tokens if parallel.sequence else parallel.group
 
@@ -202,7 +202,7 @@ def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     height = 1 if format.block is None else format.block[0]
     lies = {"row": parallel.cut_weight, "column": parallel.cut_weight._replace(runs=count)}.get(parallel.style)
     if lies is None:
-        lies = Place(parallel.group, parallel.ranks, parallel.rank, ROWS, 1, parallel.features * rows)
+        lies = TensorParallelShard(parallel.group, parallel.ranks, parallel.rank, ROWS, parallel.features * rows)
     if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
         raise ValueError(
             f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at "
@@ -227,13 +227,7 @@ def _times(
     index: int | None = None,
 ) -> Tensor:
     """a @ b^T, for size (rows of b, contracted length)."""
-    names = [None if matrix.format is None else matrix.format.name for matrix in (a, b)]
-    # A stored weight is one quantized tensor, which knows where it begins.
-    origin = {} if b.format is not None and len(b.parts) == 1 else {"origin": list(b.origin)}
-    fast = name in recipe.fast_accum
-    return product(
-        a.parts, names[0], b.parts, names[1], *size, bias, dtype, fast, b.turned, index, a_origin=list(a.origin), **origin
-    )
+    return multiply(a, b, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
@@ -246,7 +240,7 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
         weight = w.parts[0] if index is None else w.parts[0][index]
         _, across = quantized(weight, "weight", HIGH_PRECISION, columnwise, Scaling(0.0), place)
         return _times("dgrad", row, across, size, recipe, dtype)
-    return _times("dgrad", row, w._replace(turned=True), size, recipe, dtype, index=index)
+    return _times("dgrad", row, w._replace(transposed=True), size, recipe, dtype, index=index)
 
 
 def _inputs(kept: list[Tensor], recipe: Recipe, ctx: Any) -> list[Matrix]:

@@ -1,6 +1,6 @@
 """A process, or two under FSDP2, save one checkpoint after another and are killed, again and again.
 
-    python tests/torch/killed_while_saving.py /tmp/kills --kills 15
+    python tests/torch/support/killed_while_saving.py /tmp/kills --kills 15
 
 Prints the steps that are there after each kill, the last of which has been loaded and is the one of its step to the bit, and
 what was left behind. A program of its own, because what it forks must have no threads.

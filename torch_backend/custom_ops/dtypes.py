@@ -1,15 +1,27 @@
-"""Codes and scales in torch's small dtypes instead of bytes, and back, in the same memory."""
+"""torch's dtypes: those of values, and those that view codes and scales as numbers, in the same memory."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from blockfp.definition.bits import FLOAT_DTYPES
 from blockfp.formats import ELEMENTS, Format
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
+"""The dtypes that can be quantized, and dequantized to."""
 
 # Pairs of 4-bit codes are elements of a dtype of their own; there is none for 6 bits.
 _CODES = {e.name: getattr(torch, e.native_dtype + ("_x2" if e.bits == 4 else ""), None) for e in ELEMENTS.values()}
 _SCALES = {name: getattr(torch, name) for name in ("float8_e8m0fnu", "float8_e4m3fn", "float32")}
+
+
+@cache
+def name_of(dtype: torch.dtype) -> str:
+    """The core's name of a dtype: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def view_codes(codes: Tensor, format: Format) -> Tensor:

@@ -13,6 +13,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from processes import environment
+
 
 def run(world, file, function, timeout=120, backend="gloo"):
     """Calls `function(rank)` of a file on `world` ranks; with "nccl", each with the GPU of its number.
@@ -24,10 +26,8 @@ def run(world, file, function, timeout=120, backend="gloo"):
         AssertionError: a rank failed, or they are not done in time; the message has what all of them printed.
     """
     command = [sys.executable, __file__, str(world), str(file), function, backend]
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
     except subprocess.TimeoutExpired as error:
         raise AssertionError(f"{function} on {world} ranks hangs:\n{error.stdout}\n{error.stderr}") from error
     assert done.returncode == 0, f"{function} on {world} ranks:\n{done.stdout}\n{done.stderr}"
