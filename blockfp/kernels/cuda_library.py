@@ -11,6 +11,7 @@ import threading
 import warnings
 from typing import Any
 
+from . import switch
 from .cuda_build import device_count, find_or_build, where
 
 _NO_DEVICE = "no CUDA device is here"
@@ -21,12 +22,14 @@ _loading = threading.Lock()
 
 
 def available() -> bool:
-    """Whether the CUDA library is there and a device to run it; loads (and may build) it the first time."""
-    return _load() is not None
+    """Whether the CUDA library is there, a device to run it, and `switch` allows it; loads (and may build) it the first time."""
+    return switch.kernels_allowed() and _load() is not None
 
 
 def status() -> str:
     """One line: which library runs or would run, or why there is none. It loads and builds nothing."""
+    if not switch.kernels_allowed():
+        return _missing(switch.WHY_NOT)
     if _library is not None:
         return str(_library.path)
     if not _why_not and device_count() > 0:

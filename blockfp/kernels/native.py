@@ -24,6 +24,7 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
+from . import switch
 from .format_numbers import DTYPES, format_numbers, largest_multiplier
 from .step_table import Step, pack
 
@@ -39,14 +40,15 @@ _dtype_names: dict[Any, str] = {}
 
 
 def available() -> bool:
-    """Whether the kernel library is there; loads it the first time."""
-    return (_library or _load()) is not None
+    """Whether the kernel library is there, and `switch` allows it; loads it the first time."""
+    return switch.kernels_allowed() and (_library or _load()) is not None
 
 
 def status() -> str:
     """One line: which library is loaded and what it runs on, or why there is none."""
     if not available():
-        return f"no kernels: {_why_not}; the definition runs instead, with the same bits"
+        why = _why_not if switch.kernels_allowed() else switch.WHY_NOT
+        return f"no kernels: {why}; the definition runs instead, with the same bits"
     return f"{_library.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
 
 

@@ -77,6 +77,17 @@ class Straddle:
     axes: tuple[str, ...]
     blocks: tuple[int, ...]
 
+    @_kept
+    def held(self, format: Format, region: Region) -> tuple[tuple[int, int], ...]:
+        """(index in `blocks`, index in the rank's own scale grid) of each of these blocks that a rank has a part of.
+
+        Args:
+            format: of the array.
+            region: what the rank holds of it.
+        """
+        first, count = grid_span(format, region, self.dim)
+        return tuple((entry, block - first) for entry, block in enumerate(self.blocks) if first <= block < first + count)
+
 
 @dataclass(frozen=True)
 class Quantize:

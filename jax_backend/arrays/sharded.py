@@ -16,7 +16,7 @@ from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
 from blockfp.kernels.routes import has_tensor_scale
 from blockfp.sharding.placement import Replicate, Sharding
-from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
+from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
 from ..implementations import implementations, ops, replication
 from ..implementations.settling import settle
@@ -152,14 +152,15 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
     """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
-    regions = step.sharding.regions
     axis = straddle.dim - 2
-    spans = [grid_span(step.format, region, straddle.dim) for region in regions]
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
-    own = [[b - first if first <= b < first + count else -1 for b in straddle.blocks] for first, count in spans]
-    index = {block: i for i, block in enumerate(straddle.blocks)}
-    back = [[index.get(first + i, -1) if i < count else -1 for i in range(stored)] for first, count in spans]
+    own, back = [], []
+    for region in step.sharding.regions:
+        held = straddle.held(step.format, region)
+        entries, indices = dict(held), {index: entry for entry, index in held}
+        own.append([entries.get(entry, -1) for entry in range(len(straddle.blocks))])
+        back.append([indices.get(index, -1) for index in range(stored)])
     own, back = (stores.of_rank(step.sharding.mesh, table) for table in (own, back))
 
     def reduced(part: jax.Array) -> jax.Array:

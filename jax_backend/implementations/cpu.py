@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax.interpreters import batching, mlir
 from blockfp.definition import bits, layout, numerics
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
-from blockfp.kernels import native
+from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 
@@ -40,7 +39,7 @@ _ATTRIBUTES = {
 _TARGET = "blockfp_cpu_{}_1"
 
 
-@cache
+@switch.cached
 def missing() -> str | None:
     """Why the library can't run in JAX's programs, or None."""
     if importlib.util.find_spec("jax_tvm_ffi") is None:

@@ -15,6 +15,7 @@ from jax import lax
 
 from blockfp.definition import numerics
 from blockfp.formats import Format
+from blockfp.kernels import switch
 
 from . import definition, explicit
 from .choice import Choice
@@ -303,11 +304,17 @@ def _refused(
     return arrays.refusal(operation, format)
 
 
-@cache
+# A compiled program holds what was chosen.
+switch.when_turned(jax.clear_caches)
+
+
+@switch.cached
 def _missing(name: str) -> str | None:
     """What an implementation lacks on this machine, or None."""
     if name == "xla":
         return None
+    if not switch.kernels_allowed():
+        return switch.WHY_NOT
     if name == "ffi" and jax.default_backend() == "cpu":
         from . import cpu
 

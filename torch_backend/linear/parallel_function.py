@@ -26,11 +26,11 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.operand_ops import part_count, quantize_operand
 from ..custom_ops.products import Matrix, multiply
+from ..sharded.shard import ROWS, TensorParallelShard
 from . import outputs
 from .linear_function import Call, Scaling, bias_gradient, groups_of, keys_of_gradient
 from .operands import gathered_gradient, gathered_input, quantized, regathered_input
 from .parallel import Parallel
-from .place import ROWS, Place
 from .second_order import once_differentiable
 
 
@@ -162,7 +162,7 @@ def _joined(groups: list[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
-def _summed_by(parallel: Parallel) -> Place | str:
+def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
     """Over what terms are summed, as `outputs.begin` takes it."""
     return parallel.tokens if parallel.sequence else parallel.group
 
@@ -202,7 +202,7 @@ def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     height = 1 if format.block is None else format.block[0]
     lies = {"row": parallel.cut_weight, "column": parallel.cut_weight._replace(runs=count)}.get(parallel.style)
     if lies is None:
-        lies = Place(parallel.group, parallel.ranks, parallel.rank, ROWS, 1, parallel.features * rows)
+        lies = TensorParallelShard(parallel.group, parallel.ranks, parallel.rank, ROWS, parallel.features * rows)
     if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
         raise ValueError(
             f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at "
