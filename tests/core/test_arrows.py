@@ -49,7 +49,7 @@ LATE = {
 """Modules that are imported inside functions, and why."""
 
 KNOWN: set[frozenset[str]] = {
-    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable", "fsdp")),
+    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "fsdp")),
 }
 """Circles that are still there."""
 
