@@ -2,7 +2,7 @@
 
 Codes and scales that are DTensors are dequantized where they lie, if every row of codes has a row of scales of its own; else
 they are gathered. The other ops give lists of tensors, or take some, for which DTensor has no public way to say how they lie:
-they refuse DTensors, and layers cut their operands themselves (parallel_function.py).
+they refuse DTensors, and layers cut their operands themselves (linear_function.py).
 """
 
 from __future__ import annotations
