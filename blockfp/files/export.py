@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from ..array import DTYPES, QuantizedArray
+from ..errors import BadFile
 from ..formats import Format
 from ..recipes import STATE
 from ..sharding.parts import FORMAT
 from . import saving, store
-from .modelfile import BadFile, Model, Tensor
+from .modelfile import Model, Tensor
 
 Progress = Callable[[Tensor], None]
 """Called with each tensor when it is done."""

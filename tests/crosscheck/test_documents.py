@@ -1,22 +1,34 @@
 """What the documents show runs, and says all formats."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import gloo
+import numpy
 import pytest
+from documented import run_documented
 
+import blockfp
+from blockfp.check import crosscheck
 from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = [
-    pytest.param(code, id=f"{path.name}-{i}")
-    for path in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "other-libraries.md")
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
-    # Blocks with a name want a model or data of tests/clients, which runs them.
-    if not re.match(r"# [\w:, ]+\n", code)
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NAMED = re.compile(r"# ([\w:, ]+)\n")
+"""First line of a block that wants a model or data: a test gives them by `run_documented`."""
+
+RANKS = {"training.md": 2, "parallelism.md": 4, "checkpoints.md": 2}
+"""Pages whose programs run on several processes, with a default process group."""
+
+
+def program(page):
+    """The blocks of a page without a name, one after another: that is how a reader runs them."""
+    return "\n".join(block for block in BLOCK.findall(page.read_text()) if not NAMED.match(block))
+
 
 # What the training examples share, and what tests/jax/test_jax_examples.py runs.
 OTHERS = ("byte_text", "training_report", "flax_mlp", "equinox_mlp")
@@ -35,10 +47,43 @@ def _libraries():
     pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippets_run(tmp_path, code):
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
+def test_pages_run(tmp_path, page, monkeypatch):
+    """Each page is a program, from its first block to its last."""
     # The whole of inductor is for other tests: here the code has to be right, not fast.
-    run(tmp_path, "-c", code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"'))
+    code = program(page).replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
+    if page.name in RANKS:
+        file = tmp_path / "page.py"
+        file.write_text(
+            f"import os\n\nos.chdir({str(tmp_path)!r})\n\n\ndef page(rank):\n    exec({code!r}, {{'__name__': 'page'}})\n"
+        )
+        gloo.run(RANKS[page.name], file, "page")
+    else:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+        run(tmp_path, "-c", code)
+
+
+def test_every_named_block_is_run_by_a_test():
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
+    names = [match[1] for page in PAGES for block in BLOCK.findall(page.read_text()) if (match := NAMED.match(block))]
+    assert names
+    assert [name for name in names if f'"{name}"' not in tests] == []
+
+
+def test_a_backend_of_your_own():
+    """The documented class, around kernels that give the definition's bits and around others."""
+    x = numpy.linspace(-3, 3, 4096, dtype="f4").reshape(32, 128)
+
+    def kernel(x, format):
+        q = blockfp.quantize(x, format)
+        return q.codes, q.scales
+
+    def inverse(codes, scales, format):
+        return blockfp.QuantizedArray.from_parts(codes, scales, format=format, columns=128, dtype="f4").dequantize()
+
+    for given, same in ((kernel, True), (lambda x, format: kernel(-x, format), False)):
+        mine = run_documented("a backend of your own", my_kernel=given, my_inverse=inverse)["Mine"]()
+        assert crosscheck.check(x, "mxfp8_e4m3", [crosscheck.Definition(), mine]).identical is same
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -61,3 +106,12 @@ def test_the_numerics_describe_every_format():
     for name in NAMES:
         base = re.sub(r"(_floor|_32x32|_fp32)", "", name)
         assert f"`{base}`" in text, name
+
+
+def test_drawings_are_those_of_the_plans_and_results():
+    """Every picture of docs/ is, byte for byte, what docs/drawings.py draws now."""
+    drawn = {name: str(drawing) for name, drawing in runpy.run_path(str(ROOT / "docs" / "drawings.py"))["drawings"]().items()}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
+    assert drawn.keys() == kept.keys()
+    changed = [name for name in drawn if drawn[name] != kept[name]]
+    assert not changed, f"{changed}: run `python docs/drawings.py`"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
-from blockfp.files.manifest import BadCheckpoint
 
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.parts import FORMAT, SUFFIXES, no_values

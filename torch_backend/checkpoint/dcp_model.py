@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from blockfp.errors import BadCheckpoint, BadFile
 from blockfp.files import manifest, untrusted
 from blockfp.files.export import TIED
-from blockfp.files.manifest import BadCheckpoint
-from blockfp.files.modelfile import BadFile, Model, Tensor
+from blockfp.files.modelfile import Model, Tensor
 
 from .checkpoint_files import problems
 from .index import INDEX, read_index, read_tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 from blockfp.recipes import STATE
 
 from ..optimizer.adamw import misfit

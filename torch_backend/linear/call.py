@@ -12,7 +12,7 @@ from torch import Tensor
 from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
-from ..quantized_tensor.keys import gradient_keys
+from ..custom_ops.key_ops import gradient_keys
 from .parallel import Parallel
 
 

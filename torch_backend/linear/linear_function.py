@@ -31,12 +31,11 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
 from ..custom_ops.collectives import max_reduce_together
-from ..custom_ops.products import product
+from ..custom_ops.products import Matrix, multiply
 from ..sharded.shard import TensorParallelShard
 from . import outputs
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import (
-    Matrix,
     Scaling,
     columnwise_weight,
     gathered_gradient,
@@ -222,16 +221,8 @@ def _times(
     bias: Tensor | None = None,
     index: int | None = None,
 ) -> Tensor:
-    """a @ b^T, for size (rows of b, contracted length)."""
-    origins = {}
-    if a.origin != (0, 0):
-        origins["a_origin"] = list(a.origin)
-    if b.origin != (0, 0):
-        origins["origin"] = list(b.origin)
-    a_format = None if a.format is None else a.format.name
-    b_format = None if b.format is None else b.format.name
-    fast = name in recipe.fast_accum
-    return product(a.parts, a_format, b.parts, b_format, *size, bias, dtype, fast, b.transposed, index, **origins)
+    """a @ b^T + bias, for size (rows of b, contracted length)."""
+    return multiply(a, b, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:

@@ -20,6 +20,7 @@ from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
 from ..custom_ops.overflow import scales_tell
+from ..custom_ops.products import Matrix
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan
@@ -29,22 +30,6 @@ from .delayed import record
 from .observe import observe_operand, observe_parts
 from .operand_plans import operand_plan
 from .parallel import Parallel
-
-
-class Matrix(NamedTuple):
-    """An operand of a product.
-
-    Attributes:
-        parts: codes, scales and maybe tensor scale; or the values alone.
-        format: of the codes; None for values.
-        origin: (row, column) of its first element in the matrix whose blocks are counted.
-        transposed: whether it is stored as [contracted, size].
-    """
-
-    parts: list[Tensor]
-    format: Format | None
-    origin: tuple[int, int] = (0, 0)
-    transposed: bool = False
 
 
 class Scaling(NamedTuple):
@@ -172,7 +157,7 @@ def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     """
     assert cast.format is not None
     format, (count, rows, _) = cast.format, weight.shape
-    if not (format.per_tensor or format.scale.two_level):
+    if not (format.has_tensor_scale):
         if parallel.style == "experts":
             return Matrix(quantize_operand(weight, format, None).row, format)
         each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]

@@ -18,7 +18,7 @@ from blockfp.formats import Format
 from blockfp.recipes import Cast
 
 from ..custom_ops import cuda, part_ops
-from ..custom_ops.ops import kernels_for
+from ..custom_ops.kernels import kernels_for
 from .amaxes import AmaxExchange
 from .rank_plan import Quantization
 from .shard import AXIS, COLUMNS, ROWS, TensorParallelShard

@@ -19,7 +19,8 @@ from blockfp.definition.checks import check_input
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
 
-from ..custom_ops.ops import kernels_for, name_of
+from ..custom_ops.dtypes import name_of
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.geometry import Base, Geometry
@@ -195,7 +196,7 @@ class CastWeight(Wrapper):
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
         cut = None if self.cut is None else tuple(self.cut)
-        return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+        return _rebuild_cast_weight, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
@@ -219,9 +220,9 @@ def _before_gather(
     return Base(whole, origin), weight_quantization(format, sharding, rank)
 
 
-def _rebuild(values, format, whole, cut, requires_grad, is_parameter):
+def _rebuild_cast_weight(values, format, whole, cut, requires_grad, is_parameter):
     weight = CastWeight(values, Format.parse(format), tuple(whole), None if cut is None else TensorParallelShard(*cut))
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_cast_weight])
