@@ -209,7 +209,7 @@ class QuantizedLayer(InParts):
             return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, turned=self.turned)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, transposed=self.turned)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
