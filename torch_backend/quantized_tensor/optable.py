@@ -178,7 +178,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`names.no_values`).
 
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
