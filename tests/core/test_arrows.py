@@ -25,8 +25,8 @@ JAX = ("implementations", "arrays", "params", "linear", "files", "check", "integ
 TORCH = (
     "torch_internals",
     "custom_ops",
-    "quantized_tensor",
     "sharded",
+    "quantized_tensor",
     "weights",
     "linear",
     "modules",
