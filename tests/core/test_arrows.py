@@ -25,8 +25,8 @@ JAX = ("implementations", "arrays", "params", "linear", "files", "check", "integ
 TORCH = (
     "torch_internals",
     "custom_ops",
-    "quantized_tensor",
     "sharded",
+    "quantized_tensor",
     "weights",
     "linear",
     "modules",
@@ -54,7 +54,7 @@ LATE = {
 
 KNOWN: set[frozenset[str]] = {
     frozenset({"blockfp.jax_backend.arrays.array", "blockfp.jax_backend.arrays.sharded"}),
-    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable", "fsdp")),
+    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable")),
 }
 """Circles that are still there."""
 
