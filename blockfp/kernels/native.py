@@ -11,7 +11,6 @@ speed and nothing else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ..definition.rounding import Key, key_words
 from ..formats import Format
 from .format_numbers import DTYPES, format_numbers, largest_multiplier
 from .library import Library, installed
-from .step_table import Step, pack
 
 LIBRARY = "libblockfp_cpu.so"
 
@@ -198,31 +196,17 @@ def rotate(x: Array) -> Array:
     return out
 
 
-def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
+def adamw(table: np.ndarray, on: Any = None) -> None:
     """AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
 
     Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
 
     Args:
-        steps: the parameters; NumPy arrays or CPU torch tensors.
-        key: two words, the optimizer's key.
-
-    Raises:
-        TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+        table: of `step_table.pack`. The arrays at its addresses are as its rows say (`step_table.Row.arrays`), contiguous, and
+            alive: nothing of that can be checked here.
+        on: not used; a GPU's kernels need it (`cuda.adamw`).
     """
-    if steps:
-        _cpu.get().adamw(pack(steps, key, _address))
-
-
-def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
-    """Where a contiguous array of so many elements lies."""
-    arrays, names, name = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype, bits.dtype_name(x)
-    if name not in names:
-        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {name}")
-    size = x.size if isinstance(x, np.ndarray) else x.numel()
-    if size != count or not arrays.is_contiguous(x):
-        raise ValueError(f"a step's array must be contiguous, aligned, and hold {count} elements, got shape {tuple(x.shape)}")
-    return arrays.address(x)
+    _cpu.get().adamw(table)
 
 
 def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
@@ -249,12 +233,6 @@ class _NumPy:
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
         return self.lend(np.ascontiguousarray(x))
-
-    def is_contiguous(self, x: np.ndarray) -> bool:
-        return x.flags.c_contiguous and x.flags.aligned
-
-    def address(self, x: np.ndarray) -> int:
-        return x.ctypes.data
 
     def lend(self, x: np.ndarray) -> np.ndarray:
         """x as DLPack can carry it: without bfloat16, and aligned."""
@@ -286,12 +264,6 @@ class _Torch:
 
     def contiguous(self, x: Any) -> Any:
         return self.lend(x.contiguous())
-
-    def is_contiguous(self, x: Any) -> bool:
-        return x.is_contiguous() and not x.data_ptr() % x.element_size()
-
-    def address(self, x: Any) -> int:
-        return x.data_ptr()
 
     def lend(self, x: Any) -> Any:
         if hasattr(x, "__tensor_flatten__"):

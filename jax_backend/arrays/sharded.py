@@ -17,7 +17,7 @@ from blockfp.formats import Format
 from blockfp.sharding.placement import Replicate, Sharding
 from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
-from ..implementations import implementations, ops, replication
+from ..implementations import ops, replication
 from ..implementations.settling import settle
 from . import stores
 from .array import QuantizedArray
@@ -57,22 +57,8 @@ def as_array(local: Local, format: Format, sharding: Sharding, dtype) -> Quantiz
 
 
 def aligned(q: QuantizedArray) -> bool:
-    """Whether q's first row and column begin a block, on every rank."""
+    """Returns True where q's first row and column begin a block on every rank."""
     return q.sharding is None or stores.is_aligned(q.format, q.sharding)
-
-
-def dequantize(q: QuantizedArray, dtype: str, implementation: str | None) -> jax.Array:
-    """A rank's values."""
-    assert q.sharding is not None
-    options = {"format": q.format, "dtype": dtype, "origin": (0, 0)}
-    options["choice"] = implementations.choose(implementation, "dequantize", q.format)
-    if aligned(q):
-        return ops.dequantize(q.codes, q.scales, q.tensor_scale, columns=q.columns, **options)
-    bits = q.format.element.bits
-    codes = stores.into_blocks(layout.unpack(q.codes, bits, q.columns), q.format, q.sharding)
-    columns = codes.shape[-1]
-    values = ops.dequantize(layout.pack(codes, bits), q.scales, q.tensor_scale, columns=columns, **options)
-    return stores.out_of_blocks(values, q.format, q.sharding)
 
 
 def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noqa: B008
@@ -86,8 +72,8 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Quantize():
                 local = _quantize(step, local, options)
             case Dequantize():
-                q = as_array(local, step.format, step.sharding, options.nominal)
-                local = Local(dequantize(q, step.dtype or options.nominal or "float32", None))
+                parts, dtype = local[1:], step.dtype or options.nominal or "float32"
+                local = Local(stores.dequantize(*parts, step.sharding, format=step.format, dtype=dtype))
             case Gather():
                 local = _gather(step, local)
     return local
@@ -110,8 +96,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     if stores.is_aligned(format, sharding) and options.key is None:
         if step.amax_axes and whole is None:
             whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
-        choice = implementations.choose(None, "quantize", format, eps=options.eps)
-        q = ops.quantize(x, None, whole, format=format, choice=choice, eps=options.eps, nominal=options.nominal)
+        q = ops.quantize(x, None, whole, format=format, eps=options.eps, nominal=options.nominal)
         return Local(None, *_known_alike(step, q))
     buffer = stores.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None

@@ -15,7 +15,7 @@ from blockfp.array import DTYPES
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, carried, is_quantized, of_parts
-from ..implementations import implementations, ops
+from ..implementations import ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
@@ -71,10 +71,9 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
     if not is_matrix("", x):
         raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}")
     dtype = np.dtype(x.dtype) if nominal is None else nominal
-    choice = implementations.choose(None, "quantize", format)
 
     def one(matrix):
-        return ops.quantize(matrix, None, format=format, choice=choice, nominal=dtype.name)
+        return ops.quantize(matrix, None, format=format, nominal=dtype.name)
 
     for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)

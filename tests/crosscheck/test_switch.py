@@ -24,10 +24,10 @@ def _library():
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the CPU library's functions that PyTorch and NumPy call from now on."""
-    called = []
+    called, library = [], native.library()
 
     class Counting:
-        def __getattr__(self, name, library=native.library()):
+        def __getattr__(self, name):
             if name in OPERATIONS:
                 called.append(name)
             return getattr(library, name)

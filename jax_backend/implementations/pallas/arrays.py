@@ -26,13 +26,17 @@ def refusal(operation: str, format: Format) -> str | None:
     """Why there is no kernel, or None where there is one.
 
     Args:
-        operation: "quantize", "columnwise", "both" or "dequantize".
+        operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".
         format: the format.
     """
     has_codes = format.element.bits == 8 or format.name.startswith("nvfp4")
     if operation == "quantize" and has_codes:
         return None
-    if operation in ("columnwise", "both") and format.element.bits == 8 and (format.per_tensor or not format.square):
+    if (
+        operation in ("quantize_columnwise", "quantize_both")
+        and format.element.bits == 8
+        and (format.per_tensor or not format.square)
+    ):
         return None if mosaic.CAN_TRANSPOSE else f"the Pallas kernel that does {operation} of {format} needs JAX 0.11 or newer"
     if operation == "dequantize" and (has_codes or (format.element is E2M1 and not format.square)):
         return None
