@@ -12,11 +12,10 @@ import numpy as np
 
 from blockfp import recipes
 from blockfp.array import DTYPES
-from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, carried, is_quantized, of_parts
-from ..implementations import implementations, ops
+from ..implementations import ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import straight_through
 from .trees import describe, map_with_path
@@ -72,19 +71,18 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
     if not is_matrix("", x):
         raise TypeError(f"a weight must be a float32, float16 or bfloat16 array of two or more axes, got {describe(x)}")
     dtype = np.dtype(x.dtype) if nominal is None else nominal
-    choice = implementations.choose(None, "quantize", format)
 
     def one(matrix):
-        return ops.quantize(matrix, None, format=format, choice=choice, nominal=dtype.name)
+        return ops.quantize(matrix, None, format=format, nominal=dtype.name)
 
-    for _ in range(x.ndim - 2 if has_tensor_scale(format) and not shared else 0):
+    for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)
     return of_parts(one(x), format, x).replace(dtype=dtype)
 
 
 def shares_scale(q: QuantizedArray) -> bool:
     """Whether all matrices of a stack have one scale per tensor in common, as `quantize` of all of it gives them."""
-    if not has_tensor_scale(q.format):
+    if not q.format.has_tensor_scale:
         return False
     return q.scales.shape[:-2] != q.codes.shape[:-2] if q.tensor_scale is None else q.tensor_scale.ndim == 0
 
@@ -94,7 +92,7 @@ def dequantize_params(tree: Any, dtype: Any = None) -> Any:
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
-        for _ in range(q.codes.ndim - 2 if has_tensor_scale(q.format) and not shares_scale(q) else 0):
+        for _ in range(q.codes.ndim - 2 if q.format.has_tensor_scale and not shares_scale(q) else 0):
             read = jax.vmap(read)
         values = read(q.without_carrier())
         return values if q.carrier is None else straight_through(values, q.carrier)

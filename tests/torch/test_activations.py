@@ -158,7 +158,7 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
                 numbers = [n for n in (local.codes, local.scales, local.tensor_scale) if n is not None]
                 expected_parts = [torch.from_numpy(np.array(n)) for n in numbers]
                 # Of formats with blocks each part is marked by itself; an empty one needs no mark.
-                whole = part.numel() and (format.per_tensor or format.scale.two_level)
+                whole = part.numel() and format.has_tensor_scale
                 same(parts, expected_parts, format, x if whole else part)
 
 

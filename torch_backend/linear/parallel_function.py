@@ -193,7 +193,7 @@ def _groups(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
     """
     assert cast.format is not None
     format, (count, rows, _) = cast.format, weight.shape
-    if not (format.per_tensor or format.scale.two_level):
+    if not format.has_tensor_scale:
         if parallel.style == "experts":
             return Matrix(quantize_operand(weight, format, None).row, format)
         each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]

@@ -386,8 +386,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     """Where columns first .. last lie in a row of codes, if they are whole blocks."""
     block = q.format.block[1] if q.format.block else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
-    bits = q.format.element.bits
-    together = {8: 1, 6: 4, 4: 2}[bits]
+    bits, together = q.format.element.bits, q.format.element.codes_per_group
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
         raise refused(
             aten.slice.Tensor,

@@ -1,23 +1,27 @@
-"""The CUDA kernel library in JAX, through jax-tvm-ffi: the kernels that PyTorch runs, in jitted programs.
+"""The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-kernels/cuda/exports.cu says what the functions take. An array that is absent is one without elements.
+kernels/cuda/exports.cu documents the arguments of its functions. An absent array is passed as one without elements.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from blockfp.definition import bits, layout
-from blockfp.definition.numerics import Quantized
-from blockfp.definition.rotation import rotate
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
+
+from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -33,7 +37,7 @@ _ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "pr
 
 @once
 def _register(name: str) -> str:
-    """Makes a function of the library known to XLA, under the name returned."""
+    """Registers a function of the library with XLA and returns its name there."""
     import jax_tvm_ffi
 
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
@@ -53,76 +57,73 @@ def _absent(dtype) -> jax.Array:
     return jnp.zeros((0,), dtype)
 
 
-def tensor_amax(x: jax.Array, *, rotated: bool = False) -> jax.Array:
-    """int32 [1]: fp32 bits of the largest magnitude of x, NaN ignored; `rotated` adds that of rotate(x.mT)."""
-    return _call("amax", jax.ShapeDtypeStruct((2 if rotated else 1,), jnp.int32), x)
+def _tensor_amax(x: jax.Array, *, rotate: bool = False) -> jax.Array:
+    """int32 [1]: fp32 bits of the largest magnitude of x, NaN ignored; with `rotate` [2], that of rotate(x.mT) second."""
+    return _call("amax", jax.ShapeDtypeStruct((2 if rotate else 1,), jnp.int32), x)
 
 
-def quantize(
-    x: jax.Array,
-    format: Format,
-    *,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
-    eps: float = 0.0,
-    nominal: str | None = None,
-) -> Quantized:
-    """`numerics.quantize`.
+class CudaLibrary(Backend):
+    """The CUDA kernel library."""
 
-    Args:
-        x: [..., rows, columns].
-        format: the format.
-        key: uint32 of shape (2,), or None to round to nearest.
-        amax: of the whole tensor, where the format needs one: int32 bits, or for FP8 per tensor float32, the multiplier itself
-            (delayed scaling); computed by default.
-        eps, nominal: as for `numerics.quantize`.
-    """
-    return _quantize(x, format, key, amax, eps, nominal, rows=True)[0]  # pyright: ignore[reportReturnType]
+    name = "ffi"
+    platform = "cuda"
 
+    def missing(self) -> str | None:
+        if jax.default_backend() != "gpu":
+            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
+        if importlib.util.find_spec("jax_tvm_ffi") is None:
+            return "the package jax-tvm-ffi is not installed"
+        return None if cuda_library.available() else cuda_library.status()
 
-def quantize_columnwise(
-    x: jax.Array,
-    format: Format,
-    *,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
-    eps: float = 0.0,
-    rotated: bool = False,
-) -> Quantized:
-    """`quantize` of x.mT, rotated first where `rotated` says so; x is not transposed in memory."""
-    if rotated and not _rotates(format):
-        return quantize(rotate(x.mT), format, key=key, amax=amax, eps=eps)
-    return _quantize(x, format, key, amax, eps, None, columns=True, rotated=rotated)[1]  # pyright: ignore[reportReturnType]
+    def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
+        return refusal_of_amax(operation, format)
 
+    def amax(self, x, *, format: Format) -> Amax:
+        return amax_of_tensor(_tensor_amax(x), x)
 
-def quantize_both(
-    x: jax.Array,
-    format: Format,
-    *,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
-    eps: float = 0.0,
-    rotated: bool = False,
-) -> tuple[Quantized, Quantized]:
-    """`quantize` and `quantize_columnwise` from one read; a key has four words, the last two for x.mT."""
-    if rotated and not _rotates(format):
-        keys = (None, None) if key is None else (key[:2], key[2:])
-        row = quantize(x, format, key=keys[0], amax=amax, eps=eps)
-        return row, quantize(rotate(x.mT), format, key=keys[1], amax=amax, eps=eps)
-    return _quantize(x, format, key, amax, eps, None, rows=True, columns=True, rotated=rotated)  # pyright: ignore[reportReturnType]
+    def quantize(self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None) -> Quantized:
+        return _quantize(x, format, key, amax, eps, nominal, rows=True)[0]  # pyright: ignore[reportReturnType]
+
+    def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
+        if rotate and not _rotates(format):
+            return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps)
+        return _quantize(x, format, key, amax, eps, None, columns=True, rotate=rotate)[1]  # pyright: ignore[reportReturnType]
+
+    def quantize_both(
+        self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
+    ) -> tuple[Quantized, Quantized]:
+        if rotate and not _rotates(format):
+            row_key, column_key = keys_of_both(key)
+            row = self.quantize(x, row_key, amax, format=format, eps=eps)
+            return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps)
+        return _quantize(x, format, key, amax, eps, None, rows=True, columns=True, rotate=rotate)  # pyright: ignore[reportReturnType]
+
+    def dequantize(
+        self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
+    ) -> jax.Array:
+        return _call(
+            "dequantize",
+            jax.ShapeDtypeStruct((*codes.shape[:-1], columns), jnp.dtype(dtype)),
+            codes,
+            scales,
+            _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
+            **dict(zip(_FORMAT, format_numbers(format), strict=True)),
+            row=origin[0],
+            column=origin[1],
+        )
 
 
 def _rotates(format: Format) -> bool:
-    """Whether the kernels rotate before they quantize into a format; for the others XLA does."""
+    """Returns True for a format whose kernels rotate; for the others XLA does."""
     return format.scale.two_level and not format.square
 
 
 def _quantize(
-    x, format, key, amax, eps, nominal, *, rows=False, columns=False, rotated=False
+    x, format, key, amax, eps, nominal, *, rows=False, columns=False, rotate=False
 ) -> tuple[Quantized | None, Quantized | None]:
     two_level = format.scale.two_level
     if amax is None and (format.per_tensor or two_level):
-        amax = tensor_amax(x, rotated=rotated)
+        amax = _tensor_amax(x, rotate=rotate)
     m, n = x.shape[-2:]
     swapped = (*x.shape[:-2], n, m)
 
@@ -136,7 +137,7 @@ def _quantize(
         ]
 
     # A rotated direction has a tensor amax and scale of its own.
-    directions = 2 if rotated else 1
+    directions = 2 if rotate else 1
     codes, scales, tensor_scale, codes_t, scales_t = _call(
         "quantize",
         [
@@ -152,7 +153,7 @@ def _quantize(
         measure=0,
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, nominal or bits.dtype_name(x)),
-        rotate_t=rotated,
+        rotate_t=rotate,
         row=0,
         column=0,
         rows=0,
@@ -165,36 +166,13 @@ def _quantize(
     )
 
 
-def dequantize(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    format: Format,
-    dtype: str,
-    *,
-    columns: int,
-    origin: tuple[int, int] = (0, 0),
-) -> jax.Array:
-    """`numerics.dequantize`."""
-    return _call(
-        "dequantize",
-        jax.ShapeDtypeStruct((*codes.shape[:-1], columns), jnp.dtype(dtype)),
-        codes,
-        scales,
-        _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
-        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        row=origin[0],
-        column=origin[1],
-    )
-
-
 @cache
 def cublas_version() -> int:
-    """That of the cuBLASLt which the library finds, such as 130100; 0 where there is none."""
+    """The version of the cuBLASLt that the library finds, such as 130100; 0 where there is none."""
     return int(cuda_library.library().cublas_version())
 
 
-def product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
+def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
     """a @ b^T by cuBLASLt, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `products.product`."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
