@@ -27,7 +27,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 
 def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +48,7 @@ def test_pages_run(tmp_path, page):
         file.write_text(
             f"import os\n\nos.chdir({str(tmp_path)!r})\n\n\ndef page(rank):\n    exec({code!r}, {{'__name__': 'page'}})\n"
         )
-        gloo.run(RANKS[page.name], file, "page")
+        gloo.run(RANKS[page.name], file, "page", timeout=300)
     else:
         run(tmp_path, "-c", code)
 
