@@ -6,8 +6,7 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
-from blockfp.kernels.step_table import Step, pack
 
 
 class Both(NamedTuple):
@@ -345,22 +343,13 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
     return out
 
 
-def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
-    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`, whose arguments and errors these are.
+def adamw(table: Any, on: Any) -> None:
+    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`.
 
-    Constants and step numbers may be tensors on the device. Pointers are part of what a CUDA graph captures.
+    Constants and step numbers may be tensors on the device. Addresses are part of what a CUDA graph captures.
+
+    Args:
+        table: of `step_table.pack`.
+        on: any of the tensors, whose device and stream are used.
     """
-    if steps:
-        weight = steps[0].weight
-        library().adamw(pack(steps, key, partial(_address, weight.device)), weight.detach())
-
-
-def _address(device: Any, x: Array, dtype: str | tuple[str, ...], count: int) -> int:
-    """Where a contiguous tensor of so many elements lies on the device."""
-    if x.device != device:
-        raise ValueError(f"a step's tensors must all be on {device}, got one on {x.device}")
-    if bits.dtype_name(x) not in ((dtype,) if isinstance(dtype, str) else dtype):
-        raise TypeError(f"a step's tensor must be of {dtype if isinstance(dtype, str) else ' or '.join(dtype)}, got {x.dtype}")
-    if x.numel() != count or not x.is_contiguous():
-        raise ValueError(f"a step's tensor must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
-    return x.data_ptr()
+    library().adamw(table, on.detach())

@@ -178,7 +178,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`names.no_values`).
 
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
@@ -337,8 +337,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     """Where columns first .. last lie in a row of codes, if they are whole blocks."""
     block = q.format.block[1] if q.format.block else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
-    bits = q.format.element.bits
-    together = {8: 1, 6: 4, 4: 2}[bits]
+    bits, together = q.format.element.bits, q.format.element.codes_per_group
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
         raise refused(
             aten.slice.Tensor,

@@ -260,19 +260,25 @@ class QuantizedTensor(Wrapper):
         return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
 
     @fsdp.keeping_signature
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         agree_before_gather()
-        share = fsdp.share(self.format, self.shape, self.geometry, mesh)
-        return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
+        gather = fsdp.weight_gather(self.format, self.shape, self.geometry, mesh)
+        return fsdp.send(gather, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: fsdp.GatherMetadata,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
-        return fsdp.receive(gathered, sent, dtype, out)
+        received = fsdp.receive(gathered, metadata, dtype, out)
+        return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
     def _stable_hash_for_caching(self) -> str:
         # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
