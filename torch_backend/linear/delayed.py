@@ -22,6 +22,7 @@ from blockfp.recipes import Delayed, Recipe
 
 from ..custom_ops.collectives import max_reduce
 from ..quantized_tensor import sharding
+from ..torch_internals import foreach_copy_
 from . import scale_watch
 from .scale_watch import delayed_layers
 
@@ -149,7 +150,7 @@ def update_layers(layers: Sequence[nn.Module], replicas: DistributedDataParallel
 
 
 def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
-    torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
+    foreach_copy_(into, list(values))
 
 
 def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:

@@ -35,6 +35,8 @@ from blockfp.sharding.placement import Region, Sharding
 from ..quantized_tensor import sharding
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..torch_internals import dtensor_like
+from ..torch_internals import functional_collectives as collectives
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
@@ -75,28 +77,16 @@ def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
 
 def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A local tensor as a DTensor that lies as a parameter does; itself where that is no DTensor."""
-    mesh = sharding.mesh_of(param)
-    if mesh is None:
+    dtensor = sharding.as_dtensor(param)
+    if dtensor is None:
         return local
     from torch.distributed.tensor import DTensor
 
+    mesh, placements = dtensor.device_mesh, dtensor.placements
     whole = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
     if local.device.type not in (mesh.device_type, "meta"):
-        return offloaded(param, local, whole)
-    placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
+        return dtensor_like(dtensor, local, whole)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def offloaded(param: Tensor, local: Tensor, whole: Tensor) -> Tensor:
-    """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
-
-    FSDP2 makes such DTensors of parameters that it keeps on the CPU, in this way, which torch has no public name for.
-    """
-    from torch.distributed.tensor import DTensor
-
-    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore
 
 
 def replicated(param: Tensor, whole: Tensor) -> Tensor:
@@ -136,8 +126,7 @@ def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
     tensor = tensor.to(mesh.device_type)
     for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
         group = sharding.group_name(param, axis)
-        sent = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group)
-        tensor = torch.ops._c10d_functional.wait_tensor(sent)
+        tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), op, group))
     return tensor.to(device)
 
 
@@ -233,12 +222,12 @@ def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: 
     region = sharding.region_of(param)
     if value.dtype != own.dtype:
         raise ValueError(f"{key}{SUFFIXES[part.name]} must be {own.dtype}, got {value.dtype}")
-    mesh = sharding.mesh_of(value)
-    if mesh is not None:
+    dtensor = sharding.as_dtensor(value)
+    if dtensor is not None:
         alike = part.sharded and sharding.placed_alike(value, param)
         if alike and sharding.local_of(value).shape == own.shape:
             return sharding.local_of(value)
-        value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        value = dtensor.full_tensor()
     if sharding.mesh_of(param) is None and value.shape == own.shape:
         return value
     if tuple(value.shape) != part.shape:
