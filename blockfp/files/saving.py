@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array import DTYPES, QuantizedArray
+from ..array import QuantizedArray
 from ..definition.bits import dtype_name
+from ..definition.views import DTYPES
 from ..errors import BadFile
 from . import untrusted
 from .atomic import being_written, remove_left_behind, replacing
@@ -143,12 +144,12 @@ def write(
 
 
 def _token(of_temporary: str) -> str:
-    """What the names of parts have in them, by the token of their index's temporary file."""
+    """The token in the names of parts, from that of their index's temporary file."""
     return of_temporary[:8]
 
 
 def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """What each tensor consists of in a file. Raises BadFile where `write` would, before anything is written."""
+    """The entries of each tensor in a file. Raises BadFile where `write` would, before anything is written."""
     from . import store
 
     entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
@@ -158,7 +159,7 @@ def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]
 
 @contextmanager
 def in_one_file(path: Path) -> Iterator[None]:
-    """Where a model's one file is written: of an older one of several files the index and the parts go when it is there."""
+    """Yields while a model's one file is written; then removes the index and the parts of an older model at this path."""
     index = path.with_name(path.name + INDEX)
     with _old_parts_removed(path, index, set()):
         yield
@@ -167,7 +168,7 @@ def in_one_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
-    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then.
+    """Removes at the end the old and the new parts that the index doesn't name then.
 
     At the beginning it removes parts that killed saves left.
     """
@@ -215,7 +216,7 @@ def _parts_named(path: Path, index: Path) -> set[str] | None:
 
 
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """(name, array) of everything in a file or several, one at a time."""
+    """Yields (name, array) for everything in a file or several, one at a time."""
     from . import store
 
     yield from store.read_model(open_whole(path))
