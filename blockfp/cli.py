@@ -37,7 +37,7 @@ try:
     from .check.report import Findings, comparison_table, format_table, tensor_table, to_json
     from .files import compressed_tensors, export
     from .files.modelfile import Model, Tensor, open_model
-    from .files.store import dequantize_model, quantize_model
+    from .files.quantized_model import dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
 

@@ -23,7 +23,7 @@ from ..errors import BadFile
 from ..formats import Format
 from ..recipes import STATE
 from ..sharding.parts import FORMAT
-from . import saving, store
+from . import quantized_model, saving
 from .modelfile import Model, Tensor
 
 Progress = Callable[[Tensor], None]
@@ -176,7 +176,7 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
         raise BadFile(checkpoint.path, error, name) from error
     shape = marker.shape[1:]
     parts = []
-    for entry in store.quantized_entries(name, shape, marker.dtype, parsed):
+    for entry in quantized_model.quantized_entries(name, shape, marker.dtype, parsed):
         part = own.get(entry.name)
         if part is None or (part.dtype, part.shape) != (entry.dtype, entry.shape):
             found = "missing" if part is None else f"{part.dtype} of shape {part.shape}"
