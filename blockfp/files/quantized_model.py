@@ -26,10 +26,10 @@ from ..definition import layout
 from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import Format
-from ..sharding.parts import SUFFIXES, no_values
 from . import untrusted
 from .atomic import replacing
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
+from .names import SUFFIXES, no_values
 
 KEY = "blockfp"
 VERSION = 1

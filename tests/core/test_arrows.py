@@ -48,11 +48,6 @@ LATE = {
 }
 """Modules that are imported inside functions, and why."""
 
-KNOWN: set[frozenset[str]] = {
-    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable")),
-}
-"""Circles that are still there."""
-
 
 @cache
 def modules() -> dict[str, Path]:
@@ -145,10 +140,9 @@ def circles() -> set[frozenset[str]]:
 
 
 def test_no_modules_import_each_other():
-    assert circles() == KNOWN
+    assert not circles()
 
 
 def test_imports_inside_functions_have_a_reason():
     late = {target for _, target, where in imports() if where == "function"}
-    known = set().union(*KNOWN)
-    assert late - known == set(LATE)
+    assert late == set(LATE)
