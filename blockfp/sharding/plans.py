@@ -1,4 +1,4 @@
-"""From format, shape, mesh, placements and use to a plan: what to reduce, quantize, gather and derive, or why not.
+"""Plans: from format, shape, mesh, placements and use to the steps of every rank, or the reason why there are none.
 
 Every plan keeps one invariant, for every format, shape and mesh, bit for bit:
 
@@ -86,7 +86,7 @@ def quantize_shards(
     rotate: bool = False,
     stochastic: bool = False,
 ) -> Plan:
-    """Each rank's values become its part of the codes and scales of the unsharded array. Nothing but amaxes is sent.
+    """Plans how each rank's values become its part of the unsharded array's codes and scales. Only amaxes are sent.
 
     Args:
         format: a `Format` or its name.
@@ -118,7 +118,7 @@ def gather_weight(
     origin: tuple[int, int] = (0, 0),
     columnwise: bool = False,
 ) -> Plan:
-    """All-gather of a quantized weight over some mesh axes (FSDP's): codes and scales travel, rowwise, always.
+    """Plans the all-gather of a quantized weight over some mesh axes (FSDP's). Codes and scales travel, always rowwise.
 
     Args:
         format: what the weight is in.
@@ -158,7 +158,7 @@ def gather_activation(
     stochastic: bool = False,
     quantized: Format | str | None = None,
 ) -> Plan:
-    """All-gather of an activation or gradient over sequence- or tensor-parallel axes, quantized before it travels if it can be.
+    """Plans the all-gather of an activation or gradient, quantized before it travels if it can be.
 
     The result is the quantization of the gathered array (of its dequantization, if it came quantized in another format or
     direction). Rowwise is what the forward product takes, columnwise what the weight gradient takes. Where a cut falls inside
@@ -264,7 +264,7 @@ def _gathers(
 
 
 def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, rotate: bool) -> str | None:
-    """Why shards can't be quantized before they are gathered over these axes, or None if they can."""
+    """The reason why shards can't be quantized before they are gathered over these axes, or None if they can."""
     lies = sharding.transposed() if columnwise else sharding
     last = len(sharding.shape) - 1
     units = [(dim, block_length(format, lies, dim), "block") for dim in (last - 1, last)]
