@@ -106,7 +106,7 @@ def quantize_shards(
     _check_operand(sharding, operand, data_axes)
     steps = _quantize(format, sharding, operand, data_axes, columnwise, rotate, stochastic)
     target = sharding.transposed() if columnwise else sharding
-    return Plan(f"quantize shards of the {operand} {_way(columnwise)}", sharding, target, steps)
+    return Plan(f"quantize shards of the {operand} {_direction(columnwise)}", sharding, target, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +142,7 @@ def gather_weight(
     target = sharding.gathered(axes)
     if columnwise:
         steps, target = (*steps, Transpose(target, format)), target.transposed()
-    return Plan(f"all-gather of a weight in {format} over {', '.join(axes)}, {_way(columnwise)}", sharding, target, steps)
+    return Plan(f"all-gather of a weight in {format} over {', '.join(axes)}, {_direction(columnwise)}", sharding, target, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -184,24 +184,24 @@ def gather_activation(
         raise ValueError("operand = 'weight': gather_weight plans the gather of a weight, whose codes are the stored ones")
     _check_operand(sharding, operand, data_axes)
     derive = columnwise and format.square and not rotate and not stochastic
-    across = columnwise and not derive
+    encodes_columnwise = columnwise and not derive
     whole = sharding.gathered(axes)
     target = whole.transposed() if columnwise else whole
     back: tuple[Step, ...] = (Transpose(whole, format),) if derive else ()
 
     def plan(*steps: Step, reason: str | None = None) -> Plan:
-        use = f"all-gather of the {operand} in {format} over {', '.join(axes)}, {_way(columnwise)}"
+        use = f"all-gather of the {operand} in {format} over {', '.join(axes)}, {_direction(columnwise)}"
         return Plan(use, sharding, target, (*steps, *back), reason)
 
     def quantized_at(lies: Sharding) -> tuple[Step, ...]:
-        return _quantize(format, lies, operand, data_axes, across, rotate, stochastic)
+        return _quantize(format, lies, operand, data_axes, encodes_columnwise, rotate, stochastic)
 
-    if have is format and not across and not rotate:
+    if have is format and not encodes_columnwise and not rotate:
         return plan(*_gathers(sharding, axes, format, "codes"))
-    reason = _cut_by_gather(format, sharding, axes, across, rotate)
+    reason = _cut_by_gather(format, sharding, axes, encodes_columnwise, rotate)
     if reason is None:
         before = () if have is None else (Dequantize(have, sharding),)
-        lies = sharding.transposed() if across else sharding
+        lies = sharding.transposed() if encodes_columnwise else sharding
         return plan(*before, *quantized_at(sharding), *_gathers(lies, axes, format, "codes"))
     if have is None:
         return plan(*_gathers(sharding, axes, None, "values"), *quantized_at(whole), reason=reason)
@@ -310,5 +310,5 @@ def _square_names(format: Format) -> str:
     return ", ".join(same)
 
 
-def _way(columnwise: bool) -> str:
+def _direction(columnwise: bool) -> str:
     return "columnwise" if columnwise else "rowwise"

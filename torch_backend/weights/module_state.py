@@ -23,7 +23,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
 from .loading import load_high_precision_
-from .state_dict import REMEDY, check_format, format_of, load_parts_, lying, nothing, placed, stored, take_parts
+from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, placed, stored, stored_parts, take_parts
 
 
 class InParts(nn.Module):
@@ -53,7 +53,7 @@ def _part(suffix: str) -> property:
         found = None
         if isinstance(local, QuantizedTensor):
             held = (local.codes, local.scales, local.tensor_scale)
-            own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": nothing(local, local.shape)}
+            own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": empty_entry(local, local.shape)}
             found = own.get(suffix)
         if found is None:
             raise AttributeError(f"{type(module).__name__} has no weight{suffix}: its weight is {local!r}")
@@ -187,7 +187,7 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
         try:
             check_format(param, key, state_dict)
             values = take_parts(param, key, state_dict)
-            for part in lying(param):
+            for part in stored_parts(param):
                 value = values[SUFFIXES[part.name]]
                 if (tuple(value.shape), value.dtype) != (part.shape, getattr(torch, part.dtype)):
                     problem[0] = f"{key}{SUFFIXES[part.name]} must be {part.dtype} of shape {part.shape}, got {value.dtype} of "
@@ -199,7 +199,7 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
         raise ValueError(problem[0])
     mesh, device = sharding.mesh_of(param), sharding.local_of(param).device
     received = {}
-    for part in lying(param):
+    for part in stored_parts(param):
         suffix = SUFFIXES[part.name]
         whole = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device if mesh is None else mesh.device_type)
         if values:
@@ -212,7 +212,7 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
 def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
     """Makes a parameter that is not sharded of these parts themselves."""
     q: Any = param
-    found = [values.get(SUFFIXES[part.name]) for part in lying(param)]
+    found = [values.get(SUFFIXES[part.name]) for part in stored_parts(param)]
     return QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
 
 

@@ -44,8 +44,8 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     q = _quantized(param)
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
-    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in lying(param)}
-    empty = nothing(q, param.shape)
+    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
+    empty = empty_entry(q, param.shape)
     empty = empty if sharding.mesh_of(param) is None else replicated(param, empty)
     return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
 
@@ -54,11 +54,11 @@ def stored_names(name: str, param: Tensor) -> list[str]:
     """The names of `stored` in a state dict, for a parameter of this name; none where it isn't quantized."""
     if not isinstance(sharding.local_of(param), QuantizedTensor):
         return []
-    suffixes = [SUFFIXES[part.name] for part in lying(param)]
+    suffixes = [SUFFIXES[part.name] for part in stored_parts(param)]
     return [name + suffix for suffix in ("", *suffixes, f"{FORMAT}{_quantized(param).format}")]
 
 
-def nothing(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
+def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
     """The empty tensor under a parameter's own name, and under that of its format."""
     return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
 
@@ -156,7 +156,7 @@ def _quantized(param: Tensor) -> QuantizedTensor:
     return q
 
 
-def lying(param: Tensor) -> tuple[Part, ...]:
+def stored_parts(param: Tensor) -> tuple[Part, ...]:
     """The parts of a quantized parameter, as they lie on its mesh."""
     return parts.parts(_quantized(param).format, sharding.sharding_of(param))
 
@@ -194,7 +194,7 @@ def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) ->
     Raises:
         ValueError: one is missing; nothing is taken out then.
     """
-    suffixes = [*(SUFFIXES[part.name] for part in lying(param)), f"{FORMAT}{_quantized(param).format}"]
+    suffixes = [*(SUFFIXES[part.name] for part in stored_parts(param)), f"{FORMAT}{_quantized(param).format}"]
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
         format = _quantized(param).format
@@ -219,7 +219,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         raise ValueError(f"{key} is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if q.geometry.gathered:
         raise ValueError(f"{key} is FSDP's gathered copy of a sharded weight: call reshard() on its FSDPModule first")
-    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in lying(param)]
+    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in stored_parts(param)]
     for own, value in copies:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
