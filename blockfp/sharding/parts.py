@@ -21,20 +21,6 @@ from ..definition import layout
 from ..formats import Format
 from .placement import Region, Replicate, Sharding, StridedShard
 
-FORMAT = "_format_"
-"""Stands between a weight's name and the format's, in the name by which a checkpoint tells the format of codes."""
-
-SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""Suffixes of a weight's name for each part. Under the name itself no codes are ever found: see `no_values`."""
-
-
-def no_values(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the entry under a quantized array's own name: of no bytes, and of the wrong rank for a plain one.
-
-    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
-    """
-    return (0, *shape)
-
 
 @dataclass(frozen=True)
 class Part:
