@@ -101,7 +101,7 @@ def optimizers(rows: list, copy: float) -> None:
         optimizer = AdamW(params)
         optimizer.step()
         elements = sum(p.numel() for p in params)
-        two_pass = format.per_tensor or format.scale.two_level
+        two_pass = format.has_tensor_scale
         count = int(elements * (2 + 24 + format.bytes_per_element + (8 if two_pass else 0)))
         note(rows, f"AdamW.step: {name}, bfloat16 gradient", count, milliseconds(optimizer.step, 30), copy)
         rows.append({"case": f"AdamW.step: {name}, host", "ms": round(host_milliseconds(optimizer.step), 4)})

@@ -8,6 +8,7 @@ from the unsharded matrix's start, so a shard's first block may be the rest of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,18 @@ def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] =
         return (1,) * len(shape)
     grid = (block_grid(n, b, o) for n, b, o in zip(shape[-2:], format.block, origin, strict=True))
     return (*shape[:-2], *grid)
+
+
+@lru_cache(maxsize=4096)
+def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shape and dtype of what an array is stored in: codes, scales and, of formats with two levels, the tensor scale.
+
+    Raises:
+        TypeError: a length that a compiler leaves open, which has no hash; `parts.__wrapped__` takes it.
+    """
+    codes = (codes_shape(shape, format), "uint8")
+    scales = (scales_shape(shape, format, origin), format.scale.dtype)
+    return (codes, scales, ((), "float32")) if format.scale.two_level else (codes, scales)
 
 
 def block_grid(size: int, block: int, origin: int = 0) -> int:

@@ -58,7 +58,7 @@ class Row(NamedTuple):
 
 def one_pass(format: Format) -> bool:
     """Whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile of theirs."""
-    return not format.per_tensor and not format.scale.two_level
+    return not format.has_tensor_scale
 
 
 @lru_cache(maxsize=4096)

@@ -61,8 +61,8 @@ class Part:
 def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
     """Codes, scales and, for NVFP4, the tensor scale of an array that lies like this."""
     shape = sharding.shape
-    bits = format.element.bits
-    together, size = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
+    together = format.element.codes_per_group
+    size = together * format.element.bits // 8
     codes = Part("codes", layout.codes_shape(shape, format), "uint8", False, (1, together), (1, size))
     scales = Part("scales", layout.scales_shape(shape, format), format.scale.dtype, False, format.block)
     found = [_with_sharding(codes, sharding), _with_sharding(scales, sharding)]

@@ -77,6 +77,17 @@ class Straddle:
     axes: tuple[str, ...]
     blocks: tuple[int, ...]
 
+    @_kept
+    def held(self, format: Format, region: Region) -> tuple[tuple[int, int], ...]:
+        """(index in `blocks`, index in the rank's own scale grid) of each of these blocks that a rank has a part of.
+
+        Args:
+            format: of the array.
+            region: what the rank holds of it.
+        """
+        first, count = grid_span(format, region, self.dim)
+        return tuple((entry, block - first) for entry, block in enumerate(self.blocks) if first <= block < first + count)
+
 
 @dataclass(frozen=True)
 class Quantize:
@@ -264,7 +275,7 @@ class Gather:
         """Whether codes must be unpacked, joined and packed again: where a run before another ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
-        together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
+        together = self.format.element.codes_per_group
         # One row for each group, its members in order: the codes of all but the last that has any must end with a byte.
         order = self.sharding.order(self.dim)
         inside = [order.index(name) for name in self.axes]

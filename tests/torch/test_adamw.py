@@ -2,31 +2,21 @@
 
 import copy
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
-from blockfp.torch_backend.optimizer import optimizer_step as module
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.definition import adamw, numerics
 from blockfp.formats import FORMATS
-from blockfp.kernels import native
+from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.
 TOLERANCE = 4e-7
-
-
-@pytest.fixture(params=["kernels", "definition"])
-def route(request, monkeypatch):
-    """Both ways a step can go, which must not differ in a bit."""
-    if request.param == "definition":
-        monkeypatch.setattr(module, "_kernels", lambda device: None)
-    elif not native.available():
-        pytest.skip(native.status())
-    return request.param
 
 
 @pytest.mark.parametrize(("ours", "torchs"), [(bfp.AdamW, torch.optim.AdamW), (bfp.Adam, torch.optim.Adam)])
@@ -66,18 +56,18 @@ def test_codes_are_those_of_the_master(format):
     assert_quantizes(p, optimizer.state[p]["master"])
 
 
-def test_both_routes_give_the_same_bits(monkeypatch):
+def test_both_routes_give_the_same_bits():
     if not native.available():
         pytest.skip(native.status())
     results = []
-    for kernels in (module._kernels, lambda device: None):
-        monkeypatch.setattr(module, "_kernels", kernels)
+    for which in (nullcontext, switch.definition_only):
         for options in ({}, {"moments": "bfloat16"}, {"moments": "fp8", "weight_decay": 0.1}):
             params = mixed()
             optimizer = bfp.AdamW(params, lr=1e-2, key=5, **options)
             for step in range(3):
                 give_gradients(params, step)
-                optimizer.step()
+                with which():
+                    optimizer.step()
             results.append([x.clone() for p in params for x in optimizer.state[p].values()])
     for a, b in zip(results[:3], results[3:], strict=True):
         for x, y in zip(a, b, strict=True):

@@ -10,21 +10,11 @@ from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 import blockfp.torch as bfp
 from blockfp.definition import layout, numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels import native
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 FAMILIES = ("fp8_e4m3", "fp8_e5m2_128x128_fp32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1_floor", "mxint8", "nvfp4_16x16")
 SHAPE = (133, 150)  # ragged along both axes for every block, and more than one block of each
 WORDS = (0xDEADBEEF, 0x87654321)
-
-
-@pytest.fixture(params=["kernel", "definition"])
-def run(request, monkeypatch):
-    """Both of what can stand behind the custom ops on the CPU."""
-    if request.param == "definition":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip("the kernel library isn't built")
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
@@ -81,21 +71,21 @@ def inputs(dtype: str) -> list[np.ndarray]:
 
 @BY_NAME
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_eager(format, dtype):
     for x in inputs(dtype):
         assert_bits_of_the_definition(x, format)
 
 
 @BY_NAME
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_leading_axes_ragged_and_empty(format):
     for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (0, 32), (4, 0), (2, 0, 5), (0, 0), (0, 3, 4)):
         assert_bits_of_the_definition(sample("exponents", shape, "bfloat16"), format)
 
 
 @BY_NAME
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_strided_input(format):
     x = sample("exponents", (70, 140))
     expected = numerics.quantize(np.ascontiguousarray(x.T[3:, ::2]), format)
@@ -104,7 +94,7 @@ def test_strided_input(format):
 
 
 @BY_NAME
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_stochastic_rounding(format):
     words = torch.tensor(WORDS, dtype=torch.int64)
     for kind in ("bf16_valued", "exponents", "special"):
@@ -115,7 +105,7 @@ def test_stochastic_rounding(format):
 
 
 @BY_NAME
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_foreign_codes_and_scales(format):
     """Every byte in codes and scales: codes that are never written, Inf and NaN scales, negative and subnormal ones."""
     rng = np.random.default_rng(3)

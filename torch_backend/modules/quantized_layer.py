@@ -216,7 +216,7 @@ class QuantizedLayer(InParts, RecipeLayer):
             )
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.linear_recipe, state=self.state(), counts=counts, turned=self.turned)
+        return apply(x, self.weight, self.bias, self.linear_recipe, state=self.state(), counts=counts, transposed=self.turned)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
