@@ -12,9 +12,10 @@ from typing import Any, cast
 import numpy as np
 
 from ..definition.numerics import Quantized
+from ..errors import BadBackend
 from ..formats import Format
 from ..kernels import native
-from .crosscheck import Backend, BadBackend, Definition
+from .crosscheck import Backend, Definition
 
 
 class Kernels:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..files.modelfile import BadFile
+from ..errors import BadFile
 
 PARTS = ("codes", "scales", "values")
 """What a report has a SHA-256 of, for each tensor and format."""

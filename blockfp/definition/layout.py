@@ -8,12 +8,16 @@ from the unsharded matrix's start, so a shard's first block may be the rest of o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
 from ..formats import Format
 from .bits import Array
+
+Length = TypeVar("Length", int, np.ndarray)
 
 Settle = Callable[[Array], Array]
 """Returns its argument; a compiler stores what goes through it. Values per block, random words and codes to be packed are used
@@ -38,12 +42,24 @@ def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] =
     return (*shape[:-2], *grid)
 
 
+@lru_cache(maxsize=4096)
+def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shape and dtype of what an array is stored in: codes, scales and, of formats with two levels, the tensor scale.
+
+    Raises:
+        TypeError: a length that a compiler leaves open, which has no hash; `parts.__wrapped__` takes it.
+    """
+    codes = (codes_shape(shape, format), "uint8")
+    scales = (scales_shape(shape, format, origin), format.scale.dtype)
+    return (codes, scales, ((), "float32")) if format.scale.two_level else (codes, scales)
+
+
 def block_grid(size: int, block: int, origin: int = 0) -> int:
     """How many blocks of length `block`, counted from 0, the elements origin .. origin + size touch."""
     return 0 if size == 0 else -(-(origin % block + size) // block)
 
 
-def packed_columns(columns: int, bits: int) -> int:
+def packed_columns(columns: Length, bits: int) -> Length:
     """Bytes in a row of `columns` codes of `bits` bits: 4-bit codes in pairs, 6-bit codes in fours."""
     if bits == 8:
         return columns

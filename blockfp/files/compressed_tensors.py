@@ -27,11 +27,12 @@ import ml_dtypes
 import numpy as np
 
 from ..definition import layout
+from ..errors import BadFile
 from ..formats import E2M1, E4M3, Format
 from . import saving
 from .atomic import replacing
 from .export import Contents, Progress, Weight, write
-from .modelfile import BadFile, Tensor
+from .modelfile import Tensor
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -66,7 +67,7 @@ def scheme(format: Format) -> Scheme | None:
     if format.element is E4M3 and format.block == (1, 128):
         return Scheme("float-quantized", {**common, "strategy": "group", "group_size": 128}, False)
     e8m0 = {**common, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    if format.scale.name.startswith("e8m0") and format.element in (E4M3, E2M1):
+    if format.scale.e8m0 and format.element in (E4M3, E2M1):
         name = "mxfp8-quantized" if format.element is E4M3 else "mxfp4-pack-quantized"
         return Scheme(name, e8m0, format.element is E2M1)
     if format.scale.two_level:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from . import cuts
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -240,11 +244,17 @@ class Sharding:
             start, size = start + before, min(chunk, size - before)
         return start, size
 
-    def spans(self, dim: int) -> dict[int, tuple[int, int]]:
-        """(start, size) along array axis `dim` by rank, for one rank of each that is not empty, in ascending order."""
-        holders = self.mesh.group(0, self.order(dim))
-        spans = {rank: self.span(dim, rank) for rank in holders}
-        return {rank: span for rank, span in spans.items() if span[1]}
+    def chunks(self, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, sizes) of the parts of array axis `dim`, empty ones too, with an axis for each mesh axis in `order(dim)`.
+
+        Meshes have thousands of ranks: nothing about all of them is worked out one rank after another.
+        """
+        return cuts.chunks(self.shape[dim], self._counts(dim))
+
+    def starts(self, dim: int) -> np.ndarray:
+        """Where the parts of array axis `dim` that aren't empty begin, in ascending order."""
+        starts, sizes = self.chunks(dim)
+        return starts[sizes > 0]
 
     def region(self, rank: int) -> Region:
         """What a rank holds."""
@@ -258,24 +268,20 @@ class Sharding:
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
         """Indices of the blocks of length `block` along array axis `dim` that lie on more than one rank, ascending."""
-        return tuple(dict.fromkeys(start // block for start, _ in self.spans(dim).values() if start % block))
+        return cuts.straddling(self.shape[dim], self._counts(dim), block)[0]
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
         """The mesh axes along which the ranks that share a block of array axis `dim` differ, in the mesh's order."""
-        owners: dict[int, list[tuple[int, ...]]] = {}
-        for rank, (start, size) in self.spans(dim).items():
-            for index in {start // block, (start + size - 1) // block}:
-                owners.setdefault(index, []).append(self.mesh.coordinate(rank))
-        axes = set()
-        for coordinates in owners.values():
-            for name, places in zip(self.mesh.names, zip(*coordinates, strict=True), strict=True):
-                if len(set(places)) > 1:
-                    axes.add(name)
+        _, differ = cuts.straddling(self.shape[dim], self._counts(dim), block)
+        axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
         """Whether every cut along array axis `dim` falls on a block boundary."""
         return not self.straddling(dim, block)
+
+    def _counts(self, dim: int) -> tuple[int, ...]:
+        return tuple(self.mesh.axis_size(name) for name in self.order(dim))
 
     def gathered(self, axes: Iterable[str]) -> Sharding:
         """The sharding after an all-gather over these mesh axes: replicated along them.

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ..definition.rotation import GROUP
-from ..formats import Format
+from ..formats import FORMATS, Format
 from .placement import Mesh, Partial, Placement, Replicate, Shard, Sharding, StridedShard
 from .steps import Dequantize, Gather, Plan, Quantize, Rotate, Step, Straddle, Transpose, block_length
 
@@ -65,7 +65,7 @@ def amax_axes(
     _refuse_partial(mesh, placements)
     if delayed and not format.per_tensor:
         raise ValueError(f"delayed = True needs a format with one scale per tensor, got {format}")
-    if not (format.per_tensor or format.scale.two_level):
+    if not format.has_tensor_scale:
         return ()
     sharding = {n for n, p in zip(mesh.names, placements, strict=True) if isinstance(p, Shard | StridedShard)}
     if operand == "weight":
@@ -230,7 +230,7 @@ def _quantize(
                 f"{', '.join(sharding.straddling_axes(last, GROUP))} first (gather_activation plans that)"
             )
         steps.append(Rotate())
-    cut = [dim for dim in range(last - 1) if len(sharding.spans(dim)) > 1]
+    cut = [dim for dim in range(last - 1) if len(sharding.starts(dim)) > 1]
     if stochastic and cut:
         raise ValueError(
             f"stochastic = True: the random bits count the elements of the unsharded array, and leading axis {cut[0]} of "
@@ -272,10 +272,11 @@ def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], co
         units.append((last, GROUP, "rotation group"))
     for dim, unit, what in units:
         if set(lies.straddling_axes(dim, unit)) & set(axes):
-            cuts = [str(start) for start, _ in lies.spans(dim).values() if start % unit]
+            starts = lies.starts(dim)
+            cuts = starts[starts % unit != 0]
             # The caller's array is the one that isn't transposed yet.
             own = 2 * last - 1 - dim if columnwise else dim
-            where = ", ".join(cuts[:4]) + (", .." if len(cuts) > 4 else "")
+            where = ", ".join(map(str, cuts[:4])) + (", .." if len(cuts) > 4 else "")
             return (
                 f"axis {own} of {list(sharding.shape)} is cut at {where}, inside a {what} of {unit}; "
                 f"shards whose length is a multiple of {unit} travel quantized"
@@ -305,8 +306,6 @@ def _refuse_partial(mesh: Mesh, placements: Sequence[Placement]) -> None:
 
 
 def _square_names(format: Format) -> str:
-    from ..formats import FORMATS
-
     same = [f.name for f in FORMATS if f.square and f.block and f.element is format.element and f.scale is format.scale]
     return ", ".join(same)
 

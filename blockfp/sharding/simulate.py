@@ -17,8 +17,8 @@ from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
 from ..definition.rotation import rotate
 from ..definition.rounding import Key
-from .placement import Mesh, Region, Sharding
-from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose, grid_span
+from .placement import Mesh, Sharding
+from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose
 
 
 class Local(NamedTuple):
@@ -151,26 +151,20 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -
         if parts[0] is None:
             continue
         parts = [part.copy() for part in parts]
-        places = [_straddling_places(step, straddle, region) for region in regions]
+        held = [straddle.held(step.format, region) for region in regions]
         sent = []
-        for part, (entries, own) in zip(parts, places, strict=True):
+        for part, own in zip(parts, held, strict=True):
             shape = list(part.shape)
             shape[straddle.dim] = len(straddle.blocks)
-            buffer = np.zeros(shape, part.dtype)
-            np.moveaxis(buffer, straddle.dim, 0)[entries] = np.moveaxis(part, straddle.dim, 0)[own]
-            sent.append(buffer)
+            sent.append(np.zeros(shape, part.dtype))
+            for entry, index in own:
+                np.moveaxis(sent[-1], straddle.dim, 0)[entry] = np.moveaxis(part, straddle.dim, 0)[index]
         received = max_reduce(mesh, straddle.axes, sent)
-        for part, buffer, (entries, own) in zip(parts, received, places, strict=True):
-            np.moveaxis(part, straddle.dim, 0)[own] = np.moveaxis(buffer, straddle.dim, 0)[entries]
+        for part, buffer, own in zip(parts, received, held, strict=True):
+            for entry, index in own:
+                np.moveaxis(part, straddle.dim, 0)[index] = np.moveaxis(buffer, straddle.dim, 0)[entry]
         amaxes = [amax._replace(**{field: part}) for amax, part in zip(amaxes, parts, strict=True)]
     return amaxes
-
-
-def _straddling_places(step: Quantize, straddle: Straddle, region: Region) -> tuple[list[int], list[int]]:
-    """Which entries of the straddling blocks a rank has, and where they are in its own grid."""
-    first, count = grid_span(step.format, region, straddle.dim)
-    entries = [entry for entry, block in enumerate(straddle.blocks) if first <= block < first + count]
-    return entries, [straddle.blocks[entry] - first for entry in entries]
 
 
 def _dequantize(step: Dequantize, local: Local, rank: int, options: _Options) -> Local:

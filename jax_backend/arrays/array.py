@@ -1,8 +1,9 @@
-"""The JAX face: a quantized array that is a pytree, and `quantize`."""
+"""The JAX face: a quantized array that is a pytree."""
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,14 +17,14 @@ from jax.tree_util import GetAttrKey
 from blockfp.array import DTYPES
 from blockfp.definition import checks, layout, numerics
 from blockfp.definition.refusals import NoValues
-from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
 
-from ..implementations import implementations, ops
+from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
-from . import callers, flax_state, identity, plain_grad
+from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
+from . import flax_state, identity, stores
 from .views import stored, view_codes, view_scales
 
 
@@ -63,9 +64,9 @@ class QuantizedArray(NoValues):
     sharding: Sharding | None = None
     tangent: jax.Array | None = None
 
-    # The carrier of an array of which it isn't known whether it is differentiated, and who watches that; set on instances. It
-    # is no leaf, so that arrays that were made under jit are made like others.
-    _unsettled: ClassVar[tuple[jax.Array, Watch] | None] = None
+    # The carrier of an array that may turn out to be differentiated, and the watch over that; None beside a tangent. It is no
+    # leaf, so that arrays that were made under jit have the structure of others.
+    _watched: tuple[jax.Array, Watch] | None = None
 
     _remedy: ClassVar[str] = (
         "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
@@ -73,7 +74,8 @@ class QuantizedArray(NoValues):
     )
 
     def __post_init__(self):
-        flax_state.register(QuantizedArray)
+        if "flax.serialization" in sys.modules and not flax_state.registered:
+            flax_state.register(QuantizedArray)
 
     @classmethod
     def from_parts(
@@ -105,8 +107,8 @@ class QuantizedArray(NoValues):
         format = Format.parse(format)
         codes, scales = stored(codes, scales, format)
         checks.check_place(columns, origin)
-        numerics.check_codes(codes, columns, format)
-        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        checks.check_codes(codes, columns, format)
+        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         dtype = np.dtype(dtype)
         if dtype not in DTYPES.values():
             raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
@@ -154,10 +156,10 @@ class QuantizedArray(NoValues):
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
         if self.tangent is not None:
             return flipped.replace(tangent=jnp.swapaxes(self.tangent, -1, -2))
-        if self._unsettled is None:
+        if self._watched is None:
             return flipped
-        carrier, watch = self._unsettled
-        return flipped._with_unsettled(jnp.swapaxes(carrier, -1, -2), watch)
+        carrier, watch = self._watched
+        return flipped.replace(_watched=(jnp.swapaxes(carrier, -1, -2), watch))
 
     @property
     def T(self) -> QuantizedArray:
@@ -172,9 +174,7 @@ class QuantizedArray(NoValues):
     @property
     def carrier(self) -> jax.Array | None:
         """What has the derivative of the array that was quantized, where that may have one; or None."""
-        if self.tangent is not None or self._unsettled is None:
-            return self.tangent
-        return self._unsettled[0]
+        return self.tangent if self._watched is None else self._watched[0]
 
     def with_carrier(self) -> QuantizedArray:
         """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
@@ -188,16 +188,16 @@ class QuantizedArray(NoValues):
         """
         if self.tangent is not None:
             return self
-        if self._unsettled is None:
+        if self._watched is None:
             zeros = jnp.zeros_like(self.codes, dtype=self.dtype, shape=self.shape)
             return self.replace(tangent=carrier_of(zeros))
-        carrier, watch = self._unsettled
+        carrier, watch = self._watched
         watch.live = True
-        return replace(self, tangent=carrier)
+        return self.replace(tangent=carrier)
 
     def without_carrier(self) -> QuantizedArray:
         """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
-        return replace(self, tangent=None)
+        return replace(self, tangent=None, _watched=None)
 
     def view_codes(self) -> jax.Array:
         """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
@@ -245,21 +245,12 @@ class QuantizedArray(NoValues):
             )
         self._check_whole()
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
+        parts = self.codes, self.scales, self.tensor_scale
+        options = {"format": self.format, "dtype": name, "implementation": implementation}
         if self.sharding is not None:
-            from . import sharded
-
-            values = sharded.dequantize(self, name, implementation)
+            values = stores.dequantize(*parts, self.sharding, **options)
         else:
-            values = ops.dequantize(
-                self.codes,
-                self.scales,
-                self.tensor_scale,
-                format=self.format,
-                dtype=name,
-                columns=self.columns,
-                origin=self.origin,
-                choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
-            )
+            values = ops.dequantize(*parts, columns=self.columns, origin=self.origin, **options)
         return values if self.carrier is None else straight_through(values, self.carrier)
 
     def _check_whole(self) -> None:
@@ -278,18 +269,9 @@ class QuantizedArray(NoValues):
 
     def replace(self, **changes) -> QuantizedArray:
         """A copy with some attributes changed; nothing is checked."""
-        changed = replace(self, **changes)
-        if self._unsettled is None or changed.tangent is not None:
-            return changed
-        return changed._with_unsettled(*self._unsettled)
-
-    def _with_unsettled(self, carrier: jax.Array, watch: Watch) -> QuantizedArray:
-        object.__setattr__(self, "_unsettled", (carrier, watch))
-        return self
-
-    def _escapes(self) -> None:
-        if self._unsettled is not None and self.tangent is None:
-            self._unsettled[1].escaped = True
+        if changes.get("tangent") is not None:
+            changes["_watched"] = None
+        return replace(self, **changes)
 
     def __repr__(self) -> str:
         # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
@@ -315,13 +297,14 @@ def _constant(scales: jax.Array) -> jax.Array:
 
 def carried(q: QuantizedArray, x) -> QuantizedArray:
     """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
-    q = q.without_carrier()
+    if q.tangent is not None or q._watched is not None:
+        q = q.without_carrier()
     if not isinstance(x, Tracer):
         return q
     watch = Watch()
     carrier = carrier_of(x, watch)
     watch.made()
-    return q.replace(tangent=carrier) if watch.live else q._with_unsettled(carrier, watch)
+    return q.replace(tangent=carrier) if watch.live else q.replace(_watched=(carrier, watch))
 
 
 def is_quantized(leaf: object) -> bool:
@@ -333,20 +316,26 @@ _REST = ("scales", "tensor_scale", "tangent")
 
 
 def _flatten(q: QuantizedArray):
-    plain_grad.refuse()
-    q._escapes()
+    caller = flattening_caller()
+    if caller == JAX_GRAD:
+        raise TypeError(
+            "jax.grad can't differentiate with respect to a QuantizedArray, whose codes are integers: use "
+            "blockfp.jax.value_and_grad or blockfp.jax.grad, which give the gradient of the array that was quantized"
+        )
+    if q._watched is not None:
+        q._watched[1].escaped = True
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
-    caller = callers.known()
-    if caller is callers.OPTAX_ZEROS:
+    if caller == OPTAX_ZEROS:
         return (jax.ShapeDtypeStruct(q.shape, q.dtype),), None
-    return ((identity.to_leaf(static), *leaves) if caller is callers.EQUINOX_FILE else leaves), static
+    return ((identity.to_leaf(static), *leaves) if caller == EQUINOX_FILE else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
-    q._escapes()
+    if q._watched is not None:
+        q._watched[1].escaped = True
     static = identity.of(q)
     keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
-    if callers.known() is callers.EQUINOX_FILE:
+    if flattening_caller() == EQUINOX_FILE:
         keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
     return tuple(keyed), static
 
@@ -370,48 +359,3 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=identity.to_bytes,
     deserialize_auxdata=identity.of_bytes,
 )
-
-
-def quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
-) -> QuantizedArray:
-    """Quantizes an array in blocks of its last two axes.
-
-    Args:
-        x: float32, float16 or bfloat16, two or more axes; a NumPy array or a traced one will do.
-        format: a `Format` or its name, see `blockfp.formats.NAMES`.
-        key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
-            stochastically.
-        implementation: "ffi" (the CPU or CUDA library), "pallas" or "xla", all with the same bits; by default the first of
-            them that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
-
-    Raises:
-        TypeError: x is not an array of a supported dtype.
-        ValueError: x has fewer than two axes, or the format, key or implementation is not valid.
-        RuntimeError: `implementation` can't run on this machine.
-
-    Example:
-        >>> q = bfp.quantize(jnp.ones((4, 64)), "mxfp8_e4m3")
-        >>> q.codes.shape, q.scales.shape
-        ((4, 64), (4, 2))
-        >>> jax.grad(lambda x: (bfp.quantize(x, "nvfp4").dequantize() ** 2).sum())(x)  # straight-through
-    """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"x must be a JAX or NumPy array, got {type(x).__name__}: use jnp.asarray, or blockfp.torch.quantize for PyTorch"
-        )
-    # Before JAX sees it: jnp.asarray would silently make float64 to float32.
-    numerics.check_input(x)
-    format = Format.parse(format)
-    choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
-    return carried(of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x), x)
-
-
-def fake_quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
-) -> jax.Array:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
-
-    Takes and raises what `quantize` does.
-    """
-    return quantize(x, format, key=key, implementation=implementation).dequantize(implementation=implementation)

@@ -28,8 +28,9 @@ from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
 from ..implementations.replication import axis_index, varying
 from . import sharded
-from .array import QuantizedArray, quantize
+from .array import QuantizedArray
 from .meshes import core_mesh, sharding_of
+from .quantize import quantize
 
 
 def all_gather(

@@ -15,17 +15,16 @@ from . import identity
 
 
 def register(kind: type) -> None:
-    """Tells Flax, where it is imported, how the arrays of this class go into its state dicts and come out."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is None or kind in _told:
-        return
-    # While Flax itself is being imported, it can't be told yet.
+    """Registers with Flax, which is imported, how the arrays of this class go into its state dicts and come out."""
+    serialization = sys.modules["flax.serialization"]
+    # While Flax itself is being imported, the function isn't there yet.
     if hasattr(serialization, "register_serialization_state"):
         serialization.register_serialization_state(kind, to_parts, of_state_dict, override=True)
-        _told.add(kind)
+        registered.add(kind)
 
 
-_told: set[type] = set()
+registered: set[type] = set()
+"""The classes that Flax knows."""
 
 
 def to_parts(q: Any) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.kernels.routes import has_tensor_scale
 from blockfp.sharding.placement import Replicate, Sharding
-from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose, grid_span
+from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
-from ..implementations import implementations, ops, replication
+from ..implementations import ops, replication
 from ..implementations.settling import settle
 from . import stores
 from .array import QuantizedArray
@@ -58,22 +57,8 @@ def as_array(local: Local, format: Format, sharding: Sharding, dtype) -> Quantiz
 
 
 def aligned(q: QuantizedArray) -> bool:
-    """Whether q's first row and column begin a block, on every rank."""
+    """Returns True where q's first row and column begin a block on every rank."""
     return q.sharding is None or stores.is_aligned(q.format, q.sharding)
-
-
-def dequantize(q: QuantizedArray, dtype: str, implementation: str | None) -> jax.Array:
-    """A rank's values."""
-    assert q.sharding is not None
-    options = {"format": q.format, "dtype": dtype, "origin": (0, 0)}
-    options["choice"] = implementations.choose(implementation, "dequantize", q.format)
-    if aligned(q):
-        return ops.dequantize(q.codes, q.scales, q.tensor_scale, columns=q.columns, **options)
-    bits = q.format.element.bits
-    codes = stores.into_blocks(layout.unpack(q.codes, bits, q.columns), q.format, q.sharding)
-    columns = codes.shape[-1]
-    values = ops.dequantize(layout.pack(codes, bits), q.scales, q.tensor_scale, columns=columns, **options)
-    return stores.out_of_blocks(values, q.format, q.sharding)
 
 
 def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noqa: B008
@@ -87,8 +72,8 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Quantize():
                 local = _quantize(step, local, options)
             case Dequantize():
-                q = as_array(local, step.format, step.sharding, options.nominal)
-                local = Local(dequantize(q, step.dtype or options.nominal or "float32", None))
+                parts, dtype = local[1:], step.dtype or options.nominal or "float32"
+                local = Local(stores.dequantize(*parts, step.sharding, format=step.format, dtype=dtype))
             case Gather():
                 local = _gather(step, local)
     return local
@@ -111,8 +96,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     if stores.is_aligned(format, sharding) and options.key is None:
         if step.amax_axes and whole is None:
             whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
-        choice = implementations.choose(None, "quantize", format, eps=options.eps)
-        q = ops.quantize(x, None, whole, format=format, choice=choice, eps=options.eps, nominal=options.nominal)
+        q = ops.quantize(x, None, whole, format=format, eps=options.eps, nominal=options.nominal)
         return Local(None, *_known_alike(step, q))
     buffer = stores.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None
@@ -143,7 +127,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
     mesh = step.sharding.mesh
     cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
     lone = [name for name in cut if mesh.axis_size(name) == 1]
-    if not lone or not has_tensor_scale(step.format):
+    if not lone or not step.format.has_tensor_scale:
         return q
     field = "tensor_scale" if step.format.scale.two_level else "scales"
     scale = getattr(q, field)
@@ -152,14 +136,15 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
     """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
-    regions = step.sharding.regions
     axis = straddle.dim - 2
-    spans = [grid_span(step.format, region, straddle.dim) for region in regions]
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
-    own = [[b - first if first <= b < first + count else -1 for b in straddle.blocks] for first, count in spans]
-    index = {block: i for i, block in enumerate(straddle.blocks)}
-    back = [[index.get(first + i, -1) if i < count else -1 for i in range(stored)] for first, count in spans]
+    own, back = [], []
+    for region in step.sharding.regions:
+        held = straddle.held(step.format, region)
+        entries, indices = dict(held), {index: entry for entry, index in held}
+        own.append([entries.get(entry, -1) for entry in range(len(straddle.blocks))])
+        back.append([indices.get(index, -1) for index in range(stored)])
     own, back = (stores.of_rank(step.sharding.mesh, table) for table in (own, back))
 
     def reduced(part: jax.Array) -> jax.Array:

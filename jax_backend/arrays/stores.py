@@ -11,6 +11,7 @@ one, and worked on there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Sharding
 from blockfp.sharding.steps import block_length
 
+from ..implementations import ops
 from ..implementations.replication import axis_index
 
 
@@ -135,3 +138,24 @@ def check_stored(x: jax.Array, sharding: Sharding) -> None:
     """Raises ValueError where values inside shard_map don't have the shape that ranks store."""
     if x.shape[-2:] != shape(sharding):
         raise ValueError(f"a rank's part of an array that lies {sharding} has shape {shape(sharding)}, got {x.shape[-2:]}")
+
+
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    sharding: Sharding,
+    *,
+    format: Format,
+    dtype: str,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Decodes the values that a rank stores."""
+    run = partial(ops.dequantize, format=format, dtype=dtype, implementation=implementation)
+    columns = length(sharding, 1)
+    if is_aligned(format, sharding):
+        return run(codes, scales, tensor_scale, columns=columns)
+    bits = format.element.bits
+    buffer = into_blocks(layout.unpack(codes, bits, columns), format, sharding)
+    values = run(layout.pack(buffer, bits), scales, tensor_scale, columns=buffer.shape[-1])
+    return out_of_blocks(values, format, sharding)

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import core
 from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from . import explicit
 from .carriers import carrier_of
+from .jax_internals import unmapped_aval
 
 Flat = Sequence[Any]
 
@@ -199,7 +199,7 @@ def _linear_batch(args, dims, *, count, there, back, avals):
     def each(function):
         return lambda known, last: jax.vmap(function, in_axes=(of_known, 0), axis_size=size)(list(known), list(last))
 
-    avals = tuple(core.unmapped_aval(size, 0, aval) for aval in avals)
+    avals = tuple(unmapped_aval(size, 0, aval) for aval in avals)
     out = _linear_p.bind(*args[:count], *points, count=count, there=each(there), back=each(back), avals=avals)
     return out, [0] * len(avals)
 

@@ -16,7 +16,7 @@ from jax import lax
 from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..params.params import shares_scale
-from .products import Operand, product
+from .products import Matrix, product
 from .tiles import Tiles
 
 
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
     own: jax.Array  # how many of them are its group's
 
 
-def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
     vary = _varying(x, weight, tiles)
     of_groups = _of_groups(tiles)
@@ -44,7 +44,7 @@ def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> 
     return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
 
 
-def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)
@@ -80,7 +80,7 @@ def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -
     return _Span(of_groups.first[group] + before, of_groups.own[group] - before)
 
 
-def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
+def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
     """The tiles of a span as one matrix, side by side along an axis.
 
     Those of other groups are zeros where their rows would be summed over.
@@ -109,7 +109,7 @@ def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
     return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
 
 
-def _matrix(weight: Operand, group: jax.Array) -> Operand:
+def _matrix(weight: Matrix, group: jax.Array) -> Matrix:
     """One matrix of a stack, whose scale per tensor may be that of all."""
     if not isinstance(weight, QuantizedArray):
         return weight[group]

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
-from .products import Operand
+from .products import Matrix
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Lies:
     weight: PartitionSpec
 
     @classmethod
-    def of(cls, x: jax.Array, weight: Operand) -> Lies | None:
+    def of(cls, x: jax.Array, weight: Matrix) -> Lies | None:
         """As the operands' types say; None where no axis is Explicit."""
         codes = weight.codes if isinstance(weight, QuantizedArray) else weight
         mesh = explicit.mesh_of(x, codes)
@@ -39,7 +39,7 @@ class Lies:
         every = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return cls(every, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
 
-    def constrained(self, weight: Operand) -> Operand:
+    def constrained(self, weight: Matrix) -> Matrix:
         """The weight, brought to where the product needs it: codes and scales, not their values."""
         if not isinstance(weight, QuantizedArray):
             return weight

@@ -15,12 +15,12 @@ from blockfp.sharding import plans
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray, of_parts
-from ..implementations import implementations, ops
+from ..implementations import ops
 from . import overflow
 from .layer_placement import LayerPlacement
-from .products import Operand
+from .products import Matrix
 
-Pair = tuple[Operand | None, Operand | None]
+Pair = tuple[Matrix | None, Matrix | None]
 
 
 def input_operands(
@@ -72,8 +72,7 @@ def quantize_operand(
     assert format is not None
     eps = eps_for(format, eps)
     x = rotate(x) if cast.rotate else x
-    choice = implementations.choose(None, "quantize", format, stochastic=key is not None, eps=eps)
-    return of_parts(ops.quantize(x, key, multiplier, format=format, choice=choice, eps=eps), format, x)
+    return of_parts(ops.quantize(x, key, multiplier, format=format, eps=eps), format, x)
 
 
 class _Operands:
@@ -108,12 +107,10 @@ class _Operands:
         eps, key = eps_for(format, self.eps), None
         if stochastic:
             key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
-        choice = implementations.choose(None, "both", format, stochastic=stochastic, rotate=rotate, eps=eps)
-        how = {"format": format, "choice": choice, "eps": eps, "rotate": rotate}
-        row, column = ops.quantize_both(self.x, key, self.multiplier, **how)
+        row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate)
         return of_parts(row, format, self.x), of_parts(column, format, self.x.mT)
 
-    def _one(self, cast: Cast, *, columnwise: bool) -> Operand:
+    def _one(self, cast: Cast, *, columnwise: bool) -> Matrix:
         if cast.format is None:
             x = lax.all_gather(self.x, self.over[0], axis=0, tiled=True) if self.over else self.x
             return x.mT if columnwise else x
@@ -122,9 +119,8 @@ class _Operands:
         key = self.keys[columnwise] if cast.stochastic else None
         if not columnwise:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
-        how = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
-        choice = implementations.choose(None, "columnwise", cast.format, stochastic=key is not None, **how)
-        q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, choice=choice, **how)
+        options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
+        q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, **options)
         return of_parts(q, cast.format, self.x.mT)
 
     def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:

@@ -23,7 +23,7 @@ from ..implementations.derivatives import straight_through
 from ..implementations.turning import turn
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
-from .products import Operand
+from .products import Matrix
 from .tiles import Tiles, move
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -49,7 +49,7 @@ def same_values(recipe: Recipe) -> bool:
     return row.format is column.format and not (row.rotate or column.rotate) and (row.format is None or row.format.square)
 
 
-def values(x: Operand, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
+def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
     """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`."""
     y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
     y = turn(y, back=True) if rotated else y
@@ -57,7 +57,7 @@ def values(x: Operand, carrier: Any = None, *, transposed: bool = False, rotated
     return y if carrier is None else straight_through(y, carrier)
 
 
-def tokens(x: Operand, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+def tokens(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
     """`values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed), as rows [tokens, size]."""
     made = values(x)
     if cast.rotate:
@@ -87,7 +87,7 @@ def of_each_group(product: Product, tiles: Tiles) -> Product:
     return lambda a, b: lax.map(lambda group: product(tiles.only(a, group), b), jnp.arange(tiles.sizes.shape[0]))
 
 
-def total(*terms: tuple[Product, Any, Any]) -> Any:
+def sum_of_products(*terms: tuple[Product, Any, Any]) -> Any:
     """The sum of products (product, a, b) in fp32 whose operands are there; None if there is none."""
     made = [product(a.astype(jnp.float32), b.astype(jnp.float32)) for product, a, b in terms if a is not None and b is not None]
     return sum(made[1:], made[0]) if made else None

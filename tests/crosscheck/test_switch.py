@@ -32,7 +32,7 @@ def calls(monkeypatch):
                 called.append(name)
             return getattr(library, name)
 
-    monkeypatch.setattr(native, "_library", Counting())
+    monkeypatch.setattr(native._cpu, "loaded", Counting())
     return called
 
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import torch.nn.functional as F
     from blockfp.torch_backend.custom_ops import products
+    from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
     from blockfp.torch_backend.linear.linear import LinearState
-    from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
     from linear_reference import assert_close, expected
 
     import blockfp.torch as bfp

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.implementations import cpu, implementations, ops
-from blockfp.jax_backend.implementations.implementations import Choice
+from blockfp.jax_backend.implementations import choice, ops
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits, parts_of
@@ -23,7 +22,7 @@ from blockfp.kernels import switch
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU library's programs"),
-    pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing())),
+    pytest.mark.skipif(choice.missing("ffi") is not None, reason=str(choice.missing("ffi"))),
 ]
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 FAMILIES = pytest.mark.parametrize(
@@ -58,29 +57,29 @@ def test_every_format_in_both_directions(format):
 
 @FAMILIES
 def test_keys_rotation_eps_and_given_amaxes(format):
-    format, choice = Format.parse(format), Choice("ffi", True)
+    format, named = Format.parse(format), {"implementation": "ffi"}
     x = sample("bf16_valued", (48, 80), "bfloat16")
     turned = np.swapaxes(x, 0, 1)
     keys = np.concatenate([KEY, KEY[::-1]])
-    row, column = ops.quantize_both(x, keys, None, format=format, choice=choice, rotate=True)
+    row, column = ops.quantize_both(x, keys, None, format=format, **named, rotate=True)
     assert_same(row, numerics.quantize(x, format, key=keys[:2]))
     assert_same(column, numerics.quantize(rotate(turned), format, key=keys[2:]))
     got = bfp.quantize_columnwise(x, format, key=KEY, rotate=True, implementation="ffi")
     assert_same(parts_of(got), numerics.quantize(rotate(turned), format, key=KEY))
     found, expected = (run(x, format=format) for run in (ops.amax, numerics.amax))
     assert_same(found, expected)
-    if format.scale.name in ("fp32", "pow2"):
-        got = ops.quantize(x, None, format=format, choice=choice, eps=64.0, nominal="float16")
+    if format.scale.dtype == "float32":
+        got = ops.quantize(x, None, format=format, **named, eps=64.0, nominal="float16")
         assert_same(got, numerics.quantize(x, format, eps=64.0, nominal="float16"))
     if format.per_tensor:
         multiplier = np.float32(3.7)
-        got = ops.quantize(x, None, jnp.float32(multiplier), format=format, choice=choice)
+        got = ops.quantize(x, None, jnp.float32(multiplier), format=format, **named)
         assert_same(got, numerics.quantize(x, format, multiplier=np.full((1,), multiplier)))
-    if format.per_tensor or format.scale.two_level:
+    if format.has_tensor_scale:
         larger = np.int32(0x44000000)
         amax = expected._replace(**{"blocks" if format.per_tensor else "tensor": np.full((1, 1), larger)})
         amax = amax if format.per_tensor else amax._replace(tensor=larger)
-        got = ops.quantize(x, None, jnp.full((1, 1), larger), format=format, choice=choice)
+        got = ops.quantize(x, None, jnp.full((1, 1), larger), format=format, **named)
         assert_same(got, numerics.quantize(x, format, amax=amax))
 
 
@@ -241,7 +240,7 @@ def test_a_cached_program_finds_the_library_in_a_new_process(tmp_path):
 def test_without_the_library_xla_runs_and_asking_for_it_says_why():
     x = sample("gaussian", (32, 64))
     with switch.definition_only():
-        assert implementations.choose(None, "quantize", Format.parse("nvfp4")).name == "xla"
+        assert choice.choose(None, "quantize", format=Format.parse("nvfp4")).name == "xla"
         assert_same(parts_of(bfp.quantize(x, "mxint8")), numerics.quantize(x, "mxint8"))
         with pytest.raises(RuntimeError, match=r"'ffi' can't run here: .*definition_only\(\).*; use implementation='xla'"):
             bfp.quantize(x, "mxint8", implementation="ffi")

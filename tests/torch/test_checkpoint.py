@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 from blockfp.formats import FORMATS
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]

@@ -23,8 +23,8 @@ from processes import environment
 from resumed import assert_is_part_of, model_of, shard, train
 
 import blockfp.torch as bfp
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
-from blockfp.files.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"

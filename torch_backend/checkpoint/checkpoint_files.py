@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, untrusted
-from blockfp.files.manifest import BadCheckpoint, FileSum
+from blockfp.files.manifest import FileSum
 
 from .index import INDEX, pieces, read_index, read_tensor
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, untrusted
-from blockfp.files.manifest import BadCheckpoint
 
 INDEX = ".metadata"
 """What DCP calls the file that says what lies where."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from blockfp.errors import BadCheckpoint
 from blockfp.files import untrusted
-from blockfp.files.manifest import BadCheckpoint
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor

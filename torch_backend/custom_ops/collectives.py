@@ -10,18 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define("following(Tensor x, Tensor other) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from .library import define, fake, impl
 
-following = torch.ops.blockfp.following.default
+following = define("following(Tensor x, Tensor other) -> Tensor")
 
 
-@torch.library.impl(_library, "following", "CompositeExplicitAutograd")
+@impl(following)
 def _following(x: Tensor, other: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("blockfp::following", lib=_library)
+@fake(following)
 def _following_fake(x: Tensor, other: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 

@@ -1,9 +1,4 @@
-"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit.
-
-    blockfp::quantization_figures   (x, parts, format, rotate, origin) -> float64 [figures]
-
-is a custom op, so that it means the same in compiled code.
-"""
+"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit."""
 
 from __future__ import annotations
 
@@ -16,28 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from blockfp.check.measure import saturated
-from blockfp.definition import layout, rotation
-from blockfp.formats import Format
 from blockfp.recipes import Cast
 
-from ..custom_ops import ops
+from ..custom_ops.figure_ops import FIGURES, quantization_figures
 
 if TYPE_CHECKING:
     from ..custom_ops.operand_ops import Directions
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
 """The rows of a layer's figures."""
-
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define(
-    "quantization_figures(Tensor x, Tensor[] parts, str format, bool rotate, SymInt[] origin) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-_op = torch.ops.blockfp.quantization_figures.default
-
-_FIGURES = 6  # amax, elements, saturated, flushed, signal, noise
 
 
 @dataclass(frozen=True)
@@ -123,7 +105,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     try:
         for module in modules.values():
             device = next(module.parameters(recurse=False)).device
-            module.observed = torch.zeros((len(OPERANDS), _FIGURES), dtype=torch.float64, device=device)
+            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
             torch._dynamo.mark_static_address(module.observed, guard=False)
         yield Observation(modules)
@@ -161,32 +143,6 @@ def observe_parts(
         origin: (row, column) of x's first element in the matrix whose blocks are counted.
     """
     assert cast.format is not None
-    new = _op(x, parts, cast.format.name, cast.rotate, list(origin))
+    new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = observed[OPERANDS.index(row)]
     figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))
-
-
-@torch.library.impl(_library, "quantization_figures", "CompositeExplicitAutograd")
-def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
-    element, columns = Format.parse(format).element, x.shape[-1]
-    tensor_scale = parts[2] if len(parts) > 2 else None
-    back = ops.dequantize(parts[0], parts[1], tensor_scale, format, torch.float32, columns, origin)
-    values = (rotation.rotate(x) if rotate else x).float()
-    finite = values.isfinite() & back.isfinite()
-    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
-    cut = saturated(values, back, layout.unpack(parts[0], element.bits, columns), element)
-    error = torch.where(finite, values - back, 0.0)
-    figures = (
-        magnitude.amax() if magnitude.numel() else magnitude.sum(),
-        torch.tensor(float(x.numel()), device=x.device),
-        cut.sum(),
-        (finite & (values != 0) & (back == 0)).sum(),
-        torch.where(finite, magnitude, 0.0).double().square().sum(),
-        error.double().square().sum(),
-    )
-    return torch.stack([figure.double() for figure in figures])
-
-
-@torch.library.register_fake("blockfp::quantization_figures", lib=_library)
-def _figures_fake(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
-    return x.new_empty((_FIGURES,), dtype=torch.float64)

@@ -22,7 +22,7 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 
 from ..custom_ops import ops
-from .place import Place
+from ..sharded.shard import TensorParallelShard
 
 _c10d = torch.ops._c10d_functional
 
@@ -63,7 +63,7 @@ def check_reduce_format(format: Format | str | None) -> Format | None:
     return format
 
 
-def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
+def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> Pending:
     """Begins a reduce-scatter of y's rows, or an all-reduce.
 
     Args:
@@ -73,48 +73,50 @@ def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
     """
     if isinstance(to, str):
         return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
-    place, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
-    length = rows // place.runs
-    chunk = -(-length // place.ranks)
-    own = max(0, min(chunk, length - place.rank * chunk))
-    terms = y.reshape(place.runs, length, columns)
-    if chunk * place.ranks != length:
-        terms = F.pad(terms, (0, 0, 0, chunk * place.ranks - length))
+    shard, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
+    length = rows // shard.runs
+    chunk = -(-length // shard.ranks)
+    own = max(0, min(chunk, length - shard.rank * chunk))
+    terms = y.reshape(shard.runs, length, columns)
+    if chunk * shard.ranks != length:
+        terms = F.pad(terms, (0, 0, 0, chunk * shard.ranks - length))
     # Rows in the order of the ranks that they go to.
     terms = (
-        terms.view(place.runs, place.ranks, chunk, columns).transpose(0, 1).reshape(place.ranks * place.runs * chunk, columns)
+        terms.view(shard.runs, shard.ranks, chunk, columns).transpose(0, 1).reshape(shard.ranks * shard.runs * chunk, columns)
     )
     if format is None or not rows:
-        sums = _c10d.reduce_scatter_tensor(terms, "sum", place.ranks, place.group)
-        return Pending(sums, place.runs * own, chunk)
+        sums = _c10d.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
+        return Pending(sums, shard.runs * own, chunk)
     # Codes saturate an Inf, which a loss scaler is to see.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
-    sent = torch.cat([part.view(place.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
-    sizes = [1] * place.ranks
-    return Pending(_c10d.all_to_all_single(sent, sizes, sizes, place.group), place.runs * own, chunk)
+    sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
+    sizes = [1] * shard.ranks
+    return Pending(_c10d.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
 
 
-def finish(pending: Pending, to: Place | str, columns: int, dtype: torch.dtype, format: Format | None = None) -> Tensor:
+def finish(
+    pending: Pending, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
+) -> Tensor:
     """Waits for the sum, or for this rank's rows of it: [rows, columns] in `dtype`."""
     received = _c10d.wait_tensor(pending.received)
     if isinstance(to, str):
         return received.to(dtype)
-    place = to
-    rows = place.runs * pending.chunk
+    shard = to
+    rows = shard.runs * pending.chunk
     if format is not None and rows:
         codes_size = rows * layout.packed_columns(columns, format.element.bits)
-        codes = received[:, :codes_size].reshape(place.ranks * rows, -1)
+        codes = received[:, :codes_size].reshape(shard.ranks * rows, -1)
         scale_dtype = getattr(torch, format.scale.dtype)
-        scales = received[:, codes_size:].contiguous().view(scale_dtype).view(place.ranks * rows, -1)
+        scales = received[:, codes_size:].contiguous().view(scale_dtype).view(shard.ranks * rows, -1)
         terms = ops.dequantize(codes, scales, None, format.name, torch.float32, columns, [0, 0]).view(
-            place.ranks, rows, columns
+            shard.ranks, rows, columns
         )
         received = terms[0]
-        for rank in range(1, place.ranks):
+        for rank in range(1, shard.ranks):
             received = received + terms[rank]
     received = received.to(dtype)
     if pending.rows == rows:
         return received
-    own = pending.rows // place.runs
-    return received.view(place.runs, pending.chunk, columns)[:, :own].reshape(pending.rows, columns)
+    own = pending.rows // shard.runs
+    return received.view(shard.runs, pending.chunk, columns)[:, :own].reshape(pending.rows, columns)

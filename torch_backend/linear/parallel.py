@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from blockfp.formats import Format
 
-from .place import COLUMNS, ROWS, Place
+from ..sharded.shard import COLUMNS, ROWS, TensorParallelShard
 
 Style = Literal["column", "row", "experts"]
 
@@ -108,28 +108,28 @@ class Parallel:
         return min(self.rank * -(-self.features // self.ranks), self.features)
 
     @property
-    def tokens(self) -> Place:
+    def tokens(self) -> TensorParallelShard:
         """Where this rank's tokens lie, of what is gathered."""
-        return Place(self.group, self.ranks, self.rank, ROWS, self.runs, self.length)
+        return TensorParallelShard(self.group, self.ranks, self.rank, ROWS, self.length, self.runs)
 
-    def scattered(self, rows: int) -> Place:
+    def scattered(self, rows: int) -> TensorParallelShard:
         """Where this rank's tokens lie after a reduce-scatter of so many rows."""
         return self.tokens._replace(length=rows // self.runs)
 
     @property
-    def cut_input(self) -> Place | None:
+    def cut_input(self) -> TensorParallelShard | None:
         """Where the columns of a row's input lie; None for a column's."""
         return self._features(COLUMNS) if self.style == "row" else None
 
     @property
-    def cut_gradient(self) -> Place | None:
+    def cut_gradient(self) -> TensorParallelShard | None:
         """Where the columns of a column's gradient lie; None for a row's."""
         return self._features(COLUMNS) if self.style == "column" else None
 
     @property
-    def cut_weight(self) -> Place:
+    def cut_weight(self) -> TensorParallelShard:
         """Where this rank's part of the weight lies."""
         return self._features(ROWS if self.style == "column" else COLUMNS)
 
-    def _features(self, axis: int) -> Place:
-        return Place(self.group, self.ranks, self.rank, axis, 1, self.features)
+    def _features(self, dim: int) -> TensorParallelShard:
+        return TensorParallelShard(self.group, self.ranks, self.rank, dim, self.features)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..custom_ops.products import product
+from ..custom_ops.products import product, weight_product
 
 _KEPT = {
     product,
+    weight_product,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,

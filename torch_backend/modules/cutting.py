@@ -24,8 +24,9 @@ from ..linear.parallel import Parallel, Style
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..sharded.shard import TensorParallelShard
 from ..weights import state_dict
-from ..weights.cast_weight import CastWeight, Cut
+from ..weights.cast_weight import CastWeight
 from .quantized_layer import QuantizedLayer
 from .shared_norms import SHARED_NORMS
 
@@ -137,7 +138,7 @@ class Cutter:
             assert lies is not None
             return part_of(whole, lies, self.rank)
         if isinstance(whole, CastWeight):
-            cut = Cut(self.group, self.ranks, self.rank, dim, whole.shape[dim])
+            cut = TensorParallelShard(self.group, self.ranks, self.rank, dim, whole.shape[dim])
             return CastWeight.from_values(self._part(whole.values, dim), whole.format, cut)
         chunk = -(-whole.shape[dim] // self.ranks)
         first = min(self.rank * chunk, whole.shape[dim])

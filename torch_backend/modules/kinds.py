@@ -61,7 +61,7 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
         ValueError: it can't; the reason names the layer.
     """
     where = f"{path!r}, a {type(layer).__name__}," if path else f"the {type(layer).__name__}"
-    leave = "or leave the layer as it is with filter="
+    leave = "or leave the layer as it is with filter_fn="
     if parametrize.is_parametrized(layer):
         made: Any = layer.parametrizations
         each = ", ".join(f"{name}: {type(one).__name__}" for name in made for one in made[name])
@@ -123,7 +123,7 @@ class Derived:
         if "made_of" not in vars(type(self)):
             # FSDP2 derives a class from this one, and others may.
             return super().__reduce_ex__(protocol)  # pyright: ignore[reportReturnType]
-        return _new, (self.made_of,), vars(self)
+        return _rebuild_layer, (self.made_of,), self.__getstate__()
 
 
 def quantized_class(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
@@ -145,7 +145,7 @@ def _derived(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[Quantized
     return type(f"Quantized{cls.__name__}", (Derived, kind, cls), members)
 
 
-def _new(cls: type[nn.Module]) -> nn.Module:
+def _rebuild_layer(cls: type[nn.Module]) -> nn.Module:
     kind = Linear if issubclass(cls, nn.Linear) else TransposedLinear
     made = quantized_class(cls, kind)
     return made.__new__(made)

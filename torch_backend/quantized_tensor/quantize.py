@@ -67,8 +67,7 @@ def fake_quantize(x: Tensor, format: Format | str, *, key: Key | None = None) ->
 
 def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
     parts = ops.quantize(x, format.name, key)
-    tensor_scale = parts[2] if format.scale.two_level else None
-    return QuantizedTensor(parts[0], parts[1], tensor_scale, format, x.shape[-1], x.dtype)
+    return QuantizedTensor(parts[0], parts[1], parts[2] if len(parts) > 2 else None, format, x.shape[-1], x.dtype)
 
 
 class _Quantize(torch.autograd.Function):

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
-from blockfp.recipes import STATE
-from blockfp.sharding.parts import FORMAT, SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
@@ -41,8 +40,8 @@ def keep_in_parts(module: nn.Module) -> None:
     leaves the parameter as it was. Under FSDP2 every rank calls `state_dict` and `load_state_dict`. The module's attribute
     `keep_init` says whether originals of high-precision values are kept.
     """
-    loading = _Loading()
-    module.register_state_dict_post_hook(_show)
+    loading = _LoadHooks()
+    module.register_state_dict_post_hook(_show_parts)
     module.register_load_state_dict_pre_hook(loading.take_out)
     module.register_load_state_dict_post_hook(loading.load)
 
@@ -66,7 +65,7 @@ for _suffix in (*SUFFIXES.values(), *(f"{FORMAT}{format}" for format in FORMATS)
     setattr(InParts, f"weight{_suffix}", _part(_suffix))
 
 
-def _show(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+def _show_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
         local = sharding.local_of(param)
         if isinstance(local, CastWeight):
@@ -94,15 +93,19 @@ class _Taken:
     not_missing: set[str] = field(default_factory=set)
 
 
-class _Loading:
+class _LoadHooks:
     """The hooks by which one module loads."""
 
     def __init__(self):
         self.taken = _Taken()
 
+    def __reduce__(self):
+        # Between loads there is nothing to copy or to pickle.
+        return _LoadHooks, ()
+
     def take_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         self.taken = taken = _Taken(prefix, bool(metadata.get("assign_to_params_buffers")))
-        buffers = {prefix + name for name in chain(*STATE)}
+        buffers = {prefix + name for name in chain(*LAYER_BUFFERS)}
         plain = False
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             key = prefix + name

@@ -26,13 +26,17 @@ def refusal(operation: str, format: Format) -> str | None:
     """Why there is no kernel, or None where there is one.
 
     Args:
-        operation: "quantize", "columnwise", "both" or "dequantize".
+        operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".
         format: the format.
     """
     has_codes = format.element.bits == 8 or format.name.startswith("nvfp4")
     if operation == "quantize" and has_codes:
         return None
-    if operation in ("columnwise", "both") and format.element.bits == 8 and (format.per_tensor or not format.square):
+    if (
+        operation in ("quantize_columnwise", "quantize_both")
+        and format.element.bits == 8
+        and (format.per_tensor or not format.square)
+    ):
         return None if mosaic.CAN_TRANSPOSE else f"the Pallas kernel that does {operation} of {format} needs JAX 0.11 or newer"
     if operation == "dequantize" and (has_codes or (format.element is E2M1 and not format.square)):
         return None
@@ -164,7 +168,7 @@ def quantize_batched(x: jax.Array, format: Format) -> Quantized:
 
     @call.def_vmap
     def batched(size, is_batched, x):
-        if format.per_tensor or format.scale.two_level:
+        if format.has_tensor_scale:
             q = lax.map(call, x)
         else:
             q = call(x)
@@ -186,7 +190,7 @@ def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, 
             part if flag or part is None else jnp.broadcast_to(part, (size, *part.shape))
             for part, flag in zip(parts, is_batched, strict=True)
         ]
-        if format.per_tensor or format.scale.two_level:
+        if format.has_tensor_scale:
             return lax.map(lambda parts: call(*parts), tuple(parts)), True
         return call(*parts), True
 

@@ -10,8 +10,8 @@ from functools import cache
 
 import threaded
 import torch
-from blockfp.torch_backend.custom_ops.products import product
-from blockfp.torch_backend.linear import linear_function, parallel_function
+from blockfp.torch_backend.custom_ops.products import multiply
+from blockfp.torch_backend.linear import linear_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
@@ -46,18 +46,18 @@ def record_products(monkeypatch):
     """What each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
-    def recorded(a, a_format, b, b_format, n, k, bias, dtype, fast=False, columnwise=False, index=None, **origins):
-        out = product(a, a_format, b, b_format, n, k, bias, dtype, fast, columnwise, index, **origins)
-        left = (a, a_format, origins.get("a_origin", (0, 0)), k)
-        right = (b, b_format, origins.get("origin", (0, 0)), n if columnwise else k)
-        if isinstance(b[0], QuantizedTensor):
+    def recorded(a, b, n, k, bias, dtype, **options):
+        out = multiply(a, b, n, k, bias, dtype, **options)
+        left = (a.parts, a.format, a.origin, k)
+        right = (b.parts, b.format, b.origin, n if b.transposed else k)
+        if b.is_one_tensor:
             # FSDP frees the memory of a gathered weight.
-            right = ([b[0].detach().clone()], b_format, b[0].origin, b[0].shape[1])
+            weight = b.parts[0]
+            right = ([weight.detach().clone()], b.format, weight.origin, weight.shape[1])
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
-    for module in (linear_function, parallel_function):
-        monkeypatch.setattr(module, "product", recorded)
+    monkeypatch.setattr(linear_function, "multiply", recorded)
     return seen
 
 
