@@ -108,7 +108,7 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 
 
 def _is_stack(leaf: Any) -> bool:
-    """Whether a leaf is a stack of matrices that have a scale per tensor each."""
+    """Returns True for a stack of matrices that have a scale per tensor each."""
     return is_quantized(leaf) and leaf.ndim > 2 and has_tensor_scale(leaf.format) and not shares_scale(leaf)
 
 

@@ -221,6 +221,6 @@ def _mesh_of(axes: tuple[str, ...]) -> Mesh:
 
 
 def _rows_over(x: jax.Array, mesh: Mesh, axes: tuple[str, ...]) -> Sharding:
-    """How an array lies whose rows the axes cut evenly, the outermost cut first."""
+    """The `Sharding` of an array with rows cut evenly over the axes, the outermost cut first."""
     rows = x.shape[0] * int(np.prod([mesh.axis_size(name) for name in axes]))
     return sharding_of((rows, x.shape[1]), mesh, PartitionSpec(axes))

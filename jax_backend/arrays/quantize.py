@@ -11,8 +11,8 @@ from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 
 from ..implementations import ops
-from ..implementations.turning import turn
-from .array import QuantizedArray, carried, of_parts
+from ..implementations.hadamard import hadamard
+from .array import QuantizedArray, with_derivative, wrap_parts
 
 
 def quantize(
@@ -41,7 +41,7 @@ def quantize(
     """
     format = _checked(x, format)
     parts = ops.quantize(x, ops.key_array(key), format=format, implementation=implementation)
-    return carried(of_parts(parts, format, x), x)
+    return with_derivative(wrap_parts(parts, format, x), x)
 
 
 def fake_quantize(
@@ -78,10 +78,10 @@ def quantize_columnwise(
     """
     format = _checked(x, format)
     parts = ops.quantize_columnwise(x, ops.key_array(key), format=format, rotate=rotate, implementation=implementation)
-    q = of_parts(parts, format, x.mT)
+    q = wrap_parts(parts, format, x.mT)
     if not isinstance(x, Tracer):
         return q
-    return carried(q, turn(x.mT) if rotate else x.mT)
+    return with_derivative(q, hadamard(x.mT) if rotate else x.mT)
 
 
 def quantize_both(
@@ -99,7 +99,7 @@ def quantize_both(
     """
     format = _checked(x, format)
     row, column = ops.quantize_both(x, format=format, implementation=implementation)
-    return carried(of_parts(row, format, x), x), carried(of_parts(column, format, x.mT), x.mT)
+    return with_derivative(wrap_parts(row, format, x), x), with_derivative(wrap_parts(column, format, x.mT), x.mT)
 
 
 def _checked(x, format: Format | str) -> Format:

@@ -87,7 +87,7 @@ register_array(_Concrete)
 
 
 class Watch:
-    """Whether an array whose codes were made in a trace is differentiated there, and whether its codes went on without it.
+    """The fate of an array that was quantized in a trace: differentiated there or not, and its codes taken on or not.
 
     Attributes:
         live: the array is known to be differentiated, so that its carrier must stay beside its codes.
@@ -123,7 +123,7 @@ def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
 
 
 def is_carrier(x: Any) -> bool:
-    """Whether x is a carrier, or stands for one (as a shape)."""
+    """Returns True for a carrier, or what stands for one (a shape)."""
     return isinstance(getattr(x, "dtype", None), CarrierDType)
 
 

@@ -64,7 +64,7 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.
 
 
 def _varying(*operands: Any):
-    """What makes of an array one that varies over the mesh axes that any of these does."""
+    """Returns a function that makes an array vary over the mesh axes of all of these."""
     over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
     return lambda x: replication.vary(x, over)
 

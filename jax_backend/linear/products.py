@@ -49,7 +49,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
             return run(a, b)
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
-        return partitioned.product(a, b, run)
+        return partitioned.split_product(a, b, run)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Rows of several groups, moved apart and quantized: what `grouped_linear`'s operands are.
+"""The operands of `grouped_linear`: rows of several groups, moved apart and quantized.
 
 Each group's rows are a tensor of their own: with its own amax, columnwise blocks that begin at its first row, and its own
 keys. How many rows a group has is known only at run time, so the rows are moved apart, each group to the beginning of a tile;
@@ -24,9 +24,9 @@ from blockfp.formats import FP8_E4M3
 from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import Cast, Recipe
 
-from ..arrays.array import of_parts
+from ..arrays.array import wrap_parts
 from ..implementations import ops
-from ..implementations.settling import settle
+from ..implementations.materialize import materialize
 from . import overflow
 
 
@@ -51,7 +51,7 @@ _FEWEST = 512
 )
 @dataclass(frozen=True)
 class Tiles:
-    """Where rows go.
+    """The tiles that rows go to.
 
     Attributes:
         source: int32 [tiles * rows], the row of x that each row is, -1 for none.
@@ -101,7 +101,7 @@ class Tiles:
 
     def split(self, x: jax.Array) -> jax.Array:
         """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
-        return move(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
+        return gather_rows(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
 
     def only(self, x: jax.Array, group: jax.Array | int) -> jax.Array:
         """x [tokens, size] with zeros in the rows of other groups."""
@@ -119,7 +119,7 @@ class Tiles:
 
 
 class Scaling(NamedTuple):
-    """How tiles are quantized but for the format.
+    """The options of quantizing tiles, but for the format.
 
     Attributes:
         eps: see `numerics.quantize`.
@@ -136,7 +136,7 @@ class Scaling(NamedTuple):
     first_group: jax.Array | int = 0
 
 
-def move(x: jax.Array, index: jax.Array) -> jax.Array:
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """Rows of x by index, zeros for -1."""
     if x.shape[0] == 0:
         return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
@@ -167,7 +167,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         return q
     finite = jnp.isfinite(x).all(axis=(1, 2)).astype(jnp.int32)
     of_groups = jax.ops.segment_min(finite, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
-    return overflow.show(q, of_groups[tiles.group] == 1)
+    return overflow.propagate(q, of_groups[tiles.group] == 1)
 
 
 def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
@@ -176,7 +176,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if columnwise and not (cast.rotate or cast.stochastic or format is None or has_tensor_scale(format)):
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
-        return of_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
+        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
     x = x.mT if columnwise else x
     if cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
@@ -188,9 +188,9 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if multiplier is not None:
         # All tiles share the scale.
         parts = ops.quantize(x.reshape(-1, x.shape[-1]), None, multiplier, format=format)
-        return of_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
+        return wrap_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
     if key is None and not has_tensor_scale(format):
-        return of_parts(ops.quantize(x, format=format, eps=eps), format, x)
+        return wrap_parts(ops.quantize(x, format=format, eps=eps), format, x)
     amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
     if has_tensor_scale(format):
         field = "tensor" if format.scale.two_level else "blocks"
@@ -203,6 +203,6 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
             words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
             shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
             place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
-        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=settle, **place)
+        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=materialize, **place)
 
-    return of_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)
+    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

@@ -22,7 +22,7 @@ from blockfp.definition import adamw as formulas
 from blockfp.sharding import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, carried, is_quantized
+from ..arrays.array import QuantizedArray, is_quantized, with_derivative
 from ..implementations import replication
 from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
@@ -71,7 +71,7 @@ class Replacement:
 
 
 class MasterState(NamedTuple):
-    """What a wrapped optimizer keeps.
+    """The state of a wrapped optimizer.
 
     Attributes:
         masters: float32, of the structure of gradients; None where the parameter is float32 itself.
@@ -83,7 +83,7 @@ class MasterState(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """What AdamW keeps: the number of steps done (int32), and both moments (float32)."""
+    """The state of AdamW: the number of steps done (int32), and both moments (float32)."""
 
     step: jax.Array
     first: Any
@@ -306,7 +306,7 @@ def _of_weights(function: Callable, params) -> Callable:
     def param(path: str, like, weight):
         if not is_quantized(like):
             return weight.astype(like.dtype)
-        return carried(_requantized(like, jax.lax.stop_gradient(weight)), weight)
+        return with_derivative(_requantized(like, jax.lax.stop_gradient(weight)), weight)
 
     return lambda weights, *args, **kwargs: function(map_with_path(param, params, weights), *args, **kwargs)
 
@@ -328,7 +328,7 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
     if param.sharding is not None:
         still = _everywhere(still, param)
     new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
-    return Replacement(carried(new, moved) if param.sharding is None else new)
+    return Replacement(with_derivative(new, moved) if param.sharding is None else new)
 
 
 _NO_GRADIENT = "an update of a sharded quantized weight has no derivative: differentiate through updates of unsharded ones"
@@ -350,7 +350,7 @@ def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
 
 
 def _everywhere(still: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Whether no rank's part of the weight moved: its blocks may lie on several."""
+    """Returns True where no rank's part of the weight moved: its blocks may lie on several."""
     assert q.sharding is not None
     axes = tuple(name for dim in (0, 1) for name in q.sharding.order(dim))
     if not axes or (replication.varying(replication.axis_index(axes[0])) and not replication.varying(still)):

@@ -33,16 +33,16 @@ def rebuild_params(tree: Any) -> Any:
     Example:
         >>> params = bfp.rebuild_params(checkpointer.restore(path))
     """
-    return map_with_path(lambda _, leaf: of_parts(leaf) if _is_parts(leaf) else leaf, tree, is_leaf=_is_parts)
+    return map_with_path(lambda _, leaf: rebuild(leaf) if _is_parts(leaf) else leaf, tree, is_leaf=_is_parts)
 
 
 def _is_parts(node: Any) -> bool:
     return isinstance(node, Mapping) and any(str(name).startswith("codes_") for name in node) and "scales" in node
 
 
-def of_parts(parts: Mapping[str, Any]) -> QuantizedArray:
+def rebuild(parts: Mapping[str, Any]) -> QuantizedArray:
     """The quantized array of a dictionary by name, checked."""
-    names = {name: identity.of_codes_name(name) for name in parts}
+    names = {name: identity.parse_codes_name(name) for name in parts}
     found = {name: static for name, static in names.items() if static is not None}
     given = {name: part for name, part in parts.items() if part is not None}
     others = set(given) - set(found) - {"scales", "tensor_scale"}

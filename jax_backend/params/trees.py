@@ -43,7 +43,7 @@ def check_alike(tree: Any, other: Any, is_leaf: Callable[[Any], bool] = is_quant
 
 
 def _difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool], path: tuple[Any, ...]) -> str | None:
-    """Where `other` isn't made like `tree`, and what it has there."""
+    """Describes the first place at which `other` isn't made like `tree`; None where there is none."""
     children, made = _children(tree)
     if is_leaf(tree) or jax.tree_util.treedef_is_leaf(made):
         return None

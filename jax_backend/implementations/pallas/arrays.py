@@ -23,7 +23,7 @@ _SMALLEST = 128  # rows of a program, at least
 
 
 def refusal(operation: str, format: Format) -> str | None:
-    """Why there is no kernel, or None where there is one.
+    """Returns the reason why there is no kernel, or None where there is one.
 
     Args:
         operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".

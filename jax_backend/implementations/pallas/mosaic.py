@@ -1,4 +1,4 @@
-"""What the kernels need of Pallas' Mosaic GPU interface, which moves between releases of JAX, in one place.
+"""The part of Pallas' Mosaic GPU interface that the kernels need, which moves between releases of JAX, in one place.
 
 Mosaic GPU is written for one warpgroup (128 threads): an array in a kernel is spread over its registers by a *layout*.
 """

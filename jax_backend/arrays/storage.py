@@ -1,4 +1,4 @@
-"""What a rank stores of a sharded array inside shard_map: how much, and where in the array that lies.
+"""The storage of a sharded array on a rank, inside shard_map: its size, and its place in the array.
 
 One program runs on all ranks, so what differs between them is data: where a shard begins, how much of it there is, which rows
 a gather joins. It is looked up by rank in tables made from the `Sharding`, whose shape is that of the last two axes.
@@ -68,12 +68,12 @@ def scale_length(format: Format, sharding: Sharding, dim: int) -> int:
 
 
 def is_aligned(format: Format, sharding: Sharding) -> bool:
-    """Whether every shard begins with a whole block."""
+    """Returns True where every shard begins with a whole block."""
     return all(sharding.aligned(dim, block_length(format, sharding, dim)) for dim in (0, 1))
 
 
 def _phase(format: Format, sharding: Sharding, dim: int):
-    """Where in its first block this rank's shard begins."""
+    """The index of this rank's first element in its first block."""
     block = block_length(format, sharding, dim)
     return of_rank(sharding.mesh, [start % block if size else 0 for start, size in _spans(sharding, dim)])
 
