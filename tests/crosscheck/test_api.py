@@ -39,8 +39,9 @@ def described(face: str) -> str:
 
 
 def members(cls: type) -> list[str]:
-    """The public methods, properties and fields that a class has of its own."""
-    names = sorted(name for name in {*vars(cls), *vars(cls).get("__annotations__", ())} if name[0] != "_")
+    """The public methods, properties and fields that a class has of its own, or of the base of NumPy's and JAX's arrays."""
+    own = [base for base in cls.__mro__ if base is cls or base.__module__ == "blockfp.array"]
+    names = sorted({name for base in own for name in (*vars(base), *vars(base).get("__annotations__", ())) if name[0] != "_"})
     values = {name: inspect.getattr_static(cls, name, None) for name in names}
     functions = {n: v.__func__ if isinstance(v, classmethod | staticmethod) else v for n, v in values.items()}
     return [name + (parameters(f) if inspect.isfunction(f) else "") for name, f in functions.items()]
