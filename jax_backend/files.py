@@ -113,7 +113,7 @@ def _is_stack(leaf: Any) -> bool:
 
 
 def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """(name, array) of what a leaf is in a file: itself, or each matrix of a stack."""
+    """Yields (name, array) for what a leaf is in a file: itself, or each matrix of a stack."""
     if not _is_stack(leaf):
         yield name, leaf
         return

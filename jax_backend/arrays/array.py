@@ -96,7 +96,7 @@ class QuantizedArray(BlockScaledArray):
 
     @property
     def mT(self) -> QuantizedArray:
-        """The array with its last two axes swapped, exact and without requantizing.
+        """The array with its last two axes swapped, exactly and without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
@@ -119,7 +119,7 @@ class QuantizedArray(BlockScaledArray):
         return self.tangent if self._watched is None else self._watched[0]
 
     def with_carrier(self) -> QuantizedArray:
-        """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
+        """Adds a leaf of no bytes, `tangent`, which takes the array's gradient across every boundary.
 
         What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
         `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
@@ -138,11 +138,11 @@ class QuantizedArray(BlockScaledArray):
         return self.replace(tangent=carrier)
 
     def without_carrier(self) -> QuantizedArray:
-        """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
+        """Makes the array a constant, as `jax.lax.stop_gradient` does."""
         return replace(self, tangent=None, _watched=None)
 
     def view_codes(self) -> jax.Array:
-        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+        """Views the codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
 
         float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
         copy; float4_e2m1fn is unpacked.
@@ -155,7 +155,7 @@ class QuantizedArray(BlockScaledArray):
         return view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> jax.Array:
-        """The scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+        """Views the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
 
         Raises:
             ValueError: this is stored in parts for a mesh.
@@ -169,7 +169,7 @@ class QuantizedArray(BlockScaledArray):
         self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The values, rounded once to `dtype` (default: the original's).
+        """Decodes the values, rounded once to `dtype` (default: the original's).
 
         Args:
             dtype: float32, float16 or bfloat16.
@@ -210,7 +210,7 @@ class QuantizedArray(BlockScaledArray):
         )
 
     def replace(self, **changes) -> QuantizedArray:
-        """A copy with some attributes changed; nothing is checked."""
+        """Copies the array with some attributes changed; checks nothing."""
         if changes.get("tangent") is not None:
             changes["_watched"] = None
         return replace(self, **changes)
@@ -225,7 +225,7 @@ class QuantizedArray(BlockScaledArray):
 
 
 def wrap_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
-    """The QuantizedArray of codes and scales that were made of x [..., columns]; unchecked."""
+    """Makes the QuantizedArray of codes and scales that x [..., columns] became; checks nothing."""
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
@@ -238,7 +238,7 @@ def _constant(scales: jax.Array) -> jax.Array:
 
 
 def with_derivative(q: QuantizedArray, x) -> QuantizedArray:
-    """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
+    """Gives q, made of x (or of what x is the carrier of), the derivative of x if that is traced."""
     if q.tangent is not None or q._watched is not None:
         q = q.without_carrier()
     if not isinstance(x, Tracer):

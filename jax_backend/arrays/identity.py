@@ -19,7 +19,7 @@ from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding
 
 
 class Static(NamedTuple):
-    """All of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
+    """The part of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
 
     format: Format
     columns: int
@@ -93,12 +93,12 @@ def from_bytes(data: bytes) -> Static:
 
 
 def to_leaf(static: Static) -> np.ndarray:
-    """A leaf that says what the others are: the name of the codes as bytes."""
+    """Encodes the name of the codes as a leaf, which says what the others are."""
     return np.frombuffer(codes_name(static).encode(), np.uint8)
 
 
 def check_leaf(leaf: Any, static: Static) -> None:
-    """Raises ValueError where a leaf that was read says something else; of what isn't an array, nothing is known."""
+    """Raises ValueError where a leaf that was read says something else; leaves that are no arrays pass."""
     if not isinstance(leaf, np.ndarray):
         return
     expected = codes_name(static)

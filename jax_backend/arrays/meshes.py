@@ -1,4 +1,4 @@
-"""From JAX's meshes and PartitionSpecs to the core's values."""
+"""The core's values of JAX's meshes and PartitionSpecs."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def quantize(
 def fake_quantize(
     x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
 ) -> jax.Array:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
+    """Quantizes x and dequantizes it again, in its own dtype, as a product would see it. The gradient is straight-through.
 
     Takes and raises what `quantize` does.
     """
@@ -62,7 +62,7 @@ def quantize_columnwise(
     rotate: bool = False,
     implementation: str | None = None,
 ) -> QuantizedArray:
-    """`quantize(x.mT)` without the transposed array in memory where there is a kernel for that.
+    """Quantizes x.mT, without the transposed array in memory where there is a kernel for that.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].
@@ -87,7 +87,7 @@ def quantize_columnwise(
 def quantize_both(
     x: jax.Array, format: Format | str, *, implementation: str | None = None
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """(`quantize(x)`, `quantize(x.mT)`) to nearest, from one read of x where there is a kernel for that.
+    """Quantizes x and x.mT to nearest, from one read of x where there is a kernel for that.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].

@@ -50,7 +50,7 @@ def quantize(x: jax.Array, plan: Plan, options: Options) -> QuantizedArray:
 
 
 def as_array(local: Local, format: Format, sharding: Sharding, dtype) -> QuantizedArray:
-    """The QuantizedArray of a rank's codes and scales."""
+    """Makes the QuantizedArray of a rank's codes and scales."""
     assert local.codes is not None
     assert local.scales is not None
     columns = storage.length(sharding, 1)
@@ -124,7 +124,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
 
 
 def _known_alike(step: Quantize, q: Quantized) -> Quantized:
-    """q, of whose scale of the whole tensor JAX is told that all ranks have it: of axes with one rank, nothing else says so."""
+    """Tells JAX that all ranks have the same scale of the whole tensor, which nothing else says of axes with one rank."""
     mesh = step.sharding.mesh
     cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
     lone = [name for name in cut if mesh.axis_size(name) == 1]
@@ -136,7 +136,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
-    """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
+    """Reduces amaxes (and NaN flags) of straddling blocks along one axis to those of the whole blocks."""
     axis = straddle.dim - 2
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
@@ -182,7 +182,7 @@ def _gather(step: Gather, local: Local) -> Local:
 
 
 def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | None = None) -> jax.Array:
-    """The runs (source, start, stop) by rank of what all ranks sent, each `stored` entries; filled up with zeros to `size`."""
+    """Joins runs (source, start, stop) by rank of what all ranks sent, `stored` entries each; fills up with zeros to `size`."""
     axis = step.dim - 2
     together = lax.all_gather(x, step.axes, axis=x.ndim + axis, tiled=True)
     tables = [_join_index(r, stored) for r in runs]
@@ -195,13 +195,13 @@ def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | Non
 
 
 def _join_index(runs, stored: int) -> np.ndarray:
-    """int32: which entries of parts of `stored` entries each, laid one after another, the runs take."""
+    """The indices (int32) that runs take of parts of `stored` entries each, laid one after another."""
     parts = [np.arange(source * stored + start, source * stored + stop) for source, start, stop in runs]
     return np.concatenate([np.zeros(0), *parts]).astype(np.int32)
 
 
 def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
-    """The sum over ranks of a gathered array's cotangents, each rank keeping its own part: a gather's transpose.
+    """Sums a gathered array's cotangents over ranks, each of which keeps its own part: the transpose of a gather.
 
     Args:
         gradient: the cotangent of what `plan`, a plan of `gather_weight`, makes.

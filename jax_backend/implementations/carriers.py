@@ -99,7 +99,7 @@ class Watch:
         self._making = True
 
     def made(self) -> Watch:
-        """This, once the carrier is there: what differentiates it from now on does so after its trace has ended."""
+        """Notes that the carrier is there: what differentiates it from now on does so after its trace has ended."""
         self._making = False
         return self
 
@@ -118,7 +118,7 @@ class Watch:
 
 
 def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
-    """The carrier of x, or of what x is the carrier of: its tangent is x's."""
+    """Makes the carrier of x, or of what x is the carrier of: its tangent is x's."""
     return _carrier_p.bind(x, watch=watch)
 
 

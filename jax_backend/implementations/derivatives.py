@@ -28,7 +28,7 @@ Flat = Sequence[Any]
 
 
 def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
-    """`values`, whose tangent is the carrier's, and which lie on an Explicit mesh as it does."""
+    """Gives `values` the tangent of the carrier, and its place on an Explicit mesh."""
     values, dtype = explicit.resharded_like(values, carrier), values.dtype
     return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(dtype)])
 
@@ -43,7 +43,7 @@ def without_gradient(x: jax.Array, why: str) -> jax.Array:
 
 
 def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any], Flat]) -> Any:
-    """`results`, a tree, with derivatives.
+    """Gives `results`, a tree, derivatives.
 
     Args:
         results: arrays; what they depend on has no say in their derivatives.
@@ -68,7 +68,7 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
 def linear_map(
     forward: Callable[[Any, Any], Flat], backward: Callable[[Any, Any, Flat], Any], kept: Any, tangents: Any, like: Flat
 ) -> Flat:
-    """forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
+    """Computes forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
 
     Args:
         forward: gives results of the types of `like`; None stands for a tangent of zeros.
@@ -92,7 +92,7 @@ def linear_map(
 
 
 def either(plain: Callable[..., Any], differentiable: Callable[..., Any], *args: Any) -> Any:
-    """plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
+    """Computes plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
     leaves, structure = jax.tree.flatten(args)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return plain(*args)
@@ -244,7 +244,7 @@ batching.primitive_batchers[_either_p] = _either_batch
 
 
 def _jvp_of(function: Callable[..., Flat], primals: Flat, tangents: Flat) -> tuple[Flat, Flat]:
-    """Results and tangents of a function, of which tangents that are zero (`ad.Zero`) are not passed."""
+    """Computes results and tangents of a function; tangents that are zero (`ad.Zero`) are not passed to it."""
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def of_live(*points):

@@ -1,4 +1,4 @@
-"""Storing what is used many times, which XLA would compute again at each use (`definition.layout.Settle`)."""
+"""The store of values that are used many times, which XLA would compute again at each use (`definition.layout.Settle`)."""
 
 from __future__ import annotations
 

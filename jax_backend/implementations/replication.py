@@ -18,7 +18,7 @@ Axes = frozenset[str]
 
 
 def axis_index(name: str) -> jax.Array:
-    """`lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
+    """Computes `lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
     try:
         return lax.axis_index(name)
     except NameError as error:
@@ -45,7 +45,7 @@ def vary(x: jax.Array, over: Axes) -> jax.Array:
 
 
 def sum_like(cotangent: jax.Array, primal: Axes | None, axes: Iterable[str]) -> jax.Array:
-    """The sum of ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
+    """Sums ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
     over = _excess(cotangent, primal, tuple(axes))
     return lax.psum(cotangent, over) if over else cotangent
 

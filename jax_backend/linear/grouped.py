@@ -42,7 +42,7 @@ def grouped_linear(
     data_axes: Sequence[str] = (),
     expert_axis: str | None = None,
 ) -> Any:
-    """`linear` of group after group of x's rows, each with a weight of its own.
+    """Computes `linear` of group after group of x's rows, each with a weight of its own.
 
     Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
     With delayed scaling all groups share one state, whose amaxes are the largest of any group's.

@@ -36,7 +36,7 @@ class LayerPlacement:
 
     @classmethod
     def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
-        """The placement of a call.
+        """Derives the placement of a call.
 
         Raises:
             TypeError: one name instead of a tuple of them.
@@ -161,12 +161,12 @@ class LayerPlacement:
         return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
 
     def own(self, x: jax.Array, *, gradient: bool) -> jax.Array:
-        """An input or gradient [tokens, features] with zeros where it is filled up, because ranks have unequal features."""
+        """Zeroes an input or gradient [tokens, features] where it is filled up, because ranks have unequal features."""
         sharding = self.operand(x, gradient=gradient)
         return x if sharding is None else storage.only_own(x, sharding)
 
     def gathered(self, weight):
-        """The weight with its FSDP shards put together."""
+        """Gathers the weight's FSDP shards."""
         if not self.fsdp:
             return weight
         plan = self._gather(weight.format)
@@ -178,17 +178,17 @@ class LayerPlacement:
         return plans.gather_weight(format, self.weight, self.fsdp)
 
     def scatter_weight(self, gradient: jax.Array, format) -> jax.Array:
-        """The weight's gradient summed over its FSDP axes, each rank's own part of it."""
+        """Sums the weight's gradient over its FSDP axes; each rank keeps its own part."""
         return sharded.scatter_sum(gradient, self._gather(format)) if self.fsdp else gradient
 
     def sum_output(self, y: jax.Array) -> jax.Array:
-        """y of a row parallel layer, summed over ranks."""
+        """Sums y of a row parallel layer over ranks."""
         if self.kind != "row":
             return y
         return self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
 
     def sum_input(self, gradient: jax.Array) -> jax.Array:
-        """The cotangent of an input that was gathered, summed over ranks."""
+        """Sums the cotangent of an input that was gathered over ranks."""
         return self._scatter_tokens(gradient) if self.gathers_input else gradient
 
     def _scatter_tokens(self, x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def linear(
     data_axes: Sequence[str] = (),
     sequence: bool = False,
 ) -> Any:
-    """x w^T + bias, with the operands of all three products quantized as a recipe says.
+    """Computes x w^T + bias, with the operands of all three products quantized as a recipe says.
 
     Inside shard_map a weight of `shard_params` brings its placement along. Its FSDP axes, which are those among `data_axes`,
     are gathered in the forward and again in the backward, codes and scales; its gradient is summed over all of `data_axes`

@@ -32,7 +32,7 @@ def input_operands(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
-    """x [tokens, in] as the forward takes it, and [in, tokens] as wgrad does.
+    """Quantizes x to [tokens, in] for the forward and [in, tokens] for wgrad.
 
     Args:
         x: what this rank holds.
@@ -55,7 +55,7 @@ def gradient_operands(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
-    """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
+    """Quantizes g to [tokens, out] for dgrad and [out, tokens] for wgrad; arguments as for `input_operands`."""
     keys = (None, None)
     if key is not None:
         coordinate = placement.coordinate()
@@ -67,7 +67,7 @@ def gradient_operands(
 def quantize_operand(
     x: jax.Array, cast: Cast, eps: float = 0.0, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
 ) -> QuantizedArray:
-    """x, all of it on this rank, quantized along its last axis as a cast says; rotated first if it says so."""
+    """Quantizes x, all of it on this rank, along its last axis as a cast says; rotates it first if the cast does."""
     format = cast.format
     assert format is not None
     eps = eps_for(format, eps)

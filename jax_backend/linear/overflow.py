@@ -1,4 +1,4 @@
-"""Overflow that shows: Inf and NaN of an operand in every element of the products that it is multiplied in.
+"""Overflow that shows: an operand's Inf and NaN reach every element of its products.
 
 Quantizing saturates an Inf at the largest finite value, and a NaN is that of its own block's products alone: behind that, loss
 scaling and `optax.apply_if_finite` would not see them. Codes stay as the definition says; the scales that a product takes

@@ -58,7 +58,7 @@ def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated:
 
 
 def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-    """`values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed), as rows [tokens, size]."""
+    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size]."""
     made = values(x)
     if cast.rotate:
         made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, hadamard(made, inverse=True), made)
@@ -68,7 +68,7 @@ def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transpose
 
 
 def by_group(product: Product, tiles: Tiles) -> Product:
-    """The product of rows [tokens, ..] with their group's matrix of [groups, ..]; of rows beyond all groups zeros."""
+    """Returns the product of rows [tokens, ..] with their group's matrix of [groups, ..]; zeros for rows beyond all groups."""
 
     def run(rows: jax.Array, matrices: jax.Array) -> jax.Array:
         def of_group(group, matrix):
@@ -83,18 +83,18 @@ def by_group(product: Product, tiles: Tiles) -> Product:
 
 
 def of_each_group(product: Product, tiles: Tiles) -> Product:
-    """The products of each group's rows of two arrays [tokens, ..], [groups, ..]."""
+    """Returns the product [groups, ..] of each group's rows of two arrays [tokens, ..]."""
     return lambda a, b: lax.map(lambda group: product(tiles.only(a, group), b), jnp.arange(tiles.sizes.shape[0]))
 
 
 def sum_of_products(*terms: tuple[Product, Any, Any]) -> Any:
-    """The sum of products (product, a, b) in fp32 whose operands are there; None if there is none."""
+    """Sums the products (product, a, b), in fp32, whose operands aren't None; None if there is none."""
     made = [product(a.astype(jnp.float32), b.astype(jnp.float32)) for product, a, b in terms if a is not None and b is not None]
     return sum(made[1:], made[0]) if made else None
 
 
 def contract(dims_a: int, dims_b: int) -> Product:
-    """The product of two matrices, summed over these axes of theirs, in fp32."""
+    """Returns the product of two matrices, summed over these axes of theirs, in fp32."""
     dimensions = (((dims_a,), (dims_b,)), ((), ()))
     return lambda a, b: lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST)
 

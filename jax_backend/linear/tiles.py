@@ -75,7 +75,7 @@ class Tiles:
 
     @classmethod
     def of(cls, sizes: jax.Array, tokens: int, rows: int) -> Tiles:
-        """The tiles, of `rows` rows each, of groups of these sizes among so many tokens."""
+        """Lays out tiles of `rows` rows for groups of these sizes among so many tokens."""
         groups = sizes.shape[0]
         own = -(-tokens // rows) + groups
         # Half of one of groups alike, so that little is multiplied in vain; enough rows for a product at full speed.
@@ -100,11 +100,11 @@ class Tiles:
         return self.group[jnp.maximum(self.target, 0) // self.rows]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
+        """Splits x [tokens, size] into tiles [tiles, rows, size], zeros where a tile isn't full."""
         return gather_rows(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
 
     def only(self, x: jax.Array, group: jax.Array | int) -> jax.Array:
-        """x [tokens, size] with zeros in the rows of other groups."""
+        """Zeroes the rows of other groups in x [tokens, size]."""
         mine = (self.target >= 0) & (self.group_of_token() == group)
         return jnp.where(mine[:, None], x, 0)
 
@@ -137,7 +137,7 @@ class Scaling(NamedTuple):
 
 
 def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x by index, zeros for -1."""
+    """Takes rows of x by index, zeros for -1."""
     if x.shape[0] == 0:
         return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
     return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
@@ -152,7 +152,7 @@ def largest_amax(x: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
-    """Tiles of x [tokens, size] as codes and scales (or as values), each [rows, size], or [size, rows] columnwise.
+    """Quantizes tiles of x [tokens, size] (or moves their values), each to [rows, size], or [size, rows] columnwise.
 
     Args:
         x: the rows of all groups.

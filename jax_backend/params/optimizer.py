@@ -95,7 +95,7 @@ for _state in (MasterState, AdamState):
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """The parameters after a step: plain updates are added, replacements replace.
+    """Updates parameters after a step: plain updates are added, replacements replace.
 
     Raises:
         TypeError: a quantized leaf has an update to add; the message names its path.
@@ -131,7 +131,7 @@ def _replaced(param, update: Replacement):
 
 
 def with_masters(optimizer: Any) -> Optimizer:
-    """Any optax optimizer, for trees with quantized or 16-bit leaves.
+    """Wraps any optax optimizer for trees with quantized or 16-bit leaves.
 
     It works on fp32 masters, whose values are quantized after each step; a leaf whose master didn't move keeps its codes.
     Inside shard_map each rank has its part, and amaxes are reduced as the leaf's sharding says.
@@ -171,7 +171,7 @@ def adamw(
     *,
     weight_decay: Setting | Schedule = 1e-4,
 ) -> Optimizer:
-    """AdamW with fp32 masters and moments, for trees with quantized leaves: arguments of `optax.adamw`, formulas of
+    """AdamW with fp32 masters and moments, for trees with quantized leaves: the arguments of `optax.adamw`, the formulas of
     `blockfp.torch.AdamW`.
 
     Args:
@@ -240,7 +240,7 @@ def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
 
 
 def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
-    """An optimizer whose `step` (gradients, state, weights, extra) -> (weights, which stand still, state) is of fp32 trees."""
+    """Makes an optimizer of `step`: (gradients, state, weights, extra) -> (weights, which stand still, state), all in fp32."""
 
     def init(params, originals=None):
         masters = map_with_path(_new_master, params, params if originals is None else originals)
@@ -301,7 +301,7 @@ def _gradients(params, gradients, weights):
 
 
 def _of_weights(function: Callable, params) -> Callable:
-    """A function of parameters as one of their weights in fp32, whose gradient is straight-through."""
+    """Turns a function of parameters into one of their weights in fp32, with a straight-through gradient."""
 
     def param(path: str, like, weight):
         if not is_quantized(like):
@@ -335,7 +335,7 @@ _NO_GRADIENT = "an update of a sharded quantized weight has no derivative: diffe
 
 
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
-    """The new values in q's format and place, with q's nominal dtype."""
+    """Quantizes new values in q's format and place, with q's nominal dtype."""
     if q.sharding is None:
         return quantize_weight(values, q.format, nominal=np.dtype(q.dtype), shared=shares_scale(q))
     plan = plans.quantize_shards(q.format, q.sharding)

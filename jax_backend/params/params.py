@@ -31,7 +31,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
 
 
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter = is_matrix) -> Any:
-    """The tree with its weights in a recipe's weight format.
+    """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
     and others that no quantized product reads are to be left out by `filter`.
@@ -61,7 +61,7 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter 
 
 
 def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
-    """A weight, or each of a stack of them, quantized as an array of its own; a constant (see `with_derivative`).
+    """Quantizes a weight, or each of a stack of them, as an array of its own; a constant (see `with_derivative`).
 
     Args:
         x: [..., out, in].
@@ -89,7 +89,7 @@ def shares_scale(q: QuantizedArray) -> bool:
 
 
 def dequantize_params(tree: Any, dtype: Any = None) -> Any:
-    """The tree with the values of its quantized leaves, in `dtype` or each one's own; other leaves stay as they are."""
+    """Dequantizes a tree's quantized leaves, to `dtype` or each one's own; other leaves stay as they are."""
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
@@ -169,5 +169,5 @@ def _with_carrier(leaf, point):
 
 
 def _without_lone_carrier(leaf):
-    """A leaf of what a differentiated function gives beside its value: without a carrier that nothing wants any more."""
+    """Drops the carrier, which nothing wants any more, of a leaf that a differentiated function gives beside its value."""
     return with_derivative(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

@@ -30,7 +30,7 @@ from .trees import check_alike, map_with_path
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Parameters on a mesh, each leaf cut as its PartitionSpec says.
+    """Places parameters on a mesh, each leaf cut as its PartitionSpec says.
 
     A quantized leaf has the codes and scales of its part of the whole, wherever cuts fall: rows that don't divide evenly are
     filled up, and a block that straddles ranks has its scale on each. Of a stack of matrices an axis before the last two may be
@@ -146,7 +146,7 @@ def _mesh_of(placed: Any) -> jax.sharding.Mesh:
 
 
 def shard_state(state: Any, params: Any) -> Any:
-    """An optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
+    """Places an optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
 
     Args:
         state: of an optimizer's `init` on the whole parameters.
@@ -183,7 +183,7 @@ def _whole_shape(param: Any) -> tuple[int, ...]:
 
 
 def _like(x: jax.Array | None, param) -> jax.Array | None:
-    """An array of a parameter's whole shape, placed like it."""
+    """Places an array of a parameter's whole shape like the parameter."""
     if x is None:
         return None
     if not is_quantized(param):
@@ -213,7 +213,7 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 
 
 def unshard_params(tree: Any) -> Any:
-    """The tree with whole quantized leaves, as they were before `shard_params`: what checkpoints hold, and other meshes take.
+    """Joins quantized leaves to what they were before `shard_params`: what checkpoints hold, and other meshes take.
 
     Their codes and scales are JAX arrays of the whole's shape, which stay cut over the devices where that divides them evenly.
     """
@@ -237,7 +237,7 @@ def _even(q: QuantizedArray) -> QuantizedArray:
 
 
 def unshard_state(state: Any, params: Any) -> Any:
-    """An optimizer's state as `shard_state` took it: whole masters and moments.
+    """Joins an optimizer's state to what `shard_state` took: whole masters and moments.
 
     Args:
         state: a state that lies like `params`.
@@ -262,7 +262,7 @@ def unshard_state(state: Any, params: Any) -> Any:
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:
-    """A tree of specs like `tree`, of a tree that may have one for a whole subtree."""
+    """Broadcasts a tree of specs, which may have one for a whole subtree, to the leaves of `tree`."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     check_alike(specs, tree, is_spec)
     return jax.tree.map(

@@ -17,7 +17,7 @@ from .trees import map_with_path
 
 
 def rebuild_params(tree: Any) -> Any:
-    """The tree with quantized arrays where it has the dictionaries of their parts.
+    """Rebuilds quantized arrays where a tree has the dictionaries of their parts.
 
     That is what Orbax restores without a target, and `flax.serialization.msgpack_restore`: "codes_mxfp8_e4m3_bfloat16_64",
     "scales", .., of which the first says format, dtype and columns.
@@ -41,7 +41,7 @@ def _is_parts(node: Any) -> bool:
 
 
 def rebuild(parts: Mapping[str, Any]) -> QuantizedArray:
-    """The quantized array of a dictionary by name, checked."""
+    """Makes the quantized array of a dictionary of parts by name, checked."""
     names = {name: identity.parse_codes_name(name) for name in parts}
     found = {name: static for name, static in names.items() if static is not None}
     given = {name: part for name, part in parts.items() if part is not None}
