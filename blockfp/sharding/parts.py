@@ -21,20 +21,6 @@ from ..definition import layout
 from ..formats import Format
 from .placement import Region, Replicate, Sharding, StridedShard
 
-FORMAT = "_format_"
-"""Between a weight's name and that of its format, in the name under which a checkpoint says what the codes are."""
-
-SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""What follows a weight's name in the name of each part. Under the name itself no codes are ever found: see `no_values`."""
-
-
-def no_values(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what stands under a quantized array's own name: of no bytes, and of the wrong rank for a plain one.
-
-    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
-    """
-    return (0, *shape)
-
 
 @dataclass(frozen=True)
 class Part:

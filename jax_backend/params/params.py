@@ -29,27 +29,27 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
 
 
-def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter = is_matrix) -> Any:
+def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """The tree with its weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
-    and others that no quantized product reads are to be left out by `filter`.
+    and others that no quantized product reads are to be left out by `filter_fn`.
 
     Args:
         tree: parameters.
         recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
             one that stays as it is.
-        filter: which leaves to quantize, by path and leaf.
+        filter_fn: which leaves to quantize, by path and leaf.
 
     Raises:
         TypeError, ValueError: a leaf can't be quantized; the message names its path.
 
     Example:
-        >>> params = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path.endswith("weight"))
+        >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
 
     def convert(path: str, leaf):
-        if is_quantized(leaf) or not filter(path, leaf):
+        if is_quantized(leaf) or not filter_fn(path, leaf):
             return leaf
         chosen = recipes.resolve(recipe, path)
         if chosen is None or chosen.weight.format is None:

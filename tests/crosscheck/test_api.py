@@ -44,9 +44,10 @@ def described(face: str) -> str:
 
 
 def members(cls: type) -> list[str]:
-    """The public methods, properties and fields that a class has of its own, or of a base that isn't public."""
+    """The public methods, properties and fields of a class and of bases that aren't public; FSDP2's hooks aside."""
     own = [base for base in cls.__mro__ if base is cls or (base.__name__[0] == "_" and base.__module__.startswith("blockfp."))]
-    names = sorted({n for base in own for n in (*vars(base), *vars(base).get("__annotations__", ())) if n[0] != "_"})
+    names = {name for base in own for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    names = sorted(name for name in names if not name.startswith(("_", "fsdp_")))
     values = {name: inspect.getattr_static(cls, name, None) for name in names}
     functions = {n: v.__func__ if isinstance(v, classmethod | staticmethod) else v for n, v in values.items()}
     return [name + (parameters(f) if inspect.isfunction(f) else "") for name, f in functions.items()]
