@@ -145,5 +145,4 @@ def test_no_modules_import_each_other():
 
 def test_imports_inside_functions_have_a_reason():
     late = {target for _, target, where in imports() if where == "function"}
-    known = set().union(*KNOWN)
-    assert late - known == set(LATE)
+    assert late == set(LATE)
