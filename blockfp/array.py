@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 from .definition import checks, numerics, views
@@ -13,9 +12,6 @@ from .definition.refusals import NoValues
 from .definition.rounding import Key
 from .formats import Format
 from .kernels import native
-
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""NumPy's dtype for each name of a high-precision dtype."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,13 +43,8 @@ class QuantizedArray(NoValues):
         object.__setattr__(self, "format", Format.parse(self.format))
         object.__setattr__(self, "codes", views.stored_codes(self.codes, self.format))
         object.__setattr__(self, "scales", views.stored_scales(self.scales, self.format))
-        checks.check_place(self.columns, self.origin)
-        checks.check_codes(self.codes, self.columns, self.format)
-        checks.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
-        dtype = np.dtype(self.dtype)
-        if dtype not in DTYPES.values():
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-        object.__setattr__(self, "dtype", dtype)
+        checks.check_parts(self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.origin)
+        object.__setattr__(self, "dtype", checks.nominal_dtype(self.dtype))
 
     @classmethod
     def from_parts(
@@ -95,7 +86,7 @@ class QuantizedArray(NoValues):
 
     @property
     def size(self) -> int:
-        """How many elements the array that was quantized has."""
+        """Number of elements of the array that was quantized."""
         return math.prod(self.shape)
 
     @property
@@ -179,5 +170,5 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
 
 
 def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see."""
+    """Quantizes x and dequantizes it again, in its own dtype: the values that a product would see."""
     return quantize(x, format, key=key).dequantize()

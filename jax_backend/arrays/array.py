@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp.array import DTYPES
 from blockfp.definition import checks, layout, numerics
 from blockfp.definition.refusals import NoValues
 from blockfp.formats import Format
@@ -106,12 +105,8 @@ class QuantizedArray(NoValues):
         """
         format = Format.parse(format)
         codes, scales = stored(codes, scales, format)
-        checks.check_place(columns, origin)
-        checks.check_codes(codes, columns, format)
-        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
-        dtype = np.dtype(dtype)
-        if dtype not in DTYPES.values():
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        checks.check_parts(codes, scales, tensor_scale, format, columns, origin)
+        dtype = checks.nominal_dtype(dtype)
         tensor_scale = None if tensor_scale is None else _constant(tensor_scale)
         return cls(codes, _constant(scales), tensor_scale, format, columns, dtype, origin)
 
