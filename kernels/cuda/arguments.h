@@ -23,15 +23,6 @@ struct Matrices {
   int64_t batch_stride, row_stride, column_stride;
 };
 
-struct Format {
-  int element;  // kId of elements.h
-  int block_rows, block_columns;  // 0, 0: one scale for the whole tensor
-  ScaleRule rule;
-
-  bool per_tensor() const { return block_rows == 0; }
-  bool square() const { return block_rows == block_columns; }
-};
-
 // Where x lies in the unsharded matrix, for blocks (phase) and for the random index.
 struct Window {
   int64_t row, column;    // of x's first element
