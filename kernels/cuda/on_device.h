@@ -1,9 +1,11 @@
 // What the exported functions share: the device and the stream that a call runs on, and x as a stack of matrices.
 #pragma once
 
+#include <cuda.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "blockfp/exports.h"
+#include "driver.h"
 #include "launch.h"
 
 namespace blockfp {
@@ -19,7 +21,8 @@ class OnDevice {
     stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device.device_id));
   }
   ~OnDevice() {
-    if (before_ != device.device_id) cudaSetDevice(before_);
+    // Where nobody uses that device, setting it would make a context there, half a gigabyte: the thread stays on this one.
+    if (before_ != device.device_id && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
 
@@ -31,6 +34,14 @@ class OnDevice {
   cudaStream_t stream;
 
  private:
+  // Whether the process has made a context on a device; true where the driver can't say.
+  static bool has_context(int ordinal) {
+    static const auto state = driver_function<decltype(&cuDevicePrimaryCtxGetState)>("cuDevicePrimaryCtxGetState");
+    unsigned flags = 0;
+    int active = 0;
+    return state == nullptr || state(ordinal, &flags, &active) != CUDA_SUCCESS || active != 0;
+  }
+
   int before_ = 0;
 };
 
