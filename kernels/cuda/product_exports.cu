@@ -55,8 +55,10 @@ void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scale
   p.workspace_bytes = static_cast<size_t>(workspace.numel());
   p.fast = fast;
   p.device = on.device.device_id;
-  const char* wrong = launch_product(p, on.stream);
-  if (wrong != nullptr) TVM_FFI_THROW(RuntimeError) << "product: " << wrong;
+  const std::string wrong = launch_product(p, on.stream);
+  if (wrong.empty()) return;
+  TVM_FFI_THROW(RuntimeError) << "product with m = " << p.m << ", n = " << p.n << ", k = " << p.k << " on " << on.device
+                              << ": " << wrong;
 }
 
 GemmOperand gemm_operand_of(const TensorView& codes, const char* side, const TensorView& scales, const char* scales_name,
