@@ -29,7 +29,7 @@
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
-// product_exports.cu.
+// products/product_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
