@@ -1,6 +1,6 @@
 """The CUDA kernel library in JAX, through jax-tvm-ffi: the kernels that PyTorch runs, in jitted programs.
 
-kernels/cuda/exports.cu and products/product_exports.cu say what the functions take. An array that is absent is one without elements.
+kernels/cuda/exports.cu and products/product_exports.cu say what the functions take. An array that is absent has no elements.
 """
 
 from __future__ import annotations
