@@ -92,14 +92,14 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def dtensor_like(param: DTensor, local: Tensor, whole: Tensor) -> DTensor:
+def dtensor_like(param: Tensor, local: Tensor, whole: Tensor) -> DTensor:
     """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
 
     FSDP2 makes such DTensors of parameters that it keeps on the CPU in this way.
     """
     kind: Any = type(param)
-    spec = param._spec
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)  # pyright: ignore[reportCallIssue]
+    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
+    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
     return kind(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
 
 

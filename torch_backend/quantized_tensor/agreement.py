@@ -1,4 +1,4 @@
-"""Whether ranks hold the same kinds of weights: found out once, before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
@@ -53,7 +53,7 @@ def agree_before_gather() -> None:
 
 
 def recipe_of(module: nn.Module) -> str | None:
-    """All that a layer's recipe says, in the same words in every process; None where it has none."""
+    """A description of a layer's recipe, in the same words in every process; None where it has none."""
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         return None
@@ -63,7 +63,7 @@ def recipe_of(module: nn.Module) -> str | None:
 
 
 def kind_of(param: Tensor) -> str:
-    """What a parameter is on every rank: its format, shape and dtype."""
+    """A description of a parameter that holds on every rank: its format, shape and dtype."""
     format = getattr(local_of(param), "format", None)
     return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
 

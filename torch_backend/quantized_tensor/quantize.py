@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics
+from blockfp.definition import checks
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 
@@ -49,7 +49,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         raise ValueError(
             "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a tensor of its own"
         )
-    numerics.check_input(x)
+    checks.check_input(x)
     format = Format.parse(format)
     words = None if key is None else key_tensor(key, x.device)
     if x.requires_grad and torch.is_grad_enabled():

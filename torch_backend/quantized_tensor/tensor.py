@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockfp.definition import checks, numerics
+from blockfp.definition import checks
 from blockfp.formats import Format
 
 from ..custom_ops import dtypes, ops
@@ -118,8 +118,8 @@ class QuantizedTensor(Wrapper):
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
             checks.check_place(columns, origin)
-        numerics.check_codes(codes, columns, format)
-        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        checks.check_codes(codes, columns, format)
+        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
 
     def with_parts(
