@@ -65,7 +65,7 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 # ---- operations
 
 scaled_mm: Callable[..., Tensor] = getattr(torch, "_scaled_mm")  # noqa: B009
-"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS, after a third more of the host's time."""
+"""The product on FP8 codes. The public `F.scaled_mm` makes the same call of cuBLAS, and takes the host a third longer."""
 
 foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_")  # noqa: B009
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
@@ -79,7 +79,7 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def mark_static_address(tensor: Tensor) -> None:
-    """Tells torch.compile that a tensor stays where it is: else CUDA graphs write into a copy of it, and the figures are lost."""
+    """Tells torch.compile that a tensor stays where it is: CUDA graphs would write into a copy of it."""
     torch._dynamo.mark_static_address(tensor, guard=False)
 
 
