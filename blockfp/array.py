@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -14,8 +15,81 @@ from .formats import Format
 from .kernels import native
 
 
+class BlockScaledArray(NoValues):
+    """The base of NumPy's and JAX's quantized arrays."""
+
+    if TYPE_CHECKING:
+        codes: Any
+        scales: Any
+        tensor_scale: Any
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+
+        @property
+        def mT(self) -> Self: ...
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: Any,
+        scales: Any,
+        tensor_scale: Any = None,
+        *,
+        format: Format | str,
+        columns: int,
+        dtype: Any,
+        origin: tuple[int, int] = (0, 0),
+    ) -> Self:
+        """Makes a quantized array of codes and scales that are already there; of one byte each they are not copied.
+
+        Args:
+            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
+            scales: as the format stores them, one for each block, or as `view_scales` gives them.
+            tensor_scale: float32 of shape () for NVFP4, else None.
+            format: a `Format` or its name.
+            columns: length of the last axis.
+            dtype: float32, float16 or bfloat16: the dtype of the original.
+            origin: (row, column) of the first element in the unsharded matrix.
+
+        Raises:
+            TypeError: codes, scales or dtype are of a wrong dtype.
+            ValueError: a shape doesn't fit, or the format is not known.
+        """
+        return cls._from_parts(codes, scales, tensor_scale, Format.parse(format), columns, dtype, origin)
+
+    @classmethod
+    def _from_parts(cls, *parts: Any) -> Self:
+        return cls(*parts)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the array that was quantized."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    @property
+    def T(self) -> Self:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray(NoValues):
+class QuantizedArray(BlockScaledArray):
     """Codes, scales and a format.
 
     Attributes:
@@ -46,53 +120,10 @@ class QuantizedArray(NoValues):
         checks.check_parts(self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.origin)
         object.__setattr__(self, "dtype", checks.nominal_dtype(self.dtype))
 
-    @classmethod
-    def from_parts(
-        cls,
-        codes: np.ndarray,
-        scales: np.ndarray,
-        tensor_scale: np.ndarray | None = None,
-        *,
-        format: Format | str,
-        columns: int,
-        dtype,
-        origin: tuple[int, int] = (0, 0),
-    ) -> QuantizedArray:
-        """A quantized array of codes and scales that are already there; of one byte each they are not copied.
-
-        Args:
-            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
-            scales: as the format stores them, one for each block, or as `view_scales` gives them.
-            tensor_scale: float32 of shape () for NVFP4, else None.
-            format: a `Format` or its name.
-            columns: length of the last axis.
-            dtype: float32, float16 or bfloat16: the dtype of the original.
-            origin: (row, column) of the first element in the unsharded matrix.
-
-        Raises:
-            TypeError: codes, scales or dtype are of a wrong dtype.
-            ValueError: a shape doesn't fit, or the format is not known.
-        """
-        return cls(codes, scales, tensor_scale, format, columns, dtype, origin)  # pyright: ignore[reportArgumentType]
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that was quantized."""
         return (*self.codes.shape[:-1], self.columns)
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the array that was quantized."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
 
     @property
     def mT(self) -> QuantizedArray:
@@ -104,16 +135,6 @@ class QuantizedArray(NoValues):
         codes, scales = numerics.transpose(self.codes, self.scales, self.format, columns=self.columns)
         rows = self.codes.shape[-2]
         return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
-
-    @property
-    def T(self) -> QuantizedArray:
-        """`mT` of a matrix.
-
-        Raises:
-            ValueError: there are more than two axes, or the blocks are not square.
-        """
-        checks.check_matrix(self.shape)
-        return self.mT
 
     def view_codes(self) -> np.ndarray:
         """The codes as elements [..., rows, columns] of an ml_dtypes dtype; times the scales of their blocks they are values.

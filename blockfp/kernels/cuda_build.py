@@ -126,15 +126,15 @@ def _digest(sources: Path, flags: tuple[str, ...]) -> str:
 def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
     """The compiler's calls, as (command, object it makes)."""
     sources = _sources()
-    includes = [f"-I{sources / 'include'}", *(f"-I{p}" for p in _tvm_includes())]
+    includes = [f"-I{p}" for p in (sources / "cuda", sources / "include", *_tvm_includes())]
+    files = {file.stem: file for file in sorted((sources / "cuda").rglob("*.cu"))}
     units = [(name, element) for name in _PER_ELEMENT for element in ("E2M1", *(e for e in ELEMENTS if e != "E2M1"))]
-    units += [(file.stem, "") for file in sorted((sources / "cuda").glob("*.cu")) if file.stem not in _PER_ELEMENT]
+    units += [(name, "") for name in files if name not in _PER_ELEMENT]
     calls = []
     for name, element in units:
         target = out / f"{name}{'_' if element else ''}{element}.o"
         define = [f"-DBLOCKFP_ELEMENT={element}"] if element else []
-        source = str(sources / "cuda" / f"{name}.cu")
-        calls.append(([_nvcc(), *flags, *define, *includes, "-c", source, "-o", str(target)], target))
+        calls.append(([_nvcc(), *flags, *define, *includes, "-c", str(files[name]), "-o", str(target)], target))
     return calls
 
 

@@ -53,7 +53,7 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
     format = Format.parse(format)
     words = None if key is None else key_tensor(key, x.device)
     if x.requires_grad and torch.is_grad_enabled():
-        return _Quantize.apply(x, format, words)  # pyright: ignore[reportReturnType]
+        return _Quantize.apply(x, format, words)
     return _quantize(x, format, words)
 
 
@@ -72,9 +72,9 @@ def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, format: Format, key: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, format: Format, key: Tensor | None):
         return _quantize(x, format, key)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, gradient: Tensor):
         return gradient, None, None

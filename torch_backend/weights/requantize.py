@@ -45,7 +45,7 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
 
 
 def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTensor, WeightShard]:
-    """What this rank holds of a parameter, and what is to be written into it."""
+    """The local tensor of a parameter, and the values that are quantized into it."""
     local = sharding.local_of(param)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"params must hold quantized tensors, got {type(local).__name__} of {local.dtype}")
