@@ -18,11 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.recipes import Delayed, Recipe
+from blockfp.recipes import Delayed
 
 from ..custom_ops.collectives import max_reduce
 from ..quantized_tensor import sharding
 from . import scale_watch
+from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
 
 
@@ -111,7 +112,7 @@ class _After:
         update_layers(layers, replicas)
 
 
-def check_buffers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
+def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
     """Refuses DDP that would overwrite amaxes.
 
     Raises:
@@ -126,7 +127,7 @@ def check_buffers(layers: Sequence[nn.Module], replicas: DistributedDataParallel
 
 
 @torch.no_grad()
-def update_layers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
+def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
     """Updates the scales of these layers, in an order that is the same on every rank.
 
     Args:
@@ -152,8 +153,8 @@ def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
     torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
-    recipe: Recipe = layer.checked  # pyright: ignore[reportAssignmentType]
+def _operands(layer: RecipeLayer, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
+    recipe = layer.linear_recipe
     assert recipe.delayed is not None
     group: Any = None if replicas is None else replicas.process_group
     groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)

@@ -73,7 +73,7 @@ class LinearFunction(torch.autograd.Function):
         gathers = parallel is not None and parallel.gathers_input
         # What terms add up to gets its bias once.
         added = None if parallel is not None and parallel.style == "row" else bias
-        n, k = weight.shape[-2:]
+        size = (weight.shape[-2], weight.shape[-1])
         w = weight_operand(weight, call.stored, recipe.weight, parallel)
         kept: list[Tensor] = []
         ctx.x_origin = (0, 0)
@@ -88,7 +88,7 @@ class LinearFunction(torch.autograd.Function):
                     ctx.x_origin = columns.origin
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
-            terms.append(multiply(row, w, n, k, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
+            terms.append(multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
             kept = [x]
@@ -171,9 +171,8 @@ class LinearFunction(torch.autograd.Function):
                 if name == "wgrad" and needs_weight:
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
-                    tokens = ctx.x_shape[0] if gathers else group.shape[0]
-                    fast = "wgrad" in recipe.fast_accum
-                    each = multiply(column, x, ctx.shape[-1], tokens, None, ctx.dtype, fast_accum=fast)
+                    size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
+                    each = multiply(column, x, size, None, ctx.dtype, fast_accum="wgrad" in recipe.fast_accum)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
                     if d_weight is None:
@@ -214,8 +213,8 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
         w, index = columnwise_weight(weight, columnwise, ctx.call.parallel), None
     else:
         w = w._replace(transposed=True)
-    n, k = ctx.shape[-1], ctx.shape[-2]
-    return multiply(row, w, n, k, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
+    size = (ctx.shape[-1], ctx.shape[-2])
+    return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:

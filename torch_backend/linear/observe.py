@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Cast
 
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from .recipe_layer import RecipeLayer
 
 if TYPE_CHECKING:
     from ..custom_ops.operand_ops import Directions
@@ -56,7 +57,7 @@ class Observation:
         records: what `step` has read so far.
     """
 
-    modules: dict[str, nn.Module]
+    modules: dict[str, RecipeLayer]
     records: list[Observed] = field(default_factory=list)
     steps: int = 0
 
@@ -64,7 +65,8 @@ class Observation:
         """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them."""
         new = []
         for path, module in self.modules.items():
-            figures: Tensor = module.observed  # pyright: ignore[reportAssignmentType]
+            figures = module.observed
+            assert figures is not None
             for operand, row in zip(OPERANDS, figures.tolist(), strict=True):
                 amax, elements, saturated, flushed, signal, noise = row
                 if elements:
@@ -97,7 +99,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     Raises:
         ValueError: no layer of the model quantizes anything, or the model is observed already.
     """
-    modules = {path: module for path, module in model.named_modules() if hasattr(module, "observed")}
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, RecipeLayer)}
     if not modules:
         raise ValueError("model holds no layer of blockfp.torch: use convert(model, recipe) first")
     if any(module.observed is not None for module in modules.values()):

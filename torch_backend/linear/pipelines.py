@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from blockfp.files.names import LAYER_BUFFERS
 
+from .recipe_layer import RecipeLayer
+
 _METHOD = "_initialize_pp_stages"
 
 
@@ -45,5 +47,5 @@ def keep_state() -> None:
 
 def _state(model: nn.Module) -> list[Tensor]:
     names = (*chain(*LAYER_BUFFERS), "observed")
-    found = [getattr(module, name) for module in model.modules() if hasattr(module, "checked") for name in names]
+    found = [getattr(module, name) for module in model.modules() if isinstance(module, RecipeLayer) for name in names]
     return [tensor for tensor in found if tensor is not None]

@@ -19,10 +19,11 @@ from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
 from .loading import load_high_precision_
-from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, placed, stored, stored_parts, take_parts
+from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, stored, stored_parts, take_parts
 
 
 class InParts(nn.Module):

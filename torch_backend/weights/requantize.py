@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics
+from blockfp.definition import checks
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import Key
 
@@ -74,7 +74,7 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
             f"values must be of shape {region.shape} on {local.device}, as this rank's part of the parameter, got "
             f"{tuple(values.shape)} on {values.device}"
         )
-    numerics.check_input(values)
+    checks.check_input(values)
     step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), key is not None)
     if origin != step.origins[0]:
         step = step._replace(origins=(origin,))

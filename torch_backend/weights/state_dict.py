@@ -30,9 +30,10 @@ from blockfp.files.names import FORMAT, SUFFIXES, no_values
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.parts import Part
-from blockfp.sharding.placement import Region, Sharding
+from blockfp.sharding.placement import Region
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 
@@ -73,41 +74,6 @@ def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     return replicated(param, gathered(param, q, part))
 
 
-def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Returns a local tensor as a DTensor that lies as a parameter does; itself where that is no DTensor."""
-    mesh = sharding.mesh_of(param)
-    if mesh is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    whole = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
-    if local.device.type not in (mesh.device_type, "meta"):
-        return offloaded(param, local, whole)
-    placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def offloaded(param: Tensor, local: Tensor, whole: Tensor) -> Tensor:
-    """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
-
-    FSDP2 makes such DTensors of parameters that it keeps on the CPU, in this way, which torch has no public name for.
-    """
-    from torch.distributed.tensor import DTensor
-
-    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore
-
-
-def replicated(param: Tensor, whole: Tensor) -> Tensor:
-    """Returns a tensor that every rank of a parameter's mesh has, as a DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = sharding.mesh_of(param)
-    assert mesh is not None
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     """Gathers the whole of a part on every rank; collective over the mesh axes that cut the parameter."""
     own = _own(q, part)
@@ -126,19 +92,6 @@ def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     codes = own.new_zeros(lies.shape)
     codes[region.slices] = layout.unpack(own, width, region.shape[-1])
     return layout.pack(reduced(param, lies, codes, "sum"), width)
-
-
-def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
-    """Reduces a tensor ("max" or "sum") over the mesh axes that cut a parameter; the result is on its own device."""
-    mesh, device = sharding.mesh_of(param), tensor.device
-    assert mesh is not None
-    # Parameters that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
-    tensor = tensor.to(mesh.device_type)
-    for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
-        group = sharding.group_name(param, axis)
-        sent = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group)
-        tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return tensor.to(device)
 
 
 def _integer(dtype: torch.dtype) -> torch.dtype:
