@@ -62,6 +62,11 @@ class ElementFormat:
         """Whether several codes share a byte."""
         return self.bits < 8
 
+    @property
+    def codes_per_group(self) -> int:
+        """The fewest codes that fill whole bytes: 1 of 8 bits, 4 of 6 bits, 2 of 4 bits."""
+        return {8: 1, 6: 4, 4: 2}[self.bits]
+
     def __str__(self) -> str:
         return self.name
 
@@ -99,6 +104,16 @@ class ScaleFormat:
         if self.dtype == "float32":
             return self.dtype
         return "float8_e4m3fn" if self.two_level else "float8_e8m0fnu"
+
+    @property
+    def e8m0(self) -> bool:
+        """Whether scales are bytes that hold an exponent, as in the MX formats."""
+        return self.name in ("e8m0_ceil", "e8m0_floor")
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether every scale is a power of two."""
+        return self.e8m0 or self.name == "pow2"
 
     @property
     def two_level(self) -> bool:
@@ -158,6 +173,11 @@ class Format:
     def per_tensor(self) -> bool:
         """Whether the whole tensor shares one scale."""
         return self.block is None
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the whole tensor shares a scale: its only one, or the one above those of its blocks."""
+        return self.per_tensor or self.scale.two_level
 
     @property
     def square(self) -> bool:

@@ -25,9 +25,6 @@ Direction = Literal["rowwise", "columnwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
 Compute = Literal["quantized", "high_precision"]
 
-STATE = (("input_amax_history", "input_scale"), ("gradient_amax_history", "gradient_scale"), ("rng_key", "step"))
-"""The buffers that a recipe may need, by their names in PyTorch's layers: pairs, of which a layer has both or none."""
-
 _OPERANDS: tuple[Operand, ...] = get_args(Operand)
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 _PRODUCTS: tuple[Product, ...] = get_args(Product)

@@ -18,7 +18,6 @@ import numpy as np
 from blockfp.array import QuantizedArray as NumpyArray
 from blockfp.errors import BadFile
 from blockfp.files import saving
-from blockfp.kernels.routes import has_tensor_scale
 
 from .arrays.array import QuantizedArray, is_quantized
 from .params.params import shares_scale
@@ -109,7 +108,7 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 
 def _is_stack(leaf: Any) -> bool:
     """Returns True for a stack of matrices that have a scale per tensor each."""
-    return is_quantized(leaf) and leaf.ndim > 2 and has_tensor_scale(leaf.format) and not shares_scale(leaf)
+    return is_quantized(leaf) and leaf.ndim > 2 and leaf.format.has_tensor_scale and not shares_scale(leaf)
 
 
 def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:

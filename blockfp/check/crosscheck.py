@@ -54,7 +54,7 @@ class Definition:
     version = f"NumPy {np.__version__}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        if not _whole_tensor(format) or x.size <= PIECE:
+        if not format.has_tensor_scale or x.size <= PIECE:
             return numerics.quantize(x, format)
         # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
         pieces = [x[where] for where in split(x.shape)]
@@ -73,10 +73,6 @@ class Definition:
 
 def _joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
-
-
-def _whole_tensor(format: Format) -> bool:
-    return format.per_tensor or format.scale.two_level
 
 
 def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
@@ -173,7 +169,7 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     """
     numerics.check_input(x)
     format = Format.parse(format)
-    pieces = [()] if _whole_tensor(format) or not x.size else split(x.shape)
+    pieces = [()] if format.has_tensor_scale or not x.size else split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
     statistics = Statistics()
     codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()

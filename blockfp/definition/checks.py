@@ -36,7 +36,7 @@ def check_eps(eps: float) -> None:
 
 def check_limits(format: Format, eps: float, nominal: str) -> None:
     """Raises ValueError where eps or the nominal dtype has no meaning for FP8 scales, or eps is given for other formats."""
-    if format.scale.name not in ("fp32", "pow2"):
+    if format.scale.dtype != "float32":
         if eps:
             raise ValueError(f"eps = {eps} has no meaning for {format}: only FP8 formats with fp32 scales take one")
         return

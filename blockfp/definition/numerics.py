@@ -173,8 +173,8 @@ def _phase(format: Format, origin: Origin) -> Origin:
 
 
 def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
-    element, rule = format.element, format.scale.name
-    if rule == "e4m3":
+    element = format.element
+    if format.scale.two_level:
         xp = array_namespace(amax.blocks)
         tensor_amax = xp.reshape(amax.tensor, (1,) * amax.blocks.ndim)
         multiplier = scaling.nvfp4_multiplier(tensor_amax, element)
@@ -182,8 +182,8 @@ def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
         tensor_scale = scaling.reciprocal(multiplier)
         decode = scaled(stored, E4M3, tensor_scale)
         return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
-    if rule.startswith("e8m0"):
-        stored = scaling.e8m0_scale(amax.blocks, element, rule)
+    if format.scale.e8m0:
+        stored = scaling.e8m0_scale(amax.blocks, element, format.scale.name)
         return _Scales(stored, None, stored - 127)
     largest = bits.FP32_MAX if format.per_tensor else bits.LARGEST_FINITE[nominal]
     multiplier = scaling.fp8_multiplier(scaling.lift(amax.blocks, eps), element, format.scale, largest)
@@ -217,7 +217,7 @@ def encode(
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, _phase(format, origin))
     xp = array_namespace(x)
-    if format.scale.name.startswith("e8m0"):
+    if format.scale.e8m0:
         multiplier = bits.at_most(xp.astype(scales, xp.int32), 0xFE) - 127
     else:
         decode = _decode_scale(scales, tensor_scale, format)
@@ -240,7 +240,7 @@ def _codes(
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
     random = None if key is None else element_bytes(pattern, key, origin, shape, settle)
-    exponents = format.scale.name.startswith("e8m0")
+    exponents = format.scale.e8m0
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
         multiplier = (multiplier if exponents else settle(multiplier))[..., :, None, :, None]
@@ -319,7 +319,7 @@ def dequantize(
     if format.block is not None:
         code = layout.split_blocks(code, format.block, phase)
         decode = decode[..., :, None, :, None]
-    value = scaled(code, format.element, decode, power_of_two=format.scale.name.startswith("e8m0"))
+    value = scaled(code, format.element, decode, power_of_two=format.scale.e8m0)
     if format.block is not None:
         value = layout.join_blocks(value, shape, phase)
     return bits.to_float(value, dtype)

@@ -27,7 +27,7 @@ _LARGEST_TWO_LEVEL = {name: bits.constant_bits(E4M3.max * element.max) for name,
 
 def eps_for(format: Format, eps: float) -> float:
     """A recipe's eps as operands in `format` take it: 0 where it has no meaning, which is all but FP8 with fp32 scales."""
-    return eps if format.scale.name in ("fp32", "pow2") else 0.0
+    return eps if format.scale.dtype == "float32" else 0.0
 
 
 def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, largest: int) -> Array:
@@ -47,7 +47,7 @@ def fp8_multiplier(amax: Array, element: ElementFormat, scale: ScaleFormat, larg
     safe = xp.where(special, bits.ONE, amax)
     multiplier = bits.divide(xp.full_like(amax, _LARGEST[element.name]), safe)
     multiplier = xp.where(multiplier == bits.INFINITY, largest, multiplier)
-    if scale.name == "pow2":
+    if scale.power_of_two:
         multiplier = multiplier & bits.INFINITY
     return xp.where(special, bits.ONE, multiplier)
 

@@ -67,7 +67,7 @@ def scheme(format: Format) -> Scheme | None:
     if format.element is E4M3 and format.block == (1, 128):
         return Scheme("float-quantized", {**common, "strategy": "group", "group_size": 128}, False)
     e8m0 = {**common, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    if format.scale.name.startswith("e8m0") and format.element in (E4M3, E2M1):
+    if format.scale.e8m0 and format.element in (E4M3, E2M1):
         name = "mxfp8-quantized" if format.element is E4M3 else "mxfp4-pack-quantized"
         return Scheme(name, e8m0, format.element is E2M1)
     if format.scale.two_level:

@@ -25,10 +25,10 @@ from ..array import DTYPES, QuantizedArray, quantize
 from ..definition import layout
 from ..errors import BadFile
 from ..formats import Format
-from ..sharding.parts import SUFFIXES, no_values
 from . import untrusted
 from .atomic import replacing
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
+from .names import SUFFIXES, no_values
 
 KEY = "blockfp"
 VERSION = 1

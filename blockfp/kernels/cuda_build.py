@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from .library import installed
+
 LIBRARY = "libblockfp_cuda.so"
 ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
 _PER_ELEMENT = ("quantize_tiles", "quantize_rows")  # the longest first
@@ -63,12 +65,7 @@ def architectures() -> tuple[str, ...]:
 
 def where() -> Path:
     """Where the library is, or would be built: the installed one, else one of the cache."""
-    from importlib import metadata
-
-    for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
-        if place is not None and place.is_file():
-            return place
-    return _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
+    return installed(LIBRARY) or _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
 def find_or_build() -> Path:
@@ -89,13 +86,6 @@ def find_or_build() -> Path:
 def flags_for(*architectures: str) -> tuple[str, ...]:
     """nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
     return (*_FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures))
-
-
-def _installed(metadata) -> Path | None:
-    try:
-        return Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/kernels/{LIBRARY}")))
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _sources() -> Path:

@@ -11,8 +11,6 @@ speed and nothing else.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,108 +22,52 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
-from . import switch
 from .format_numbers import DTYPES, format_numbers, largest_multiplier
-from .step_table import Step, pack
+from .library import Library, installed
 
 LIBRARY = "libblockfp_cpu.so"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32", "float16")} | {"bfloat16": _BFLOAT16}
 
-_library: Any = None
-_why_not = ""
-_loading = threading.Lock()
 _dtype_names: dict[Any, str] = {}
 
 
-def available() -> bool:
-    """Whether the kernel library is there, and `switch` allows it; loads it the first time."""
-    return switch.kernels_allowed() and (_library or _load()) is not None
+def _find() -> Path:
+    found = installed(LIBRARY)
+    if found is None:
+        raise FileNotFoundError(f"{LIBRARY} was not built: install blockfp again on a machine with a C++ compiler")
+    return found
+
+
+_cpu = Library(
+    "kernels",
+    _find,
+    (
+        *("amax", "quantize", "dequantize", "rotate", "adamw", "amax_arrays", "quantize_arrays", "dequantize_arrays"),
+        *("instruction_sets", "instruction_set", "use_instruction_set", "set_threads"),
+    ),
+)
+
+available = _cpu.available
+library = _cpu.get
 
 
 def status() -> str:
-    """One line: which library is loaded and what it runs on, or why there is none."""
+    """Says in one line which library is loaded and what it runs on, or why there is none."""
     if not available():
-        why = _why_not if switch.kernels_allowed() else switch.WHY_NOT
-        return f"no kernels: {why}; the definition runs instead, with the same bits"
-    return f"{_library.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
-
-
-class _Library:
-    """The library's functions, looked up once."""
-
-    def __init__(self, path: Path):
-        import tvm_ffi
-
-        module = tvm_ffi.load_module(str(path))
-        self.path = path
-        self.amax = module.amax
-        self.quantize = module.quantize
-        self.dequantize = module.dequantize
-        self.rotate = module.rotate
-        self.adamw = module.adamw
-        self.amax_arrays = module.amax_arrays
-        self.quantize_arrays = module.quantize_arrays
-        self.dequantize_arrays = module.dequantize_arrays
-        self.instruction_sets = module.instruction_sets
-        self.instruction_set = module.instruction_set
-        self.use_instruction_set = module.use_instruction_set
-        self.set_threads = module.set_threads
-
-
-def _load() -> _Library | None:
-    global _library, _why_not
-    if _library is None and not _why_not:
-        with _loading:
-            if _library is None and not _why_not:
-                try:
-                    _library = _Library(_find())
-                except (ImportError, OSError, AttributeError, RuntimeError) as error:
-                    _why_not = f"{type(error).__name__}: {error}"
-    return _library
-
-
-def _find() -> Path:
-    """Where the library is: beside this file, or, of an editable install, where the other installed files are."""
-    beside = Path(__file__).with_name(LIBRARY)
-    if beside.is_file():
-        return beside
-    from importlib import metadata
-
-    try:
-        installed = Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/kernels/{LIBRARY}")))
-    except metadata.PackageNotFoundError:
-        installed = beside
-    if installed.is_file():
-        return installed
-    raise FileNotFoundError(f"{LIBRARY} was not built: install blockfp again on a machine with a C++ compiler")
-
-
-def _loaded() -> _Library:
-    library = _library or _load()
-    if library is None:
-        raise RuntimeError(status())
-    return library
-
-
-def library() -> Any:
-    """The library's functions, for callers that bring their own arrays.
-
-    Raises:
-        RuntimeError: there is none; the message says why.
-    """
-    return _loaded()
+        return _cpu.missing()
+    return f"{_cpu.loaded.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
 
 
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets that can run here, fastest first; the last is always "scalar"."""
-    return tuple(str(name) for name in _loaded().instruction_sets())
+    return tuple(str(name) for name in _cpu.get().instruction_sets())
 
 
 def instruction_set() -> str:
     """The instruction set in use."""
-    return str(_loaded().instruction_set())
+    return str(_cpu.get().instruction_set())
 
 
 def use_instruction_set(name: str) -> None:
@@ -134,7 +76,7 @@ def use_instruction_set(name: str) -> None:
     Raises:
         ValueError: it is not one of `instruction_sets()`.
     """
-    if not _loaded().use_instruction_set(name):
+    if not _cpu.get().use_instruction_set(name):
         raise ValueError(f"instruction set {name!r} can't run here; use one of {', '.join(instruction_sets())}")
 
 
@@ -142,7 +84,7 @@ def set_threads(threads: int) -> int:
     """Uses at most so many threads a call from now on; 0 means one for each core. Returns the limit in use."""
     if threads < 0:
         raise ValueError(f"threads must be 0 (one for each core) or more, got {threads}")
-    return int(_loaded().set_threads(threads))
+    return int(_cpu.get().set_threads(threads))
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
@@ -153,7 +95,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         format: the format whose blocks to use.
         origin: (row, column) of x's first element in the unsharded matrix.
     """
-    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
+    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
     dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
     blocks = arrays.empty(grid, "int32")
     nan = None if format.element.has_nan else arrays.empty(grid, "int32")
@@ -179,7 +121,7 @@ def quantize(
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
             results are of the same library.
     """
-    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
+    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
     dtype = _input_dtype(x)
     largest = largest_multiplier(format, eps, nominal or dtype)
     rows, columns = x.shape[-2:]
@@ -222,7 +164,7 @@ def dequantize(
     Args:
         codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
     """
-    library, format = _loaded(), Format.parse(format)
+    library, format = _cpu.get(), Format.parse(format)
     checks.check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     checks.check_codes(codes, columns, format)
@@ -247,38 +189,24 @@ def rotate(x: Array) -> Array:
     Args:
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
     """
-    library, arrays = _loaded(), _arrays_of(x)
+    library, arrays = _cpu.get(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
     library.rotate(arrays.lend(x), arrays.lend(out), DTYPES[dtype])
     return out
 
 
-def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
+def adamw(table: np.ndarray, on: Any = None) -> None:
     """AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
 
     Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
 
     Args:
-        steps: the parameters; NumPy arrays or CPU torch tensors.
-        key: two words, the optimizer's key.
-
-    Raises:
-        TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+        table: of `step_table.pack`. The arrays at its addresses are as its rows say (`step_table.Row.arrays`), contiguous, and
+            alive: nothing of that can be checked here.
+        on: not used; a GPU's kernels need it (`cuda.adamw`).
     """
-    if steps:
-        _loaded().adamw(pack(steps, key, _address))
-
-
-def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
-    """Where a contiguous array of so many elements lies."""
-    arrays, names, name = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype, bits.dtype_name(x)
-    if name not in names:
-        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {name}")
-    size = x.size if isinstance(x, np.ndarray) else x.numel()
-    if size != count or not arrays.is_contiguous(x):
-        raise ValueError(f"a step's array must be contiguous, aligned, and hold {count} elements, got shape {tuple(x.shape)}")
-    return arrays.address(x)
+    _cpu.get().adamw(table)
 
 
 def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
@@ -305,12 +233,6 @@ class _NumPy:
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
         return self.lend(np.ascontiguousarray(x))
-
-    def is_contiguous(self, x: np.ndarray) -> bool:
-        return x.flags.c_contiguous and x.flags.aligned
-
-    def address(self, x: np.ndarray) -> int:
-        return x.ctypes.data
 
     def lend(self, x: np.ndarray) -> np.ndarray:
         """x as DLPack can carry it: without bfloat16, and aligned."""
@@ -342,12 +264,6 @@ class _Torch:
 
     def contiguous(self, x: Any) -> Any:
         return self.lend(x.contiguous())
-
-    def is_contiguous(self, x: Any) -> bool:
-        return x.is_contiguous() and not x.data_ptr() % x.element_size()
-
-    def address(self, x: Any) -> int:
-        return x.data_ptr()
 
     def lend(self, x: Any) -> Any:
         if hasattr(x, "__tensor_flatten__"):

@@ -166,14 +166,9 @@ def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: st
     inexact = [str(format) for format in (a, b) if format is not None and not exact_in_bfloat16(format)]
     if inexact:
         return Route("dequantize", "float32", False, f"{why}; values of {' and '.join(inexact)} are exact in float32 only")
-    scaled = any(format is not None and has_tensor_scale(format) for format in (a, b))
+    scaled = any(format is not None and format.has_tensor_scale for format in (a, b))
     beside = ", scales of whole tensors aside," if scaled else ""
     return Route("dequantize", "bfloat16", scaled, f"{why}; every value{beside} is exact in bfloat16")
-
-
-def has_tensor_scale(format: Format) -> bool:
-    """Whether one scale of the whole tensor can be taken out of a product: per-tensor and two-level formats."""
-    return format.per_tensor or format.scale.two_level
 
 
 def exact_in_bfloat16(format: Format) -> bool:
@@ -183,7 +178,7 @@ def exact_in_bfloat16(format: Format) -> bool:
     2^-117, leave bfloat16's range and round to its subnormals.)
     """
     bits = format.element.mantissa_bits + 1
-    if format.per_tensor or format.scale.name in ("pow2", "e8m0_ceil", "e8m0_floor"):
+    if format.per_tensor or format.scale.power_of_two:
         return bits <= 8
     return format.scale.two_level and bits + 4 <= 8
 

@@ -53,7 +53,7 @@ def _turn(by: int) -> None:
 
 
 def when_turned(forget: Callable[[], Any]) -> None:
-    """Calls a function without arguments whenever the switch is turned: it drops what was worked out from the other position."""
+    """Calls a function without arguments whenever the switch is turned, which drops what was worked out before."""
     _when_turned.append(forget)
 
 

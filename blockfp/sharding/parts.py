@@ -21,20 +21,6 @@ from ..definition import layout
 from ..formats import Format
 from .placement import Region, Replicate, Sharding, StridedShard
 
-FORMAT = "_format_"
-"""Between a weight's name and that of its format, in the name under which a checkpoint says what the codes are."""
-
-SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""What follows a weight's name in the name of each part. Under the name itself no codes are ever found: see `no_values`."""
-
-
-def no_values(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what stands under a quantized array's own name: of no bytes, and of the wrong rank for a plain one.
-
-    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
-    """
-    return (0, *shape)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -75,8 +61,8 @@ class Part:
 def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
     """Codes, scales and, for NVFP4, the tensor scale of an array that lies like this."""
     shape = sharding.shape
-    bits = format.element.bits
-    together, size = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
+    together = format.element.codes_per_group
+    size = together * format.element.bits // 8
     codes = Part("codes", layout.codes_shape(shape, format), "uint8", False, (1, together), (1, size))
     scales = Part("scales", layout.scales_shape(shape, format), format.scale.dtype, False, format.block)
     found = [_with_sharding(codes, sharding), _with_sharding(scales, sharding)]

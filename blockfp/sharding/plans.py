@@ -65,7 +65,7 @@ def amax_axes(
     _refuse_partial(mesh, placements)
     if delayed and not format.per_tensor:
         raise ValueError(f"delayed = True needs a format with one scale per tensor, got {format}")
-    if not (format.per_tensor or format.scale.two_level):
+    if not format.has_tensor_scale:
         return ()
     sharding = {n for n, p in zip(mesh.names, placements, strict=True) if isinstance(p, Shard | StridedShard)}
     if operand == "weight":

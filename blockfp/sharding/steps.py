@@ -275,7 +275,7 @@ class Gather:
         """Whether codes must be unpacked, joined and packed again: where a run before another ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
-        together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
+        together = self.format.element.codes_per_group
         # One row for each group, its members in order: the codes of all but the last that has any must end with a byte.
         order = self.sharding.order(self.dim)
         inside = [order.index(name) for name in self.axes]

@@ -14,7 +14,6 @@ from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
 from blockfp.formats import Format
-from blockfp.kernels.routes import has_tensor_scale
 from blockfp.sharding.placement import Replicate, Sharding
 from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
@@ -128,7 +127,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
     mesh = step.sharding.mesh
     cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
     lone = [name for name in cut if mesh.axis_size(name) == 1]
-    if not lone or not has_tensor_scale(step.format):
+    if not lone or not step.format.has_tensor_scale:
         return q
     field = "tensor_scale" if step.format.scale.two_level else "scales"
     scale = getattr(q, field)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.core import Tracer
 
 from blockfp.formats import Format
-from blockfp.kernels.routes import exact_in_bfloat16, has_tensor_scale
+from blockfp.kernels.routes import exact_in_bfloat16
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
@@ -85,7 +85,7 @@ def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:
         if weight.format.square:
             return weight.mT
         # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
-        exact = exact_in_bfloat16(weight.format) and not has_tensor_scale(weight.format)
+        exact = exact_in_bfloat16(weight.format) and not weight.format.has_tensor_scale
         return dequantize_params(weight, "bfloat16" if exact else "float32").mT
     format = recipe.weight_columnwise.format
     return weight.mT if format is None else _quantized_here(weight.mT, format)

@@ -8,7 +8,7 @@ from jax import lax
 
 from blockfp.definition import layout
 from blockfp.definition.numerics import Quantized
-from blockfp.kernels.routes import Route, exact_in_bfloat16, has_tensor_scale, route
+from blockfp.kernels.routes import Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray
@@ -140,7 +140,7 @@ def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | 
     """Returns (values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), None
-    if not apart or not has_tensor_scale(x.format):
+    if not apart or not x.format.has_tensor_scale:
         return x.dequantize(dtype), None
     if x.format.per_tensor:
         return x.replace(scales=jnp.ones_like(x.scales)).dequantize(dtype), x.scales.reshape(())

@@ -21,7 +21,6 @@ from blockfp.definition.rotation import GROUP, rotate
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
-from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import wrap_parts
@@ -173,7 +172,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
 def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
     columnwise, format = direction == COLUMNWISE, cast.format
     rows = x.shape[1]
-    if columnwise and not (cast.rotate or cast.stochastic or format is None or has_tensor_scale(format)):
+    if columnwise and not (cast.rotate or cast.stochastic or format is None or format.has_tensor_scale):
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
         return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
@@ -189,10 +188,10 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
         # All tiles share the scale.
         parts = ops.quantize(x.reshape(-1, x.shape[-1]), None, multiplier, format=format)
         return wrap_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
-    if key is None and not has_tensor_scale(format):
+    if key is None and not format.has_tensor_scale:
         return wrap_parts(ops.quantize(x, format=format, eps=eps), format, x)
     amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
-    if has_tensor_scale(format):
+    if format.has_tensor_scale:
         field = "tensor" if format.scale.two_level else "blocks"
         # Empty groups have no tile, and nobody asks for theirs.
         amax = amax._replace(**{field: tiles.largest(getattr(amax, field))[tiles.group]})

@@ -12,7 +12,6 @@ import numpy as np
 
 from blockfp import recipes
 from blockfp.array import DTYPES
-from blockfp.kernels.routes import has_tensor_scale
 from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts
@@ -30,27 +29,27 @@ def is_matrix(path: str, leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
 
 
-def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter: Filter = is_matrix) -> Any:
+def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
     """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
-    and others that no quantized product reads are to be left out by `filter`.
+    and others that no quantized product reads are to be left out by `filter_fn`.
 
     Args:
         tree: parameters.
         recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
             one that stays as it is.
-        filter: which leaves to quantize, by path and leaf.
+        filter_fn: which leaves to quantize, by path and leaf.
 
     Raises:
         TypeError, ValueError: a leaf can't be quantized; the message names its path.
 
     Example:
-        >>> params = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path.endswith("weight"))
+        >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
 
     def convert(path: str, leaf):
-        if is_quantized(leaf) or not filter(path, leaf):
+        if is_quantized(leaf) or not filter_fn(path, leaf):
             return leaf
         chosen = recipes.resolve(recipe, path)
         if chosen is None or chosen.weight.format is None:
@@ -76,14 +75,14 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
     def one(matrix):
         return ops.quantize(matrix, None, format=format, nominal=dtype.name)
 
-    for _ in range(x.ndim - 2 if has_tensor_scale(format) and not shared else 0):
+    for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)
     return wrap_parts(one(x), format, x).replace(dtype=dtype)
 
 
 def shares_scale(q: QuantizedArray) -> bool:
     """Returns True where all matrices of a stack share one scale per tensor, as `quantize` of all of it gives them."""
-    if not has_tensor_scale(q.format):
+    if not q.format.has_tensor_scale:
         return False
     return q.scales.shape[:-2] != q.codes.shape[:-2] if q.tensor_scale is None else q.tensor_scale.ndim == 0
 
@@ -93,7 +92,7 @@ def dequantize_params(tree: Any, dtype: Any = None) -> Any:
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
-        for _ in range(q.codes.ndim - 2 if has_tensor_scale(q.format) and not shares_scale(q) else 0):
+        for _ in range(q.codes.ndim - 2 if q.format.has_tensor_scale and not shares_scale(q) else 0):
             read = jax.vmap(read)
         values = read(q.without_carrier())
         return values if q.carrier is None else straight_through(values, q.carrier)

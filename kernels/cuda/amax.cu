@@ -33,10 +33,10 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
   if (cudaError_t error = cudaMemsetAsync(out, 0, 2 * sizeof(int32_t), stream); error != cudaSuccess) return error;
   if (x.batches * x.rows * x.columns == 0) return cudaSuccess;
   const int64_t across = ceil_div(x.columns, 8), groups = ceil_div(x.rows, kHadamardGroup);
-  const int64_t blocks = ceil_div(x.batches * across * groups, kTileThreads);
+  const int64_t blocks = ceil_div(x.batches * across * groups, kRotatedThreads);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   return with_dtype(x.dtype, [&](auto dtype) {
-    amax_rotated<decltype(dtype)><<<blocks, kTileThreads, 0, stream>>>(x, across, groups, vectors_fit(x), out);
+    amax_rotated<decltype(dtype)><<<blocks, kRotatedThreads, 0, stream>>>(x, across, groups, vectors_fit(x), out);
     return cudaGetLastError();
   });
 }

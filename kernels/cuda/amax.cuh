@@ -1,13 +1,14 @@
 // The largest magnitude of a tensor, and of each block of a grid: integer maxima, NaN ignored.
 #pragma once
 
-#include "rotate.cuh"
-#include "tile.cuh"
+#include "arguments.h"
+#include "hadamard.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {
 
-constexpr int kAmaxThreads = 512;
+constexpr int kAmaxThreads = 512, kRotatedThreads = 256;
 
 // Contiguous and aligned: `Unroll` eights of eight elements a thread. The last of x come first, so that what the cache still holds at the
 // end is what a cast reads first.
@@ -37,9 +38,9 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw*
 
 // The amax of x and of its rotated columns: a thread takes eight columns of sixteen rows.
 template <class T>
-__global__ void __launch_bounds__(kTileThreads) amax_rotated(const __grid_constant__ Matrices x, int64_t across, int64_t groups,
+__global__ void __launch_bounds__(kRotatedThreads) amax_rotated(const __grid_constant__ Matrices x, int64_t across, int64_t groups,
                                                              bool vectors, int32_t* out) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kTileThreads + threadIdx.x;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRotatedThreads + threadIdx.x;
   const int64_t column = index % across * 8, group = index / across % groups, batch = index / across / groups;
   int32_t plain = 0, rotated = 0;
   if (batch < x.batches) {

@@ -60,7 +60,7 @@ struct QuantizeArguments {
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
-  bool scales_by_tile;          // scales go where order_scales.cuh expects them
+  bool scales_by_tile;          // scales go where order_scales.cu expects them
 };
 
 struct EncodeArguments {

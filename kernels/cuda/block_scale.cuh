@@ -3,8 +3,11 @@
 // `Block` is the number of elements along the contraction axis, which names the family: 0 per tensor, 128 FP8 blocks, 32 MX, 16 NVFP4.
 #pragma once
 
+#include <type_traits>
+
 #include "arguments.h"
 #include "codes.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -83,6 +86,27 @@ __device__ __forceinline__ BlockScale<float> block_scale(int32_t amax, const Qua
     const float decode = multiply(e4m3_value(stored), t.decode);
     return {static_cast<int32_t>(stored), fminf(__frcp_rn(decode), from_bits<float>(kFp32Max))};
   }
+}
+
+// A block's amax, and whether it holds a NaN that E has no code for. `amax` gives it, in every lane of the block: a NaN counts as larger
+// than all else if it is called with true_type, as nothing with false_type. Every lane of the warp comes here.
+template <class E, class Amax>
+__device__ __forceinline__ int32_t amax_within_warp(Amax amax, bool& nan) {
+  nan = false;
+  if constexpr (E::kHasNan) {
+    return amax(std::false_type{});
+  } else {
+    int32_t most = amax(std::true_type{});
+    nan = most > kInfinity;
+    if (__any_sync(0xFFFFFFFFu, nan)) most = amax(std::false_type{});
+    return most;
+  }
+}
+
+// Raises what is recorded to the amax of a warp's lanes.
+__device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
+  amax = lanes_max<32>(amax);
+  if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
 }
 
 // Byte that marks a block of E with a NaN in it; only elements without a NaN code of their own need one.

@@ -8,7 +8,7 @@
 
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
-#include "random.cuh"
+#include "blockfp/threefry.h"
 
 namespace blockfp {
 namespace cuda {
@@ -161,6 +161,20 @@ __device__ __forceinline__ uint32_t mark_nan(uint32_t codes, const float (&y)[8]
   return codes;
 }
 
+// Bytes of elements index .. index + 7 of the unsharded array, little-endian.
+static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t index) {
+  const uint32_t k0 = __ldg(key), k1 = __ldg(key + 1);
+  const uint64_t counter = index >> 3;
+  const auto words = threefry2x32<uint32_t>(k0, k1, counter >> 32, static_cast<uint32_t>(counter));
+  const int skip = index & 7;
+  if (skip == 0) return {words.w0, words.w1};
+  const auto next = threefry2x32<uint32_t>(k0, k1, (counter + 1) >> 32, static_cast<uint32_t>(counter + 1));
+  const uint32_t word[4] = {words.w0, words.w1, next.w0, next.w1};
+  const int bits = 8 * (skip & 3);
+  const uint32_t a = skip < 4 ? word[0] : word[1], b = skip < 4 ? word[1] : word[2], c = skip < 4 ? word[2] : word[3];
+  return {__funnelshift_r(a, b, bits), __funnelshift_r(b, c, bits)};
+}
+
 // How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told.
 enum class Rounding { kNearest, kStochastic, kGeneral };
 
@@ -169,7 +183,7 @@ enum class Rounding { kNearest, kStochastic, kGeneral };
 // `nan`: some block of these elements holds a NaN.
 template <class E, Rounding R, class Value>
 __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
-  static_assert(R != Rounding::kStochastic, "see stochastic.cuh");
+  static_assert(R != Rounding::kStochastic, "see stochastic_e2m1.cuh");
   const bool stochastic = R == Rounding::kGeneral && key != nullptr;
   const float factor = stochastic ? multiplier : prescaled<E>(multiplier);
   float y[8];
@@ -242,6 +256,19 @@ __device__ __forceinline__ void store_eight(uint8_t* out, uint2 codes) {
   } else {
     uint16_t* halves = reinterpret_cast<uint16_t*>(out);
     halves[0] = codes.x, halves[1] = codes.x >> 16, halves[2] = codes.y;
+  }
+}
+
+// A group of eight 8-bit codes, or two groups of smaller ones, to memory aligned to 8, 8 or 4 bytes.
+template <class E>
+__device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
+  if constexpr (E::kBits == 8) {
+    *reinterpret_cast<uint2*>(out) = codes[0];
+  } else if constexpr (E::kBits == 4) {
+    *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
+  } else {
+    uint32_t* words = reinterpret_cast<uint32_t*>(out);
+    words[0] = codes[0].x, words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
   }
 }
 

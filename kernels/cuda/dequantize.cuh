@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "block_scale.cuh"
-#include "vectors.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {

@@ -1,10 +1,27 @@
-// Launches of fold_keys.cuh.
-#include "fold_keys.cuh"
-
+// The keys of a layer's gradients: fold_in of a key and, one after another, the step, a rank, the direction and the group.
+#include "blockfp/threefry.h"
 #include "launch.h"
 
 namespace blockfp {
 namespace cuda {
+
+constexpr int kFoldThreads = 64;
+
+__device__ __forceinline__ Words<uint32_t> fold_in(Words<uint32_t> key, uint32_t data) {
+  return threefry2x32<uint32_t>(key.w0, key.w1, 0u, data);
+}
+
+// out: [max(groups, 1)][2 directions] keys. step is null, rank and groups negative, where nothing is folded in.
+template <class Word>
+__global__ void fold_keys(const Word* key, const int64_t* step, int64_t rank, int64_t groups, Words<uint32_t>* out) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(kFoldThreads) + threadIdx.x;
+  if (i >= 2 * (groups < 0 ? 1 : groups)) return;
+  Words<uint32_t> folded{static_cast<uint32_t>(key[0]), static_cast<uint32_t>(key[1])};
+  if (step != nullptr) folded = fold_in(folded, static_cast<uint32_t>(*step));
+  if (rank >= 0) folded = fold_in(folded, static_cast<uint32_t>(rank));
+  folded = fold_in(folded, static_cast<uint32_t>(i % 2));
+  out[i] = groups < 0 ? folded : fold_in(folded, static_cast<uint32_t>(i / 2));
+}
 
 cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
                              cudaStream_t stream) {

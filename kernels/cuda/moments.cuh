@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blockfp/adamw.h"
-#include "four.cuh"
+#include "four_elements.cuh"
 
 namespace blockfp {
 namespace cuda {

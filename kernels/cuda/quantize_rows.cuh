@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block_scale.cuh"
-#include "stochastic.cuh"
+#include "stochastic_e2m1.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -38,11 +38,7 @@ struct RowPiece {
   __device__ __forceinline__ int32_t amax_and_nan(bool& nan) const {
     nan = false;
     if constexpr (Block == 0) return 0;
-    if constexpr (E::kHasNan) return amax<false>();
-    int32_t most = amax<true>();
-    nan = most > kInfinity;
-    if (__any_sync(0xFFFFFFFFu, nan)) most = amax<false>();
-    return most;
+    return amax_within_warp<E>([this](auto poison) { return amax<decltype(poison)::value>(); }, nan);
   }
 
   // Codes of its groups, the first of which begins at element `index`.
@@ -62,18 +58,6 @@ struct RowPiece {
     }
   }
 };
-
-template <class E>
-__device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
-  if constexpr (E::kBits == 8) {
-    *reinterpret_cast<uint2*>(out) = codes[0];
-  } else if constexpr (E::kBits == 4) {
-    *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
-  } else {
-    uint32_t* words = reinterpret_cast<uint32_t*>(out);
-    words[0] = codes[0].x, words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
-  }
-}
 
 // Of the tensor's scale the division is done by one thread, while the loads of the others are under way.
 template <class E, int Block>
@@ -95,11 +79,6 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   }
   __syncthreads();
   return shared;
-}
-
-__device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
-  amax = lanes_max<32>(amax);
-  if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
 }
 
 template <class E, int Block, class T, Rounding R, int Unroll>

@@ -22,7 +22,14 @@ cudaError_t tiles(QuantizeArguments a, cudaStream_t stream) {
   if constexpr (kWordALine<E, Block, Square> && R != Rounding::kGeneral) {
     a.scales_by_tile = can_order_scales(a.x.rows, a.x.columns) && aligned(a.row.scales) && aligned(a.column.scales);
   }
-  quantize_tiles<E, Block, T, Square, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors_fit(a.x));
+  const bool vectors = vectors_fit(a.x);
+  if constexpr (Square) {
+    quantize_one_scale<E, Block, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
+  } else if constexpr (Block == 128) {
+    quantize_across_warps<E, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
+  } else {
+    quantize_within_warps<E, Block, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
+  }
   if (cudaError_t error = cudaGetLastError(); error != cudaSuccess || !a.scales_by_tile) return error;
   uint32_t* rows = a.row.codes == nullptr ? nullptr : static_cast<uint32_t*>(a.row.scales);
   return launch_order_scales({rows, a.x.batches * a.x.rows, static_cast<int>(across)},

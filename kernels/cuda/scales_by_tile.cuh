@@ -1,4 +1,4 @@
-// Where a tile's scales lie until order_scales.cuh puts them in order.
+// Where a tile's scales lie until order_scales.cu puts them in order.
 #pragma once
 
 #include "arguments.h"

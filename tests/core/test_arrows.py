@@ -25,8 +25,8 @@ JAX = ("implementations", "arrays", "params", "linear", "files", "check", "integ
 TORCH = (
     "torch_internals",
     "custom_ops",
-    "quantized_tensor",
     "sharded",
+    "quantized_tensor",
     "weights",
     "linear",
     "modules",
@@ -47,11 +47,6 @@ LATE = {
     "blockfp.torch_backend.checkpoint.plain_values": "takes DCP, which is a second's import",
 }
 """Modules that are imported inside functions, and why."""
-
-KNOWN: set[frozenset[str]] = {
-    frozenset(f"blockfp.torch_backend.quantized_tensor.{name}" for name in ("tensor", "optable", "fsdp")),
-}
-"""Circles that are still there."""
 
 
 @cache
@@ -145,10 +140,9 @@ def circles() -> set[frozenset[str]]:
 
 
 def test_no_modules_import_each_other():
-    assert circles() == KNOWN
+    assert not circles()
 
 
 def test_imports_inside_functions_have_a_reason():
     late = {target for _, target, where in imports() if where == "function"}
-    known = set().union(*KNOWN)
-    assert late - known == set(LATE)
+    assert late == set(LATE)

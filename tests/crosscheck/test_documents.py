@@ -1,5 +1,6 @@
 """What the documents show runs, and says all formats."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -9,25 +10,15 @@ from pathlib import Path
 import gloo
 import numpy
 import pytest
-from documented import run_documented
+from documented import PAGES, blocks, fences, program, run_documented
 
 import blockfp
 from blockfp.check import crosscheck
 from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-NAMED = re.compile(r"# ([\w:, ]+)\n")
-"""First line of a block that wants a model or data: a test gives them by `run_documented`."""
-
 RANKS = {"training.md": 2, "parallelism.md": 4, "checkpoints.md": 2}
 """Pages whose programs run on several processes, with a default process group."""
-
-
-def program(page):
-    """The blocks of a page without a name, one after another: that is how a reader runs them."""
-    return "\n".join(block for block in BLOCK.findall(page.read_text()) if not NAMED.match(block))
 
 
 # What the training examples share, and what tests/jax/test_jax_examples.py runs.
@@ -36,7 +27,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 
 def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +39,7 @@ def _libraries():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
-def test_pages_run(tmp_path, page, monkeypatch):
+def test_pages_run(tmp_path, page):
     """Each page is a program, from its first block to its last."""
     # The whole of inductor is for other tests: here the code has to be right, not fast.
     code = program(page).replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
@@ -57,17 +48,24 @@ def test_pages_run(tmp_path, page, monkeypatch):
         file.write_text(
             f"import os\n\nos.chdir({str(tmp_path)!r})\n\n\ndef page(rank):\n    exec({code!r}, {{'__name__': 'page'}})\n"
         )
-        gloo.run(RANKS[page.name], file, "page")
+        gloo.run(RANKS[page.name], file, "page", timeout=300)
     else:
-        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
         run(tmp_path, "-c", code)
 
 
 def test_every_named_block_is_run_by_a_test():
     tests = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
-    names = [match[1] for page in PAGES for block in BLOCK.findall(page.read_text()) if (match := NAMED.match(block))]
+    names = [name for page in PAGES for name, _ in blocks(page) if name]
     assert names
     assert [name for name in names if f'"{name}"' not in tests] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_block_that_is_not_run_is_no_python(page):
+    for language, text in fences(page):
+        if language != "python":
+            with pytest.raises(SyntaxError):
+                ast.parse(text)
 
 
 def test_a_backend_of_your_own():
@@ -99,6 +97,21 @@ def test_what_is_promised_is_held():
     there = {name for path in ROOT.glob("tests/*/test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)}
     assert promised
     assert promised <= there, promised - there
+
+
+def test_results_that_documents_name_are_kept():
+    named = {name for page in PAGES for name in re.findall(r"[\w-]+-20\d\d-\d\d-\d\d\.(?:json|log)", page.read_text())}
+    kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert named
+    assert named <= kept, named - kept
+
+
+def test_paths_that_documents_name_are_there():
+    """Folders and files of the repository, as `blockfp/check/crosscheck.py`; modules that moved are found."""
+    folders = "blockfp|jax_backend|torch_backend|kernels|tests|benchmarks|examples|docs"
+    for page in PAGES:
+        for path in re.findall(rf"`(?:python )?((?:{folders})/[\w/.-]*)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 def test_the_numerics_describe_every_format():

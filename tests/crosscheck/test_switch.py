@@ -24,15 +24,15 @@ def _library():
 @pytest.fixture
 def calls(monkeypatch):
     """The names of the CPU library's functions that PyTorch and NumPy call from now on."""
-    called = []
+    called, library = [], native.library()
 
     class Counting:
-        def __getattr__(self, name, library=native.library()):
+        def __getattr__(self, name):
             if name in OPERATIONS:
                 called.append(name)
             return getattr(library, name)
 
-    monkeypatch.setattr(native, "_library", Counting())
+    monkeypatch.setattr(native._cpu, "loaded", Counting())
     return called
 
 

@@ -22,7 +22,7 @@ def inputs(format, dtype, shape):
     kinds = [sample(kind, shape, dtype) for kind in KINDS]
     if dtype != "float32" and shape == WHOLE:
         kinds.append(np.resize(all_patterns(dtype), shape))
-    if format.per_tensor or format.scale.two_level or shape != WHOLE:
+    if format.has_tensor_scale or shape != WHOLE:
         return kinds
     return [np.concatenate(kinds)]
 

@@ -84,14 +84,14 @@ def test_keys_rotation_eps_and_given_amaxes(format):
     assert_same(parts(got), numerics.quantize(rotate(turned), format, key=KEY))
     found, expected = (run(x, format=format) for run in (ops.amax, numerics.amax))
     assert_same(found, expected)
-    if format.scale.name in ("fp32", "pow2"):
+    if format.scale.dtype == "float32":
         got = ops.quantize(x, None, format=format, **named, eps=64.0, nominal="float16")
         assert_same(got, numerics.quantize(x, format, eps=64.0, nominal="float16"))
     if format.per_tensor:
         multiplier = np.float32(3.7)
         got = ops.quantize(x, None, jnp.float32(multiplier), format=format, **named)
         assert_same(got, numerics.quantize(x, format, multiplier=np.full((1,), multiplier)))
-    if format.per_tensor or format.scale.two_level:
+    if format.has_tensor_scale:
         larger = np.int32(0x44000000)
         amax = expected._replace(**{"blocks" if format.per_tensor else "tensor": np.full((1, 1), larger)})
         amax = amax if format.per_tensor else amax._replace(tensor=larger)

@@ -41,7 +41,7 @@ ROWWISE = (
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rowwise(name, dtype):
     format = Format.parse(name)
-    kernels = 2 if format.per_tensor or format.scale.two_level else 1  # amax and cast
+    kernels = 2 if format.has_tensor_scale else 1  # amax and cast
     for shape in ((256, 512), (2, 37, 45)) if dtype == "bfloat16" else ((256, 512),):
         assert lower(lambda x: arrays.quantize(x, format), shaped(shape, dtype)) == kernels
 

@@ -1,14 +1,53 @@
 """Parameters for the AdamW kernels: their arrays, and what the definition makes of them."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from samples import DTYPES
 
-from blockfp.definition import adamw, layout, numerics
+from blockfp.definition import adamw, bits, layout, numerics
 from blockfp.formats import FORMATS
-from blockfp.kernels.step_table import Step, one_pass
+from blockfp.kernels.step_table import ARRAYS, one_pass, pack, row
 
 KEY = (3, 0xDEADBEEF)
 FUSED = [format for format in FORMATS if one_pass(format)]
+
+
+class Step(NamedTuple):
+    """One parameter's step: the arrays of its row, NumPy's or torch's, and what else the table says."""
+
+    gradient: Any
+    weight: Any
+    first: Any
+    second: Any
+    first_scales: Any
+    second_scales: Any
+    out: Any
+    out_scales: Any
+    coefficients: adamw.Coefficients
+    step: int
+    parameter: int
+    format: Any
+    start: tuple[int, int, int]
+    whole: tuple[int, int]
+
+
+def table(steps):
+    """The kernels' table of some steps. Their arrays must outlive it."""
+    rows = []
+    for s in steps:
+        names = [bits.dtype_name(x) for x in (s.gradient, s.first)]
+        out = None if s.out is None or s.format is not None else bits.dtype_name(s.out)
+        rows.append(row(tuple(s.weight.shape), *names, out, s.format, nominal="bfloat16", start=s.start, whole=s.whole))
+        for x, expected in zip(s[: len(ARRAYS)], rows[-1].arrays, strict=True):
+            assert (x is None) == (expected is None)
+            assert x is None or (bits.dtype_name(x), int(np.prod(x.shape))) == expected
+    addresses = [[0 if x is None else _address(x) for x in s[: len(ARRAYS)]] + [0, 0] for s in steps]
+    return pack(rows, addresses, [s.parameter for s in steps], [s.coefficients for s in steps], [s.step for s in steps], KEY)
+
+
+def _address(x):
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()
 
 
 class Parameter:
@@ -59,8 +98,8 @@ class Parameter:
 
     def step(self, c, step):
         return Step(
-            self.gradient, self.weight, self.first[0], self.second[0], self.first[1], self.second[1], c, step, self.number,
-            self.out, self.out_scales, self.format, "bfloat16", self.start, self.whole,
+            self.gradient, self.weight, self.first[0], self.second[0], self.first[1], self.second[1], self.out, self.out_scales,
+            c, step, self.number, self.format, self.start, self.whole,
         )  # fmt: skip
 
     def state(self):

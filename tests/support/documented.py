@@ -1,29 +1,49 @@
 """Code blocks of the documents, which tests run as they are printed."""
 
+import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_NAMED = re.compile(r"# ([\w:, ]+)\n")
 
 
-def documented(first_line):
-    """The Python block of the documents that begins with a line, without its `# ` mark.
+def fences(page):
+    """(language, text) of every fenced block of a page."""
+    return _FENCE.findall(page.read_text())
+
+
+def blocks(page):
+    """(name, code) of every Python block of a page.
+
+    A block whose first line is a comment of words has these as its name: it wants a model or data, and a test gives them by
+    `run_documented`. The name of any other is None.
+    """
+    code = [text for language, text in fences(page) if language == "python"]
+    return [(match[1] if (match := _NAMED.match(text)) else None, text) for text in code]
+
+
+def program(page):
+    """The blocks of a page without a name, one after another: that is how a reader runs them."""
+    return "\n".join(code for name, code in blocks(page) if name is None)
+
+
+def documented(name):
+    """The block with this name.
 
     Raises:
         LookupError: there is none, or more than one.
     """
-    blocks = [
-        block.partition("\n```")[0]
-        for page in sorted(DOCS.rglob("*.md"))
-        for block in page.read_text().split("```python\n")[1:]
-    ]
-    found = [block for block in blocks if block.startswith(f"# {first_line}\n")]
+    found = [code for page in PAGES for named, code in blocks(page) if named == name]
     if len(found) != 1:
-        raise LookupError(f"{len(found)} blocks of the documents begin with '# {first_line}'")
+        raise LookupError(f"{len(found)} blocks of the documents begin with '# {name}'")
     return found[0]
 
 
-def run_documented(first_line, **names):
+def run_documented(name, **names):
     """Runs such a block with these names given; returns all names that it knows afterwards."""
     space = {"__name__": "documented", **names}
-    exec(compile(documented(first_line), first_line, "exec"), space)
+    exec(compile(documented(name), name, "exec"), space)
     return space

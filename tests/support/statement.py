@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,7 @@ def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
     return element, block or (1, 32), "floor" if name.endswith("floor") else "ceil"
 
 
+@cache
 def values(element: str) -> np.ndarray:
     """The non-negative finite values in order of their codes, float64."""
     if element == "int8":
@@ -126,6 +128,7 @@ def largest_magnitude(x: np.ndarray) -> float:
     return float(finite_or_inf.max()) if finite_or_inf.size else 0.0
 
 
+@cache
 def e8m0(amax: float, element: str, rule: str) -> int:
     if amax == 0:
         return 0
@@ -151,7 +154,6 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     nominal = nominal or x.dtype.name
     with np.errstate(invalid="ignore"):  # signalling NaNs
         x = np.where(np.isnan(x), np.nan, x.astype(np.float64))
-    codes = np.zeros(x.shape, np.uint8)
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
@@ -159,42 +161,49 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         amax = largest_magnitude(x)
         global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(448 * 6.0, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
+    amax, nan = np.zeros(grid), np.zeros(grid, bool)
     for index, where in blocks_of(x.shape, block):
-        part = x[where]
-        amax = max(largest_magnitude(part), eps)
-        if rule in ("fp32", "pow2"):
-            multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(div32(MAX[element], amax))
-            if np.isinf(multiplier):
-                multiplier = FP32_MAX if block is None else LARGEST[nominal]
-            if rule == "pow2":
-                multiplier = 2.0 ** (np.frexp(multiplier)[1] - 1)
-            scales[index] = div32(1.0, multiplier)
-            y = mul32(part, multiplier)
-        elif rule == "nvfp4":
-            level = mul32(amax, mul32(global_multiplier, fp32(1 / 6)))
-            scales[index] = to_element(np.minimum(level, FP32_MAX), "e4m3")
-            decode_scale = mul32(decode(scales[index], "e4m3"), tensor_scale)
-            y = mul32(part, np.minimum(div32(1.0, decode_scale), FP32_MAX))
-        else:
-            scales[index] = e8m0(amax, element, rule)
-            y = part * 2.0 ** (127 - int(scales[index]))
-        codes[where] = to_element(y, element, None if u is None else u[where])
-        if element not in OWN_NAN and np.isnan(part).any():
-            scales[index] = 0x7F if rule == "nvfp4" else 0xFF
+        amax[index], nan[index] = max(largest_magnitude(x[where]), eps), np.isnan(x[where]).any()
+    if rule in ("fp32", "pow2"):
+        multiplier = np.where((amax == 0) | np.isinf(amax), 1.0, div32(MAX[element], amax))
+        multiplier[np.isinf(multiplier)] = FP32_MAX if block is None else LARGEST[nominal]
+        if rule == "pow2":
+            multiplier = 2.0 ** (np.frexp(multiplier)[1] - 1)
+        scales[...] = div32(1.0, multiplier)
+    elif rule == "nvfp4":
+        level = mul32(amax, mul32(global_multiplier, fp32(1 / 6)))
+        scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
+        decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
+        multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
+    else:
+        for index in np.ndindex(grid):
+            scales[index] = e8m0(float(amax[index]), element, rule)
+        multiplier = 2.0 ** (127 - scales.astype(np.float64))
+    # Of a power of two the product is not rounded: it may lie outside of fp32.
+    multiply = np.multiply if rule in ("ceil", "floor") else mul32
+    with np.errstate(invalid="ignore"):
+        codes = to_element(multiply(x, spread(multiplier, x.shape, block)), element, u)
+    if element not in OWN_NAN:
+        scales[nan] = 0x7F if rule == "nvfp4" else 0xFF
     return codes, scales, tensor_scale
+
+
+def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None) -> np.ndarray:
+    """Each block's number at each of its elements."""
+    out = np.zeros(shape)
+    for index, where in blocks_of(shape, block):
+        out[where] = per_block[index]
+    return out
 
 
 def dequantize(codes: np.ndarray, scales: np.ndarray, tensor_scale, name: str, dtype) -> np.ndarray:
     """Values of codes (one a byte), in `dtype`; NaN has no particular bits."""
     element, block, rule = describe(name)
-    out = np.zeros(codes.shape, np.float64)
-    for index, where in blocks_of(codes.shape, block):
-        scale = scales[index]
-        if rule == "nvfp4":
-            scale = mul32(decode(scale, "e4m3"), tensor_scale)
-        elif rule in ("ceil", "floor"):
-            scale = np.nan if scale == 0xFF else 2.0 ** (int(scale) - 127)
-        out[where] = mul32(decode(codes[where], element), scale)
+    if rule == "nvfp4":
+        scales = mul32(decode(scales, "e4m3"), tensor_scale)
+    elif rule in ("ceil", "floor"):
+        scales = np.where(scales == 0xFF, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
+    out = mul32(decode(codes, element), spread(scales, codes.shape, block))
     with np.errstate(over="ignore", invalid="ignore"):
         return out.astype(np.float32).astype(dtype)
 

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
+from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..weights.state_dict import placed
 from . import model_names, ranks
 from .conversion import Conversion, conversions, convert, masters_of, replace, replace_masters, values_of
-from .fitting import EXTRA, MODEL, OPTIMIZER, described, empty, fit_model, fit_optimizer, names_of
+from .fitting import described, empty, fit_model, fit_optimizer, names_of
 from .training_state import as_it_is, optimizer_state
 from .uneven import leaves, make_whole, put_back
 
@@ -123,13 +124,13 @@ def save_checkpoint(
     def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
         number, most = _whole_number("step", step, 0), None if keep is None else _whole_number("keep", keep, 1)
         inner = model_names.plain_module(model)
-        own = {f"own.{name}": value for name, value in plain_extra(extra).items()}
+        own = {f"{OWN}.{name}": value for name, value in plain_extra(extra).items()}
         checkpoint = manifest.folder_of(Path(folder).absolute(), number)
         while _behind:
             # Two at a time would mix up their exchanges.
             _behind[-1].wait()
         settings = {"the checkpoint": str(checkpoint), "keep": most, "wait": bool(wait), "optimizer": type(optimizer).__name__}
-        state = {EXTRA: {"step": number, "tied": tied_names(inner)} | own}
+        state = {EXTRA: {STEP: number, TIED: tied_names(inner)} | own}
         return (inner, most, checkpoint, state), settings, described(inner)
 
     def contents() -> None:
@@ -226,7 +227,7 @@ def load_checkpoint(
                 state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
                 of_optimizer = names_of(index, OPTIMIZER)
                 ours = isinstance(optimizer, AdamW | Adam)
-                lacking = replace_masters(converted, state[OPTIMIZER]["state"], of_optimizer, may_ignore=ours)
+                lacking = replace_masters(converted, state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
                 fit_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)
             until_it_fits.pop_all()
         return state, converted, lacking
@@ -243,8 +244,8 @@ def load_checkpoint(
     if optimizer is not None:
         masters = _into_optimizer(model, optimizer, state[OPTIMIZER], converted, lacking)
     convert(converted, masters)
-    extra = {name.removeprefix("own."): value for name, value in state[EXTRA].items() if name.startswith("own.")}
-    return Loaded(checkpoint, state[EXTRA]["step"], extra)
+    extra = {name.removeprefix(f"{OWN}."): value for name, value in state[EXTRA].items() if name.startswith(f"{OWN}.")}
+    return Loaded(checkpoint, state[EXTRA][STEP], extra)
 
 
 def _into_model(model: nn.Module, state: dict[str, Any], converted: list[Conversion], *, strict: bool) -> None:
@@ -272,7 +273,7 @@ def _into_optimizer(
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    states = state["state"]
+    states = state[STATE]
     for one in (one for one in lacking if one.name in states):
         states[one.name]["master"] = placed(one.param, values_of(one).to(torch.float32))
     masters = masters_of(converted, states)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.errors import BadCheckpoint
+from blockfp.files.names import FORMAT, SUFFIXES, master_of, no_values
 from blockfp.formats import Format
 from blockfp.sharding import parts
-from blockfp.sharding.parts import FORMAT, SUFFIXES, no_values
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -113,7 +113,7 @@ def replace_masters(
     """
     by_name, wanted = {one.name: one for one in converted if not one.nominal}, []
     for name, entries in states.items():
-        one, there_too = by_name.get(name), f"state.{name}.master" in there
+        one, there_too = by_name.get(name), master_of(name) in there
         if there_too == ("master" in entries):
             continue
         if not there_too:
@@ -124,7 +124,7 @@ def replace_masters(
             local = sharding.local_of(one.param)
             entries["master"] = placed(one.param, torch.empty(local.shape, dtype=torch.float32, device=local.device))
         elif may_ignore:
-            del there[f"state.{name}.master"]
+            del there[master_of(name)]
     return wanted
 
 

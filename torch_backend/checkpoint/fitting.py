@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.errors import BadCheckpoint
-from blockfp.recipes import STATE
+from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..optimizer.adamw import misfit
 from ..quantized_tensor.agreement import kind_of, recipe_of
@@ -19,8 +19,6 @@ from . import model_names
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 
 
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any],
 
         def of_recipe(name: str) -> bool:
             prefix, _, last = name.rpartition(".")
-            return any(last in pair for pair in STATE) and hasattr(modules.get(prefix), "weight")
+            return any(last in pair for pair in LAYER_BUFFERS) and hasattr(modules.get(prefix), "weight")
 
         surplus = {name for name in surplus if not of_recipe(name)}
         for name in [name for name in state if name not in there and of_recipe(name)]:
@@ -89,8 +87,8 @@ def fit_optimizer(
         BadCheckpoint: something is missing, surplus, or of another shape or dtype; parameters are in other groups; or it is
             another optimizer's.
     """
-    ours = [group["params"] for group in state["param_groups"]]
-    keys = (f"{OPTIMIZER}.param_groups.{i}.params" for i in count())
+    ours = [group["params"] for group in state[GROUPS]]
+    keys = (f"{OPTIMIZER}.{GROUPS}.{i}.params" for i in count())
     theirs = [plain[key] for key in takewhile(plain.__contains__, keys)]
     for i, (own, other) in enumerate(zip_longest(ours, theirs, fillvalue=())):
         if there and set(own) != set(other):
@@ -100,14 +98,14 @@ def fit_optimizer(
             )
     params, of, settings = model_names.parameters(model), {}, []
     for name in there:
-        if name.startswith("state."):
+        if name.startswith(f"{STATE}."):
             of[name] = _parameter_of(name, params)
         elif _is_setting(name):
             settings.append(name)
-    states, known = state["state"], set(of.values())
+    states, known = state[STATE], set(of.values())
     for name in [name for name in states if name not in known]:
         del states[name]
-    groups = {str(i): group for i, group in enumerate(state["param_groups"])}
+    groups = {str(i): group for i, group in enumerate(state[GROUPS])}
     for name in settings:
         group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
         value = plain.get(f"{OPTIMIZER}.{name}")
@@ -123,7 +121,7 @@ def fit_optimizer(
 
 
 def _is_setting(name: str) -> bool:
-    return name.startswith("param_groups.") and name.count(".") > 1 and not name.endswith(".params")
+    return name.startswith(f"{GROUPS}.") and name.count(".") > 1 and not name.endswith(".params")
 
 
 def _defines(optimizer: torch.optim.Optimizer, setting: str) -> bool:
@@ -142,7 +140,7 @@ def empty(what: Any) -> Tensor | None:
 
 def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:
     """The parameter whose state an entry "state.PARAMETER.ENTRY" is; "" where it is of none."""
-    key = name.removeprefix("state.")
+    key = name.removeprefix(f"{STATE}.")
     while key and key not in params:
         key = key.rpartition(".")[0]
     return key
@@ -171,7 +169,7 @@ def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> Non
         raise BadCheckpoint(f"{name} is on the meta device and has no memory: call to_empty(device=...) of the model first")
     shapes = [tuple(saved.size), tuple(value.shape)]
     if all(shape[:1] == (0,) for shape in shapes):
-        # Of quantized weights: what stands under their names has no bytes (`parts.no_values`).
+        # Of quantized weights: what stands under their names has no bytes (`names.no_values`).
         shapes = [shape[1:] for shape in shapes]
     kinds = (("shape", *shapes), ("dtype", saved.properties.dtype, value.dtype))
     for what, there, here in kinds:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import STATE
-from blockfp.sharding.parts import SUFFIXES
+from blockfp.files.names import LAYER_BUFFERS, SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
@@ -50,7 +49,7 @@ def high_precision_state_dict(
     left_out = {name for name, param in params.items() for name in stored_names(name, param)} - params.keys()
     for path, module in model_names.modules(model).items():
         if isinstance(module, InParts):
-            left_out |= {f"{path}.{name}".removeprefix(".") for name in chain(*STATE)}
+            left_out |= {f"{path}.{name}".removeprefix(".") for name in chain(*LAYER_BUFFERS)}
     keeps = not cpu_offload or ranks.rank_and_world(None)[0] == 0
     found: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}

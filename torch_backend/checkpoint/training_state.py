@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockfp.files.names import GROUPS, STATE
+
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -75,8 +77,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # pyright: ignore[reportAssignmentType]
     if new and not (ours or whole):
         # torch makes a state by a step with gradients of zero, after which many an optimizer isn't what it would begin with.
-        state["state"] = {}
-    for group in state["param_groups"]:
+        state[STATE] = {}
+    for group in state[GROUPS]:
         # Groups may share the tensor of a learning rate, and in the checkpoint have several.
         group |= {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
     return state

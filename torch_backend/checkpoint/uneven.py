@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockfp.sharding.parts import offsets_agree
 
-from ..optimizer.optimizer_state import part_of
+from ..optimizer.local_parameter import LocalParameter
 from ..quantized_tensor import sharding
 from ..weights.state_dict import reduced, replicated
 
@@ -34,7 +34,7 @@ def make_whole(state: Any) -> list[Replaced]:
     """Puts replicated wholes in the place of such DTensors, in nested dictionaries and lists; collective."""
     replaced = []
     for holder, key, value in list(leaves(state)):
-        if sharding.mesh_of(value) is not None and not offsets_agree(part_of(value).lies):
+        if sharding.mesh_of(value) is not None and not offsets_agree(LocalParameter(value).lies):
             holder[key] = replicated(value, _gathered(value))
             replaced.append(Replaced(holder, key, value))
     return replaced
@@ -58,7 +58,7 @@ def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
 
 
 def _gathered(values: Tensor) -> Tensor:
-    local, lies = sharding.local_of(values), part_of(values).lies
+    local, lies = sharding.local_of(values), LocalParameter(values).lies
     whole = torch.zeros(tuple(values.shape), dtype=local.dtype, device=local.device)
     sharding.own_part(whole, values).copy_(local)
     # The parts are apart, so the others' bytes are zero here, and sums of bytes know no rounding.

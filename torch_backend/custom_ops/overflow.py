@@ -54,12 +54,12 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 
 
 def _bytes(format: Format) -> bool:
-    return format.scale.name.startswith("e8m0")
+    return format.scale.e8m0
 
 
 def scales_tell(format: Format | None) -> bool:
     """Whether no finite value has the scale of an Inf, or the kernels know the amax; nothing is to be known of no format."""
-    if format is None or format.per_tensor or format.scale.two_level:
+    if format is None or format.has_tensor_scale:
         return True
     return _bytes(format) and format.element.max >= 2
 

@@ -71,7 +71,7 @@ def _quantize_part(
     options = {"key": key, "eps": eps_for(parsed, eps), "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
     parts = [part.contiguous() for part in kernels_for(values).quantize(values, parsed, **options) if part is not None]
     known = None
-    if amax is not None and (parsed.per_tensor or parsed.scale.two_level):
+    if amax is not None and parsed.has_tensor_scale:
         known = amax.blocks if parsed.per_tensor else amax.tensor
     mark(x, [(parsed, parts)], known)
     return parts

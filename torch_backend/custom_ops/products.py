@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import layout
 from blockfp.formats import Format
-from blockfp.kernels.routes import Route, has_tensor_scale, route
+from blockfp.kernels.routes import Route, route
 
 from . import cuda, kernels
 from .dtypes import view_codes, view_scales
@@ -75,7 +75,7 @@ class Matrix(NamedTuple):
         if self.format is None:
             return self.parts[0].to(dtype)
         parts = self.parts
-        if factored and has_tensor_scale(self.format):
+        if factored and self.format.has_tensor_scale:
             parts = [*parts[:-1], torch.ones_like(parts[-1])]
         return dequantize_parts(parts, self.format, dtype, columns, self.origin)
 
@@ -204,7 +204,7 @@ def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtyp
     if chosen.scale_product:
         wide = working is not torch.float32
         out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-        factors = [x.factor for x in (a, b) if x.format is not None and has_tensor_scale(x.format)]
+        factors = [x.factor for x in (a, b) if x.format is not None and x.format.has_tensor_scale]
         # One factor, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
         factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
         if bias is None:

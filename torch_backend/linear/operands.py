@@ -1,4 +1,4 @@
-"""Operands of products that a tensor-parallel group shares: quantized as parts of the whole, in both directions, and gathered.
+"""Operands of products, quantized in both directions: of one rank, or as parts of what a tensor-parallel group shares.
 
 The kernels that quantize a whole operand in one read (`operand_ops`) serve parts too, wherever nothing depends on the place of
 a part but the amax of the tensor. Otherwise `quantize_operand_shard` quantizes each direction.
@@ -12,21 +12,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
-from ..custom_ops.operand_ops import Directions, quantize_operand, tensor_amax
+from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
+from ..custom_ops.overflow import scales_tell
 from ..custom_ops.products import Matrix
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan
-from ..sharded.shard import TensorParallelShard
+from ..sharded.shard import ROWS, TensorParallelShard
+from .call import groups_of
 from .delayed import record
-from .linear_function import Scaling, quantized_whole
-from .observe import observe_parts
+from .observe import observe_operand, observe_parts
 from .operand_plans import operand_plan
+from .parallel import Parallel
+
+
+class Scaling(NamedTuple):
+    """How amaxes become scales, and where they are recorded.
+
+    Attributes:
+        eps: lifts amaxes, see `numerics.quantize`.
+        multiplier: float32 (), instead of an amax: delayed scaling.
+        history: float32 [steps], in which the amax is recorded; None records nothing.
+        observed: float64 [operands, figures] of `observe`, or None.
+    """
+
+    eps: float
+    multiplier: Tensor | None = None
+    history: Tensor | None = None
+    observed: Tensor | None = None
 
 
 def quantized(
@@ -35,30 +54,129 @@ def quantized(
     rowwise: Cast,
     columnwise: Cast,
     scaling: Scaling,
-    shard: TensorParallelShard | None,
+    shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
-) -> tuple[Matrix, Matrix]:
-    """x [rows, columns] rowwise and columnwise as it lies: a part of the whole at `shard`, or the whole where that is None.
+) -> tuple[Matrix, Matrix | None]:
+    """x [rows, columns] quantized as it lies: the values where `rowwise` has no format, None where `columnwise` has none.
 
-    A direction without a format keeps the values.
+    Args:
+        x: a part of the whole at `shard`, or the whole where that is None.
+        operand: "input", "weight" or "gradient".
+        rowwise: the cast along rows.
+        columnwise: the cast of the transposed matrix.
+        scaling: how amaxes become scales.
+        shard: where x lies in the whole.
+        keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
     """
     if shard is None:
-        row, column = quantized_whole(x, operand, rowwise, columnwise, scaling, keys)
-        return Matrix(row, rowwise.format), Matrix(column if columnwise.format else [x.mT], columnwise.format)
+        return _whole(x, operand, rowwise, columnwise, scaling, keys)
     directions = []
     for i, cast in enumerate((rowwise, columnwise)):
         if cast.format is not None:
             plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
             directions.append(_direction(i, cast, plan, keys))
-    made = iter(zip(_parts(x, operand, directions, scaling, shard), directions, strict=True))
-    found = []
-    for cast, values in ((rowwise, x), (columnwise, x.mT)):
-        if cast.format is None:
-            found.append(Matrix([values], None))
-        else:
-            parts, direction = next(made)
-            found.append(Matrix(parts, cast.format, direction.step.origins[0]))
-    return found[0], found[1]
+    parts = _parts(x, operand, directions, scaling, shard)
+    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
+    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
+
+
+def _whole(
+    x: Tensor, operand: Operand, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None
+) -> tuple[Matrix, Matrix | None]:
+    """Both directions of x [tokens, size] from one read."""
+    row, column = rowwise.format, columnwise.format
+    if row is None and column is None:
+        return Matrix([x], None), None
+    row_key = key[0] if key is not None and rowwise.stochastic else None
+    column_key = key[1] if key is not None and columnwise.stochastic else None
+    amax = None
+    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
+        # There the compiler finds it while it makes x.
+        per_tensor = {format.per_tensor for format in (row, column) if format is not None}
+        # The kernel that takes an amax rounds to nearest, and rotated values have another one.
+        plain = row_key is column_key is None and not columnwise.rotate
+        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
+        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
+            amax = tensor_amax(x)
+    found = quantize_operand(
+        x,
+        row,
+        column,
+        amax=amax,
+        multiplier=scaling.multiplier,
+        row_key=row_key,
+        column_key=column_key,
+        rotate=columnwise.rotate,
+        eps=scaling.eps,
+    )
+    if found.amax is not None and scaling.history is not None:
+        record(scaling.history, found.amax)
+    if scaling.observed is not None:
+        observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
+    return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
+
+
+def kept_inputs(
+    kept: list[Tensor], format: Format | None, counts: Sequence[int] | None, origin: tuple[int, int]
+) -> list[Matrix]:
+    """x columnwise of each group, from the parts, or x itself, that the forward kept."""
+    if not kept:
+        return []
+    if format is None:
+        return [Matrix([group.mT], None) for _, group in groups_of(kept[0], counts)]
+    each = part_count(format)
+    return [Matrix(kept[first : first + each], format, origin) for first in range(0, len(kept), each)]
+
+
+def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: Parallel | None) -> Matrix:
+    """The weight as the forward multiplies it: itself, or what it is quantized to here, as a part of the whole."""
+    if stored is not None or cast.format is None:
+        # A quantized tensor knows its own origin.
+        return Matrix([weight], stored)
+    if parallel is None:
+        return Matrix(quantize_operand(weight, cast.format, None).row, cast.format)
+    if weight.ndim > 2:
+        return _grouped_weight(weight, cast, parallel)
+    return quantized(weight, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0]
+
+
+def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> Matrix:
+    """The values of a weight [out, in] quantized columnwise, as a part of the whole."""
+    if parallel is None or parallel.style == "experts":
+        return Matrix(quantize_operand(weight, None, cast.format).column, cast.format)
+    column = quantized(weight, "weight", HIGH_PRECISION, cast, Scaling(0.0), parallel.cut_weight)[1]
+    assert column is not None
+    return column
+
+
+def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
+    """Weights [groups, out, in] quantized: as one tensor where they share a scale, otherwise each by itself.
+
+    Raises:
+        ValueError: they share one, and their blocks or the ranks' parts of them don't lie one behind the other.
+    """
+    assert cast.format is not None
+    format, (count, rows, _) = cast.format, weight.shape
+    if not (format.has_tensor_scale):
+        if parallel.style == "experts":
+            return Matrix(quantize_operand(weight, format, None).row, format)
+        each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]
+        parts = [torch.stack(fields) for fields in zip(*(one.parts for one in each), strict=True)]
+        return each[0]._replace(parts=parts)
+    height = 1 if format.block is None else format.block[0]
+    shard = {"row": parallel.cut_weight, "column": parallel.cut_weight._replace(runs=count)}.get(parallel.style)
+    if shard is None:
+        shard = TensorParallelShard(parallel.group, parallel.ranks, parallel.rank, ROWS, parallel.features * rows)
+    if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
+        raise ValueError(
+            f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at "
+            f"use needs rows that are a multiple of {height} and experts that the ranks divide: keep them quantized "
+            "(weights='quantized'), or let fully_shard gather them"
+        )
+    matrix = quantized(weight.reshape(count * rows, -1), "weight", cast, HIGH_PRECISION, Scaling(0.0), shard)[0]
+    codes, scales, *tensor_scale = matrix.parts
+    scales = scales if format.per_tensor else scales.view(count, rows // height, -1)
+    return matrix._replace(parts=[codes.view(count, rows, -1), scales, *tensor_scale])
 
 
 def gathered_input(
@@ -80,7 +198,7 @@ def gathered_input(
     kept = made[-1] if column_plan.by_codes else [x]
     whole = gather(row_plan, shard, made[0] if row_plan.by_codes else [x])
     if not row_plan.by_codes:
-        whole = quantized_whole(whole[0], "input", rowwise, HIGH_PRECISION, scaling)[0]
+        return quantized(whole[0], "input", rowwise, HIGH_PRECISION, scaling)[0], kept
     return Matrix(whole, rowwise.format), kept
 
 
@@ -99,7 +217,9 @@ class PendingInput(NamedTuple):
             return Matrix(parts, self.cast.format, transposed=self.plan.transposes)
         if self.cast.format is None:
             return Matrix([parts[0].mT], None)
-        return Matrix(quantized_whole(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1], self.cast.format)
+        column = quantized(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1]
+        assert column is not None
+        return column
 
 
 def regathered_input(
@@ -131,23 +251,23 @@ def gathered_gradient(
     if not all(plan is None or plan.by_codes for plan in plans):
         values = operand_plan(gradient.shape, HIGH_PRECISION, shard)
         (whole,) = gather(values, shard, [gradient])
-        return quantized(whole, "gradient", rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION, scaling, None, keys)
+        row, column = quantized(whole, "gradient", rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION, scaling, None, keys)
+        return row, Matrix([whole.mT], None) if column is None else column
     transposes = plans[1] is not None and plans[1].transposes
     shares = transposes and rowwise is not None and columnwise is not None and rowwise.format is columnwise.format
-    directions = [
-        _direction(i, cast, plan, keys, shares)
+    wanted = [
+        (i, cast, plan)
         for i, (cast, plan) in enumerate(zip(casts, plans, strict=True))
         if cast is not None and plan is not None and not (shares and i == 1)
     ]
-    sent = [
-        padded(direction.plan, parts)
-        for direction, parts in zip(directions, _parts(gradient, "gradient", directions, scaling, shard), strict=True)
-    ]
+    directions = [_direction(i, cast, plan, keys, shares) for i, cast, plan in wanted]
+    made = _parts(gradient, "gradient", directions, scaling, shard)
+    sent = [padded(plan, parts) for (_, _, plan), parts in zip(wanted, made, strict=True)]
     received = iter(start(shard, [part for parts in sent for part in parts]))
-    found: list[Matrix] = []
-    for direction, parts in zip(directions, sent, strict=True):
-        joined = join(direction.plan, shard, [next(received) for _ in parts])
-        found.append(Matrix(joined, direction.cast.format))
+    found = [
+        Matrix(join(plan, shard, [next(received) for _ in parts]), cast.format)
+        for (_, cast, plan), parts in zip(wanted, sent, strict=True)
+    ]
     row, column = found[0], found[-1]
     if transposes:
         assert column.format is not None
@@ -159,7 +279,8 @@ def gathered_gradient(
 def _direction(i: int, cast: Cast, plan: RankPlan, keys: Tensor | None, both: bool = False) -> Direction:
     key = keys[i] if keys is not None and cast.stochastic else None
     names = ("rowwise", "columnwise")
-    return Direction(cast, plan, key, names if both else (names[i],))
+    assert plan.quantize is not None
+    return Direction(cast, plan.quantize, key, names if both else (names[i],))
 
 
 def _parts(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import STATE
+from blockfp.files.names import LAYER_BUFFERS
 
 _METHOD = "_initialize_pp_stages"
 
@@ -44,6 +44,6 @@ def keep_state() -> None:
 
 
 def _state(model: nn.Module) -> list[Tensor]:
-    names = (*chain(*STATE), "observed")
+    names = (*chain(*LAYER_BUFFERS), "observed")
     found = [getattr(module, name) for module in model.modules() if hasattr(module, "checked") for name in names]
     return [tensor for tensor in found if tensor is not None]

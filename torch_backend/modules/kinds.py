@@ -61,7 +61,7 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
         ValueError: it can't; the reason names the layer.
     """
     where = f"{path!r}, a {type(layer).__name__}," if path else f"the {type(layer).__name__}"
-    leave = "or leave the layer as it is with filter="
+    leave = "or leave the layer as it is with filter_fn="
     if parametrize.is_parametrized(layer):
         made: Any = layer.parametrizations
         each = ", ".join(f"{name}: {type(one).__name__}" for name in made for one in made[name])

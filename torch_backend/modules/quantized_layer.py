@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from blockfp import recipes
+from blockfp.files.names import LAYER_BUFFERS
 from blockfp.recipes import Compute, Recipe
 
 from ..linear.linear import LinearState, apply
@@ -161,7 +162,7 @@ class QuantizedLayer(InParts):
         self._mark_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        state = [(name, self._buffers[name]) for name in chain(*recipes.STATE)]
+        state = [(name, self._buffers[name]) for name in chain(*LAYER_BUFFERS)]
         super()._apply(partial(_moved, fn), recurse)
         for name, before in state:
             after = self._buffers[name]
@@ -209,7 +210,7 @@ class QuantizedLayer(InParts):
             return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, turned=self.turned)
+        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, transposed=self.turned)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

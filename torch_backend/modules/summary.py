@@ -47,7 +47,7 @@ class LeftWeight:
         path: of the parameter.
         kind: name of its module's class.
         reason: why.
-        unasked: whether nobody asked for that: it multiplies, and is neither tied nor left by filter or recipe.
+        unasked: whether nobody asked for that: it multiplies, and is neither tied nor left by filter_fn or recipe.
         stored: its dtype, as text.
         shape: of the whole parameter.
         parameters: how many.
@@ -194,7 +194,7 @@ def _reason(param: Tensor, where: list[tuple[str, nn.Module]], named: dict[str, 
         return reason, reason != EMBEDDING
     if path.rpartition(".")[2] != "weight":
         return f"it is not the weight that a {type(module).__name__} multiplies with", False
-    return "filter or recipe left it, or it came after convert", False
+    return "filter_fn or recipe left it, or it came after convert", False
 
 
 def _stored(param: Tensor) -> str:

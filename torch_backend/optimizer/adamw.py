@@ -26,10 +26,9 @@ from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, renew_master, restore
-from .optimizer_step import Todo, carry_out
-
-_NOT_YET = Coefficients(1.0, *([0.0] * 7))
+from .local_parameter import LocalParameter
+from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
+from .optimizer_step import carry_out
 
 
 class _Adam(Optimizer):
@@ -46,9 +45,10 @@ class _Adam(Optimizer):
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
         super().__init__(params, settings | {"capturable": capturable, "key": words})
-        self._show_fp32()
+        self._prepare()
 
-    def _show_fp32(self) -> None:
+    def _prepare(self) -> None:
+        self._known: dict[int, LocalParameter] = {}
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_make)
         self.register_load_state_dict_post_hook(_take, prepend=True)
@@ -61,7 +61,7 @@ class _Adam(Optimizer):
         copied = not self.__dict__  # torch's load_state_dict comes here too
         super().__setstate__(state)
         if copied:  # copies and pickles lose the hooks
-            self._show_fp32()
+            self._prepare()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see `torch.optim.Optimizer`.
@@ -87,7 +87,7 @@ class _Adam(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    self._state_of(part_of(param), group)
+                    self._state_of(LocalParameter(param), group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -111,44 +111,50 @@ class _Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         layers = scale_watch.layers_to_update(self)
-        check_buffers(layers)
+        if layers:
+            check_buffers(layers)
         self._step()
-        update_layers(layers)
+        if layers:
+            update_layers(layers)
         return loss
 
     def _step(self) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
-        todo: list[Todo] = []
-        for group in self.param_groups:
-            group_todo = []
-            for param in group["params"]:
-                if param.grad is not None:
-                    group_todo.append(self._todo(param, group, number))
-                number += 1
-            if group_todo and not self._begin(group, group_todo, found, scale):
-                return
-            todo += group_todo
-        # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
-        carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+        todo: list[LocalParameter] = []
+        try:
+            for group in self.param_groups:
+                first = len(todo)
+                for param in group["params"]:
+                    if param.grad is not None:
+                        # By its number in memory: what is known of one goes for any other that lies alike.
+                        one = self._known.get(id(param)) or self._known.setdefault(id(param), LocalParameter())
+                        todo.append(one)
+                        one.find(param)
+                        one.number, one.state, one.gradient = number, self._state_of(one, group), _local_gradient(param)
+                    number += 1
+                if len(todo) > first and not self._begin(group, todo[first:], found, scale):
+                    return
+            # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+            carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+        finally:
+            for one in todo:
+                one.forget()
 
-    def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
-        part = part_of(param)
-        return Todo(part, self._state_of(part, group), _local_gradient(param), number, _NOT_YET, 0)
-
-    def _state_of(self, part: Part, group: dict[str, Any]) -> dict[str, Tensor]:
-        state = self.state[part.param]
+    def _state_of(self, one: LocalParameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = self.state[one.param]
         if not state:
-            on = part.local.device if group["capturable"] else "cpu"
+            on = one.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-            state |= new_moments(part, group["moments"])
+            state |= new_moments(one, group["moments"])
         if "master" in state:
-            renew_master(part, state)
-        elif needs_master(part, group["master"]):
-            state["master"] = new_master(part)
+            if isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
+                renew_master(one, state)
+        elif needs_master(one, group["master"]):
+            state["master"] = new_master(one)
         return state
 
-    def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
+    def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
         """Counts the step and works out its constants; False where the host knows that there is none to take."""
         steps: list[Tensor] = [one.state["step"] for one in todo]
         lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
@@ -248,7 +254,7 @@ def _local_gradient(param: Tensor) -> Tensor:
         if gradient.placements != param.placements:  # pyright: ignore[reportAttributeAccessIssue]
             gradient = gradient.redistribute(mesh, param.placements)  # pyright: ignore[reportAttributeAccessIssue]
         gradient = gradient.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    return gradient.detach().contiguous()
+    return gradient.contiguous()
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
@@ -317,7 +323,7 @@ class _Made:
 
 def _renew_masters(optimizer: Optimizer) -> None:
     for param, state in optimizer.state.items():
-        renew_master(part_of(param), state)
+        renew_master(LocalParameter(param), state)
 
 
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
 """`QuantizedTensor`: the tensor subclass, the operations it answers, where its rows lie, and what FSDP2 gathers of it."""
 
-# The operations that fill a parameter enter the op table when they are imported.
+# The operations enter the table that the tensor looks them up in when these are imported.
 from . import filling as filling
+from . import optable as optable

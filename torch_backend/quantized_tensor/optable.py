@@ -10,13 +10,11 @@ new_empty where ranks outnumber rows; empty_like when a meta tensor is materiali
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp.definition import layout, numerics
 from blockfp.formats import Format
@@ -26,60 +24,16 @@ from ..custom_ops.dtypes import DTYPES
 from ..custom_ops.library import is_real
 from ..custom_ops.products import Matrix
 from .bucket import flat
+from .dispatch import implements, run
 from .geometry import COPIED, Base, Geometry
-from .refusals import FLAT, refusal, refused
-
-if TYPE_CHECKING:
-    from .tensor import QuantizedTensor
+from .refusals import FLAT, refused
+from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
-_TABLE: dict[Any, Callable[..., Any]] = {}
-_VIEWS: set[Any] = set()
-
-
-def implements(*functions, view: bool = False):
-    """Enters the decorated handler, which takes the op's own arguments, into the table.
-
-    view: the result shares memory with the first argument, which autograd and functionalization must be told.
-    """
-
-    def register(handler):
-        _TABLE.update(dict.fromkeys(functions, handler))
-        if view:
-            _VIEWS.update(functions)
-        return handler
-
-    return register
-
-
-def run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Carries out one operation.
-
-    Raises:
-        NotImplementedError: the operation is not in the table, or not with these arguments.
-    """
-    handler = _TABLE.get(func)
-    if handler is None:
-        # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
-        if func._can_decompose():
-            return func.decompose(*args, **kwargs)
-        raise refusal(func)
-    if func not in _VIEWS:
-        return handler(*args, **kwargs)
-    with viewing(args[0]):
-        return return_and_correct_aliasing(func, args, kwargs, handler(*args, **kwargs))
-
-
-def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where views of a tensor are made: both are inference tensors, or none is, as autograd counts their versions together."""
-    normal = torch.is_inference_mode_enabled() and not tensor.is_inference()
-    return torch.inference_mode(False) if normal else nullcontext()
-
 
 def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geometry | None = None) -> QuantizedTensor:
-    tensor_scale = None if q.tensor_scale is None else function(q.tensor_scale)
-    return q.with_parts(function(q.codes), function(q.scales), tensor_scale, geometry=geometry)
+    return q.with_parts(*(function(part) for part in q.parts), geometry=geometry)
 
 
 @implements(ops.dequantize_tensor)
@@ -165,9 +119,8 @@ def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: A
     if where.get("layout") not in (None, torch.strided):
         raise refused(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
-    moved = [aten._to_copy.default(part, **where) for part in q.parts]
-    tensor_scale = moved[2] if len(moved) > 2 else None
-    return q.with_parts(moved[0], moved[1], tensor_scale, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
+    moved = (aten._to_copy.default(part, **where) for part in q.parts)
+    return q.with_parts(*moved, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
 
 
 @implements(aten._pin_memory.default)
@@ -188,8 +141,6 @@ def _record_stream(q: QuantizedTensor, stream: torch.Stream) -> None:
 
 @implements(aten.copy_.default)
 def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    from .tensor import QuantizedTensor
-
     op = aten.copy_.default
     if not isinstance(source, QuantizedTensor) and isinstance(destination, QuantizedTensor) and _keeps(destination, source):
         destination.geometry.copied = source.detach().clone()
@@ -227,7 +178,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`names.no_values`).
 
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
@@ -386,8 +337,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     """Where columns first .. last lie in a row of codes, if they are whole blocks."""
     block = q.format.block[1] if q.format.block else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
-    bits = q.format.element.bits
-    together = {8: 1, 6: 4, 4: 2}[bits]
+    bits, together = q.format.element.bits, q.format.element.codes_per_group
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
         raise refused(
             aten.slice.Tensor,

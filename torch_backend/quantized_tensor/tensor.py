@@ -13,8 +13,9 @@ from blockfp.formats import Format
 
 from ..custom_ops import dtypes, ops
 from ..custom_ops.dtypes import DTYPES
-from . import fsdp, optable
+from . import fsdp
 from .agreement import agree_before_gather
+from .dispatch import run
 from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
@@ -124,7 +125,7 @@ class QuantizedTensor(Wrapper):
         self,
         codes: Tensor,
         scales: Tensor,
-        tensor_scale: Tensor | None,
+        tensor_scale: Tensor | None = None,
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
@@ -245,7 +246,7 @@ class QuantizedTensor(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return optable.run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __tensor_flatten__(self):
         names = ["codes", "scales"] if self.tensor_scale is None else ["codes", "scales", "tensor_scale"]

@@ -67,10 +67,7 @@ class AmaxExchange:
             self._wait(step.amax_axes, groups, (amaxes, field, None, amaxes[field]))
 
     def _wait(self, axes: tuple[str, ...], groups: Mapping[str, str], entry: Entry) -> None:
-        names = tuple([groups[axis] for axis in axes])
-        if names not in self.waiting:
-            self.waiting[names] = []
-        self.waiting[names].append(entry)
+        self.waiting.setdefault(tuple([groups[axis] for axis in axes]), []).append(entry)
 
 
 def _taken(amaxes: Tensor, shared: SharedBlocks) -> Tensor:

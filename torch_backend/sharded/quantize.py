@@ -18,9 +18,9 @@ from blockfp.formats import Format
 from blockfp.recipes import Cast
 
 from ..custom_ops import cuda, part_ops
-from ..custom_ops.ops import kernels_for
+from ..custom_ops.kernels import kernels_for
 from .amaxes import AmaxExchange
-from .rank_plan import Quantization, RankPlan
+from .rank_plan import Quantization
 from .shard import AXIS, COLUMNS, ROWS, TensorParallelShard
 
 
@@ -84,20 +84,15 @@ class Direction(NamedTuple):
 
     Attributes:
         cast: how.
-        plan: what the plan says of it.
+        step: what the plan says of it.
         key: of stochastic rounding, or None.
         names: the directions, "rowwise" or "columnwise", that `observe` counts it as.
     """
 
     cast: Cast
-    plan: RankPlan
+    step: Quantization
     key: Tensor | None = None
     names: tuple[str, ...] = ()
-
-    @property
-    def step(self) -> Quantization:
-        assert self.plan.quantize is not None
-        return self.plan.quantize
 
 
 def quantize_operand_shard(

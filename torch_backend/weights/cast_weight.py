@@ -19,12 +19,13 @@ from blockfp.definition.checks import check_input
 from blockfp.formats import Format
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
 
-from ..custom_ops.ops import kernels_for, name_of
+from ..custom_ops.dtypes import name_of
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.agreement import agree_before_gather
+from ..quantized_tensor.dispatch import viewing
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
-from ..quantized_tensor.optable import viewing
 from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights

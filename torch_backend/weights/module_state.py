@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
-from blockfp.recipes import STATE
-from blockfp.sharding.parts import FORMAT, SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
@@ -106,7 +105,7 @@ class _LoadHooks:
 
     def take_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         self.taken = taken = _Taken(prefix, bool(metadata.get("assign_to_params_buffers")))
-        buffers = {prefix + name for name in chain(*STATE)}
+        buffers = {prefix + name for name in chain(*LAYER_BUFFERS)}
         plain = False
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             key = prefix + name

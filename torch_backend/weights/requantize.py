@@ -11,7 +11,7 @@ from blockfp.definition import numerics
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import Key
 
-from ..custom_ops.ops import name_of
+from ..custom_ops.dtypes import name_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from blockfp.definition import layout
+from blockfp.files.names import FORMAT, SUFFIXES, no_values
 from blockfp.formats import Format
 from blockfp.sharding import parts
-from blockfp.sharding.parts import FORMAT, SUFFIXES, Part, no_values
+from blockfp.sharding.parts import Part
 from blockfp.sharding.placement import Region, Sharding
 
 from ..quantized_tensor import sharding

@@ -168,7 +168,7 @@ def quantize_batched(x: jax.Array, format: Format) -> Quantized:
 
     @call.def_vmap
     def batched(size, is_batched, x):
-        if format.per_tensor or format.scale.two_level:
+        if format.has_tensor_scale:
             q = lax.map(call, x)
         else:
             q = call(x)
@@ -190,7 +190,7 @@ def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, 
             part if flag or part is None else jnp.broadcast_to(part, (size, *part.shape))
             for part, flag in zip(parts, is_batched, strict=True)
         ]
-        if format.per_tensor or format.scale.two_level:
+        if format.has_tensor_scale:
             return lax.map(lambda parts: call(*parts), tuple(parts)), True
         return call(*parts), True
 

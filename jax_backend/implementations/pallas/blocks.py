@@ -88,7 +88,7 @@ def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple
 def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Array]:
     """Computes `scales`, NaN apart, from amaxes as fp32 bits."""
     xp = array_namespace(amax)
-    if format.scale.name.startswith("e8m0"):
+    if format.scale.e8m0:
         if format.scale.name == "e8m0_ceil":
             stored = _ceil_scale(amax, format.element)
         else:

@@ -11,7 +11,7 @@ from functools import cache
 import threaded
 import torch
 from blockfp.torch_backend.custom_ops.products import multiply
-from blockfp.torch_backend.linear import linear_function, parallel_function
+from blockfp.torch_backend.linear import linear_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
@@ -57,8 +57,7 @@ def record_products(monkeypatch):
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
-    for module in (linear_function, parallel_function):
-        monkeypatch.setattr(module, "multiply", recorded)
+    monkeypatch.setattr(linear_function, "multiply", recorded)
     return seen
 
 

@@ -2,6 +2,7 @@
 
 import torch
 from blockfp.torch_backend.optimizer import optimizer_state
+from blockfp.torch_backend.optimizer.local_parameter import LocalParameter
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.module_state import InParts, keep_in_parts
 from blockfp.torch_backend.weights.state_dict import placed
@@ -87,7 +88,7 @@ def tensor_parallel(whole, mesh, dim):
 
 def own(param, whole):
     """This rank's part of what is a whole tensor everywhere else."""
-    part = optimizer_state.part_of(param)
+    part = LocalParameter(param)
     region = part.lies.region(sharding.rank_in(param))
     return whole.view(part.lies.shape)[region.slices].view(part.local.shape)
 

@@ -3,7 +3,7 @@
 
 #include "blockfp/scales.h"
 #include "codes.cuh"
-#include "vectors.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {

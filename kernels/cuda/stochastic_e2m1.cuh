@@ -5,7 +5,7 @@
 #pragma once
 
 #include "block_scale.cuh"
-#include "vectors.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {

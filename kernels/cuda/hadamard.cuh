@@ -3,7 +3,7 @@
 
 #include <cuda_bf16.h>
 
-#include "vectors.cuh"
+#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {

@@ -1,0 +1,331 @@
+// Scales of a tile's blocks: decided within a warp where blocks are short, over its warps where they are as long as the tile.
+#pragma once
+
+#include <type_traits>
+
+#include "scales_by_tile.cuh"
+#include "tile_piece.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+struct TensorScales {
+  TensorScale rows, columns;
+};
+
+// What all blocks have in common, in each direction. Every thread of the block comes here, while its piece is on the way.
+template <class E, int Block>
+__device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a) {
+  TensorScales scales{};
+  if constexpr (Block == 0) {
+    // By every thread, rather than by one for which all would wait.
+    scales.rows = tensor_scale<E, Block>(a, a.amax);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      if (a.row.codes != nullptr) *static_cast<float*>(a.row.scales) = scales.rows.decode;
+      if (a.column.codes != nullptr) *static_cast<float*>(a.column.scales) = scales.rows.decode;
+    }
+  } else if constexpr (Block == 16) {
+    __shared__ TensorScale tensor[2];
+    // Two warps, so that the divisions of both directions go on at once.
+    if (threadIdx.x % 32 == 0 && threadIdx.x < 64) {
+      const bool transposed = threadIdx.x != 0;
+      const TensorScale t = tensor_scale<E, Block>(a, transposed ? a.amax_t : a.amax);
+      tensor[transposed] = t;
+      if (blockIdx.x == 0) *(transposed ? a.tensor_scale_t : a.tensor_scale) = t.decode;
+    }
+    __syncthreads();
+    scales = {tensor[0], tensor[1]};
+  }
+  return scales;
+}
+
+// The scale of a square block that lies in a warp.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ BlockScale<float> scale_within_warp(const Piece<E, T, R>& piece, const TensorScale& tensor, bool& nan) {
+  constexpr int kLanesDown = Block / kDepth<E>, kLanesAcross = Block / 8;
+  const auto amax = [&](auto poison) {
+    return lanes_max<kLanesDown, 8>(lanes_max<kLanesAcross>(piece.template amax<decltype(poison)::value>()));
+  };
+  return block_scale<E, Block>(amax_within_warp<E>(amax, nan), piece.a, tensor);
+}
+
+// The scale of the square block that is a tile, which meets in shared memory.
+template <class E>
+struct TileScale {
+  static constexpr int kParts = kTileThreads / 32;
+  int32_t parts[kParts];
+
+  // The same in all threads, every one of which comes here.
+  template <class T, Rounding R>
+  __device__ __forceinline__ BlockScale<float> decide(const Piece<E, T, R>& piece) {
+    static_assert(kTileRows<E> == 128 && kTileColumns == 128, "a block is a tile");
+    const int32_t amax = lanes_max<32>(piece.template amax<false>());
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = amax;
+    __syncthreads();
+    int32_t most = parts[0];
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) most = max(most, parts[i]);
+    return block_scale<E, 128>(most, piece.a, {});
+  }
+};
+
+// Stores the scale of a square block for the directions that are wanted, by the thread that has its first element.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ void store_square_scale(const Piece<E, T, R>& piece, int32_t stored) {
+  const QuantizeArguments& a = piece.a;
+  if (piece.place.row % Block != 0 || piece.place.column % Block != 0) return;
+  const int64_t grid_rows = (a.window.row_phase + a.x.rows + Block - 1) / Block;
+  const int64_t grid_columns = (a.window.column_phase + a.x.columns + Block - 1) / Block;
+  // A tile begins on a block boundary, so phase + origin is a multiple of the block.
+  const int64_t row = (piece.tile.row + a.window.row_phase + piece.place.row) / Block;
+  const int64_t column = (piece.tile.column + a.window.column_phase + piece.place.column) / Block;
+  if (row >= grid_rows || column >= grid_columns) return;
+  const int64_t batch = piece.tile.batch;
+  if (a.row.codes != nullptr) store_scale<Block>(a.row.scales, (batch * grid_rows + row) * grid_columns + column, stored);
+  if (a.column.codes != nullptr) store_scale<Block>(a.column.scales, (batch * grid_columns + column) * grid_rows + row, stored);
+}
+
+// Scales of 1-D blocks of 16 and 32, decided within a warp: the lanes that share a line's block share out the lines of their pieces.
+//
+// Of `Lines` lines, whose blocks lie in `Lanes` lanes, `Step` apart.
+template <class E, int Block, class T, int Lines, int Lanes, int Step>
+struct LineScales {
+  using Share = LaneShare<Lines / kLinesPerWord<T>, Lanes, Step>;
+  static constexpr int kWordCount = Lines / kLinesPerWord<T>;
+  static constexpr int kMine = Share::kMine * kLinesPerWord<T>;  // lines of this lane
+  static_assert(Share::kSame == 1 && kMine % 2 == 0, "each lane has lines of its own, two by two");
+  // MX multipliers are powers of two, whose upper halves say all: two in a word. Others take a word each.
+  static constexpr int kPerWord = Block == 32 ? 2 : 1;
+
+  bool nan;  // some line of the warp holds one, and E has no code for it
+
+  // `amaxes` fills words with the parts of this lane; `store` takes a line and its stored scale. Every lane of the warp must come here.
+  template <class Amaxes, class Store>
+  __device__ __forceinline__ void decide(Amaxes amaxes, const QuantizeArguments& a, const TensorScale& tensor, Store store) {
+    uint32_t most[kWordCount], poisoned[Share::kMine];
+    nan = false;
+    if constexpr (E::kHasNan) {
+      amaxes(std::false_type{}, most);
+      Share::template reduce<T, false>(most);
+    } else {
+      amaxes(std::true_type{}, most);
+      Share::template reduce<T, true>(most);
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) > kInfinity;
+#pragma unroll
+      for (int i = 0; i < Share::kMine; ++i) poisoned[i] = most[i];
+      nan = __any_sync(0xFFFFFFFFu, nan);
+      if (nan) {
+        amaxes(std::false_type{}, most);
+        Share::template reduce<T, false>(most);
+      }
+    }
+    const int first = Share::first() * kLinesPerWord<T>;
+#pragma unroll
+    for (int i = 0; i < kMine; i += 2) {
+      uint32_t multiplier[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const BlockScale<float> scale = block_scale<E, Block>(magnitude<false>(most, i + h), a, tensor);
+        const bool marked = !E::kHasNan && magnitude<true>(poisoned, i + h) > kInfinity;
+        store(first + i + h, marked ? kNanMark<E, Block> : scale.stored);
+        multiplier[h] = __float_as_uint(scale.multiplier);
+      }
+      if constexpr (kPerWord == 2) {
+        mine_[i / 2] = __byte_perm(multiplier[0], multiplier[1], 0x7632);
+      } else {
+        mine_[i] = multiplier[0], mine_[i + 1] = multiplier[1];
+      }
+    }
+  }
+
+  // Words with the multipliers of all lines. Every lane of the warp must come here.
+  __device__ __forceinline__ void gather(uint32_t (&words)[Lines / kPerWord]) const {
+    constexpr int kOfLane = kMine / kPerWord;
+#pragma unroll
+    for (int i = 0; i < Lines / kPerWord; ++i) {
+      words[i] = mine_[i % kOfLane];
+      if constexpr (Lanes > 1) {
+        const int from = threadIdx.x % 32 - Share::lane() * Step + i / kOfLane * Step;
+        words[i] = __shfl_sync(0xFFFFFFFFu, words[i], from);
+      }
+    }
+  }
+
+  // Of a line, from gathered words.
+  __device__ __forceinline__ static float multiplier(const uint32_t (&words)[Lines / kPerWord], int line) {
+    if constexpr (kPerWord == 1) return __uint_as_float(words[line]);
+    const uint32_t word = words[line / kPerWord];
+    return __uint_as_float(line % 2 ? word & 0xFFFF0000u : word << 16);
+  }
+
+ private:
+  template <bool Poison, int Count>
+  __device__ __forceinline__ static int32_t magnitude(const uint32_t (&words)[Count], int line) {
+    return magnitude_bits<T, Poison>(words[line / kLinesPerWord<T>], line % kLinesPerWord<T>);
+  }
+
+  uint32_t mine_[kMine / kPerWord];
+};
+
+// Stored scales of those blocks, on their way out.
+template <class E, int Block>
+struct StoredScales {
+  static constexpr int kAcross = kTileColumns / Block, kDown = kTileRows<E> / Block;
+  __align__(16) uint8_t rows[kTileRows<E> * kAcross];
+  __align__(16) uint8_t columns[kTileColumns * kDown];
+
+  __device__ __forceinline__ void put_row(int row, int column, int32_t stored) {
+    rows[row_slot(row) * kAcross + column / Block] = stored;
+  }
+  __device__ __forceinline__ void put_column(int column, int row, int32_t stored) {
+    columns[column_slot(column) * kDown + row / Block] = stored;
+  }
+
+  // To memory; every thread of the block comes here.
+  template <class P>
+  __device__ __forceinline__ void copy_out(const P& piece) const {
+    const QuantizeArguments& a = piece.a;
+    const int64_t row = piece.tile.row + a.window.row_phase, column = piece.tile.column + a.window.column_phase;
+    const auto grid = [](int phase, int64_t elements) { return (phase + elements + Block - 1) / Block; };
+    if (a.row.codes != nullptr) {
+      copy_lines<kAcross>(piece, rows, row_slot, static_cast<uint8_t*>(a.row.scales), piece.tile.row, a.x.rows, column / Block,
+                          grid(a.window.column_phase, a.x.columns));
+    }
+    copy_lines<kDown>(piece, columns, column_slot, static_cast<uint8_t*>(a.column.scales), piece.tile.column, a.x.columns,
+                      row / Block, grid(a.window.row_phase, a.x.rows));
+  }
+
+ private:
+  // Where a line's scales are kept: the first lines of all threads, then their second ones, which keeps threads out of one another's banks.
+  template <int LinesOfThread, int Lines>
+  __device__ __forceinline__ static int slot(int line) {
+    return line % LinesOfThread * (Lines / LinesOfThread) + line / LinesOfThread;
+  }
+  __device__ __forceinline__ static int row_slot(int row) { return slot<kDepth<E>, kTileRows<E>>(row); }
+  __device__ __forceinline__ static int column_slot(int column) { return slot<8, kTileColumns>(column); }
+
+  // A tile's scales, `Width` a line, to their place among `lines` lines of `grid`.
+  template <int Width, class P, int Bytes, class Slot>
+  __device__ __forceinline__ static void copy_lines(const P& piece, const uint8_t (&scales)[Bytes], Slot slot_of, uint8_t* out,
+                                                    int64_t first_line, int64_t lines, int64_t first, int64_t grid) {
+    static_assert(Width == 4 || Width == 8 || Width == 16, "a vector a line");
+    using Vector = std::conditional_t<Width == 4, uint32_t, std::conditional_t<Width == 8, uint2, uint4>>;
+    const int line = threadIdx.x, slot = slot_of(line);
+    if constexpr (P::kWhole && Width == 4) {
+      if (piece.a.scales_by_tile) {
+        if (line >= Bytes / Width) return;
+        store_by_tile(reinterpret_cast<uint32_t*>(out), index_by_tile(piece.tile.batch * lines + first_line + line, first / 4, grid / 4),
+                      reinterpret_cast<const uint32_t*>(scales)[slot]);
+        return;
+      }
+    }
+    if (P::kWhole && grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
+      if (line >= Bytes / Width || first_line + line >= lines || first >= grid) return;
+      *reinterpret_cast<Vector*>(out + (piece.tile.batch * lines + first_line + line) * grid + first) =
+          reinterpret_cast<const Vector*>(scales)[slot];
+      return;
+    }
+    for (int i = threadIdx.x; i < Bytes; i += kTileThreads) {
+      const int64_t line = first_line + i / Width, at = first + i % Width;
+      if (line < 0 || line >= lines || at >= grid) continue;
+      out[(piece.tile.batch * lines + line) * grid + at] = scales[slot_of(i / Width) * Width + i % Width];
+    }
+  }
+};
+
+// A warp's part of a tile.
+template <class E>
+constexpr int kWarpRows = 4 * kDepth<E>;
+constexpr int kWarpColumns = 64;
+
+// Scales of 1-D blocks of 128, both directions: a tile holds one block of each of its lines, whose parts meet in shared memory.
+template <class E, class T, Rounding R>
+struct WideScales {
+  static constexpr int kRowParts = kTileColumns / kWarpColumns, kColumnParts = kTileRows<E> / kWarpRows<E>;
+  static_assert(kTileRows<E> == 128 && kTileColumns == 128, "a line's block is as long as a tile");
+  using P = Piece<E, T, R>;
+
+  int32_t row_parts[kRowParts][128], column_parts[kColumnParts][128];
+  __align__(16) float row_multipliers[128];
+  __align__(16) float column_multipliers[128];
+
+  // Stores the scales; the multipliers are ready at its end, for all threads.
+  __device__ __forceinline__ void decide(const P& piece) {
+    const QuantizeArguments& a = piece.a;
+    const bool rows = a.row.codes != nullptr;
+    constexpr int kRowWords = P::kRows / kLinesPerWord<T>, kColumnWords = kWords<T>;
+    if (rows) {
+      uint32_t words[kRowWords];
+      piece.template row_amaxes<false>(words);
+      share<kRowWords, 8, 1>(words, row_parts[piece.place.warp_column] + piece.place.row);
+    }
+    uint32_t words[kColumnWords];
+    piece.template column_amaxes<false>(words);
+    share<kColumnWords, 4, 8>(words, column_parts[piece.place.warp_row] + piece.place.column);
+    __syncthreads();
+    // Half of the threads have a row each, half a column.
+    const int line = threadIdx.x % 128;
+    const TileOrigin& tile = piece.tile;
+    if (threadIdx.x >= 128) {
+      const int64_t at = place(a, tile.batch * a.x.columns + tile.column + line, (tile.row + a.window.row_phase) / 128,
+                               grid(a.window.row_phase + a.x.rows));
+      column_multipliers[line] = scale_line(a, column_parts, line, is_inside(tile.column + line, a.x.columns), a.column, at);
+    } else if (rows) {
+      const int64_t at = place(a, tile.batch * a.x.rows + tile.row + line, (tile.column + a.window.column_phase) / 128,
+                               grid(a.window.column_phase + a.x.columns));
+      row_multipliers[line] = scale_line(a, row_parts, line, is_inside(tile.row + line, a.x.rows), a.row, at);
+    }
+    __syncthreads();
+  }
+
+  // Those of eight lines from `first`, a multiple of four.
+  __device__ __forceinline__ void read_rows(int first, float (&out)[8]) const { read(row_multipliers, first, out); }
+  __device__ __forceinline__ void read_columns(int first, float (&out)[8]) const { read(column_multipliers, first, out); }
+
+ private:
+  __device__ __forceinline__ static void read(const float* multipliers, int first, float (&out)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const float4 four = *reinterpret_cast<const float4*>(multipliers + first + i);
+      out[i] = four.x, out[i + 1] = four.y, out[i + 2] = four.z, out[i + 3] = four.w;
+    }
+  }
+
+  __device__ __forceinline__ static int64_t grid(int64_t elements) { return (elements + 127) / 128; }
+
+  __device__ __forceinline__ static int64_t place(const QuantizeArguments& a, int64_t line, int64_t block, int64_t blocks) {
+    return P::kWhole && a.scales_by_tile ? index_by_tile(line, block, blocks) : line * blocks + block;
+  }
+
+  __device__ __forceinline__ static bool is_inside(int64_t line, int64_t lines) { return line < lines && (P::kWhole || line >= 0); }
+
+  template <int Words, int Lanes, int Step>
+  __device__ __forceinline__ static void share(uint32_t (&words)[Words], int32_t* out) {
+    using Share = LaneShare<Words, Lanes, Step>;
+    Share::template reduce<T, false>(words);
+    if (Share::lane() % Share::kSame != 0) return;
+#pragma unroll
+    for (int i = 0; i < Share::kMine * kLinesPerWord<T>; ++i) {
+      out[Share::first() * kLinesPerWord<T> + i] = magnitude_bits<T, false>(words[i / kLinesPerWord<T>], i % kLinesPerWord<T>);
+    }
+  }
+
+  template <int Parts>
+  __device__ __forceinline__ static float scale_line(const QuantizeArguments& a, const int32_t (&parts)[Parts][128], int line,
+                                                     bool inside, const Output& out, int64_t at) {
+    int32_t most = parts[0][line];
+#pragma unroll
+    for (int i = 1; i < Parts; ++i) most = max(most, parts[i][line]);
+    const BlockScale<float> scale = block_scale<E, 128>(most, a, {});
+    if (inside && P::kWhole && a.scales_by_tile) {
+      store_by_tile(static_cast<uint32_t*>(out.scales), at, scale.stored);
+    } else if (inside) {
+      store_scale<128>(out.scales, at, scale.stored);
+    }
+    return scale.multiplier;
+  }
+};
+
+}  // namespace cuda
+}  // namespace blockfp
