@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import ml_dtypes
 import numpy as np
 
 from .definition import checks, numerics, views
@@ -14,9 +13,6 @@ from .definition.refusals import NoValues
 from .definition.rounding import Key
 from .formats import Format
 from .kernels import native
-
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""NumPy's dtype for each name of a high-precision dtype."""
 
 
 class BlockScaledArray(NoValues):
@@ -92,19 +88,6 @@ class BlockScaledArray(NoValues):
         return self.mT
 
 
-def check_parts(
-    codes: Any, scales: Any, tensor_scale: Any, format: Format, columns: int, dtype: Any, origin: tuple[int, int]
-) -> np.dtype:
-    """Returns the dtype of the original; raises TypeError or ValueError where parts of a quantized array don't fit."""
-    checks.check_place(columns, origin)
-    checks.check_codes(codes, columns, format)
-    checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
-    dtype = np.dtype(dtype)
-    if dtype not in DTYPES.values():
-        raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    return dtype
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(BlockScaledArray):
     """Codes, scales and a format.
@@ -134,8 +117,8 @@ class QuantizedArray(BlockScaledArray):
         object.__setattr__(self, "format", Format.parse(self.format))
         object.__setattr__(self, "codes", views.stored_codes(self.codes, self.format))
         object.__setattr__(self, "scales", views.stored_scales(self.scales, self.format))
-        parts = self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.dtype, self.origin
-        object.__setattr__(self, "dtype", check_parts(*parts))
+        checks.check_parts(self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.origin)
+        object.__setattr__(self, "dtype", checks.nominal_dtype(self.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,5 +191,5 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
 
 
 def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see."""
+    """Quantizes x and dequantizes it again, in its own dtype: the values that a product would see."""
     return quantize(x, format, key=key).dequantize()

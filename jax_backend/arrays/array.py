@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp.array import BlockScaledArray, check_parts
+from blockfp.array import BlockScaledArray
 from blockfp.definition import checks, layout, numerics
 from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
@@ -78,7 +78,8 @@ class QuantizedArray(BlockScaledArray):
     @classmethod
     def _from_parts(cls, codes, scales, tensor_scale, format: Format, columns: int, dtype, origin: tuple[int, int]):
         codes, scales = stored(codes, scales, format)
-        dtype = check_parts(codes, scales, tensor_scale, format, columns, dtype, origin)
+        checks.check_parts(codes, scales, tensor_scale, format, columns, origin)
+        dtype = checks.nominal_dtype(dtype)
         tensor_scale = None if tensor_scale is None else _constant(tensor_scale)
         return cls(codes, _constant(scales), tensor_scale, format, columns, dtype, origin)
 
