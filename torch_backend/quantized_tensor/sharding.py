@@ -44,8 +44,14 @@ def sharding_of(tensor: Tensor) -> Sharding:
     """
     mesh = mesh_of(tensor)
     if mesh is None:
-        return Sharding(tuple(tensor.shape), ONE_RANK, (Replicate(),))
+        return unsharded(tuple(tensor.shape))
     return _sharding(tuple(tensor.shape), core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@_kept
+def unsharded(shape: tuple[int, ...]) -> Sharding:
+    """Returns how a plain tensor lies: whole, on a mesh of one rank."""
+    return Sharding(shape, ONE_RANK, (Replicate(),))
 
 
 @_kept
