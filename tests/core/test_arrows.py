@@ -40,7 +40,7 @@ TORCH = (
 LATE = {
     "blockfp.check.plot": "takes matplotlib",
     "blockfp.files.modelfile": "takes safetensors, which an extra brings",
-    "blockfp.files.store": "takes safetensors, which an extra brings",
+    "blockfp.files.quantized_model": "takes safetensors, which an extra brings",
     "blockfp.jax_backend.implementations.pallas.arrays": "takes Mosaic, which is slow to import",
     "blockfp.torch_backend.checkpoint.checkpoint_files": "takes DCP, which is a second's import",
     "blockfp.torch_backend.checkpoint.index": "takes DCP, which is a second's import",

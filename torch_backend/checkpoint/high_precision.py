@@ -14,7 +14,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts
-from ..weights.state_dict import gathered, lying, stored_names
+from ..weights.state_dict import gathered, stored_names, stored_parts
 from . import model_names, ranks
 from .uneven import replicate_uneven
 
@@ -73,7 +73,8 @@ def _values(param: Tensor | None, shown: Any, dtype: torch.dtype | None) -> Any:
     local = None if param is None else sharding.local_of(param)
     if param is not None and isinstance(local, QuantizedTensor):
         parts = {
-            part.name: gathered(param, local, part) if _is_cut(param) else getattr(local, part.name) for part in lying(param)
+            part.name: gathered(param, local, part) if _is_cut(param) else getattr(local, part.name)
+            for part in stored_parts(param)
         }
         codes, scales, tensor_scale = (parts.get(name) for name in SUFFIXES)
         assert codes is not None

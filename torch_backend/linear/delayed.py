@@ -28,7 +28,7 @@ from .scale_watch import delayed_layers
 
 
 def record(history: Tensor, amax: Tensor) -> None:
-    """history[0] = max(history[0], amax) in place, a non-finite amax as 0 (`definition.scaling.record`).
+    """Sets history[0] to max(history[0], amax) in place, with a non-finite amax as 0 (`definition.scaling.record`).
 
     Args:
         history: float32 [length], newest first.
@@ -39,7 +39,7 @@ def record(history: Tensor, amax: Tensor) -> None:
 
 
 class _Scaled(NamedTuple):
-    """One operand's state, and what decides how it moves on."""
+    """One operand's state, and the options and groups by which it is updated."""
 
     history: Tensor
     scale: Tensor
@@ -128,7 +128,7 @@ def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
 
 @torch.no_grad()
 def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
-    """`update_scales` of these layers, in an order that is every rank's.
+    """Updates the scales of these layers, in an order that is the same on every rank.
 
     Args:
         layers: with delayed scaling.
@@ -166,7 +166,7 @@ def _operands(layer: RecipeLayer, replicas: DistributedDataParallel | None) -> I
 
 
 def _groups(weight: Tensor) -> tuple[str, ...]:
-    """Every axis of a weight's mesh: those that divide the batch, and those that divide the layer's operands."""
+    """Names of the groups along every axis of a weight's mesh that has more than one rank."""
     mesh = sharding.mesh_of(weight)
     if mesh is None:
         return ()
@@ -174,7 +174,7 @@ def _groups(weight: Tensor) -> tuple[str, ...]:
 
 
 def _by(operands: Iterable[_Scaled], key) -> list[tuple]:
-    """(key, members) in the order of first appearance, which is every rank's."""
+    """Pairs (key, members) in the order of first appearance, which is the same on every rank."""
     found: dict = {}
     for one in operands:
         found.setdefault(key(one), []).append(one)

@@ -22,7 +22,7 @@ from .parallel import Parallel
 
 
 class LinearState(NamedTuple):
-    """What a layer remembers between steps, in tensors that are written in place; None what its recipe doesn't use.
+    """Tensors that a layer keeps between steps, written in place; None for those that its recipe doesn't use.
 
     Attributes:
         input_amax_history, gradient_amax_history: float32 [steps], newest first, of delayed scaling.
@@ -53,7 +53,7 @@ def linear(
     key: Key | None = None,
     compute: Compute = "quantized",
 ) -> Tensor:
-    """x @ weight^T + bias, forward and backward in the formats of a recipe.
+    """Computes x @ weight^T + bias, forward and backward in the formats of a recipe.
 
     Args:
         x: float32, float16 or bfloat16, [.., in]; quantized as [tokens, in], so that columnwise blocks run along tokens.
@@ -97,7 +97,7 @@ def apply(
     parallel: Parallel | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """`linear` with a recipe from `recipes.for_linear`.
+    """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.

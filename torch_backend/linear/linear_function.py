@@ -96,14 +96,8 @@ class LinearFunction(torch.autograd.Function):
         if parallel is not None and parallel.style == "row":
             y = _summed_output(y, bias, counts, parallel)
         parts = w.parts if call.needs[0] else []
-        ctx.call, ctx.counts, ctx.format, ctx.origin, ctx.kept, ctx.parts = (
-            call,
-            counts,
-            w.format,
-            w.origin,
-            len(kept),
-            len(parts),
-        )
+        ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
+        ctx.format, ctx.origin = w.format, w.origin
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
@@ -221,8 +215,8 @@ def _times(
     bias: Tensor | None = None,
     index: int | None = None,
 ) -> Tensor:
-    """a @ b^T + bias, for size (rows of b, contracted length)."""
-    return multiply(a, b, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
+    """Multiplies a @ b^T + bias, for size (rows of b, contracted length)."""
+    return multiply(a, b, size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
@@ -236,7 +230,7 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
-    """Over what terms are summed, as `outputs.begin` takes it."""
+    """The destination of a sum over the ranks, as `outputs.begin` takes it."""
     return parallel.tokens if parallel.sequence else parallel.group
 
 
@@ -258,9 +252,10 @@ def _summed_output(terms: Tensor, bias: Tensor | None, counts: Sequence[int] | N
 
 
 def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
-    """Whether each group's whole float16 gradient holds an Inf, bool (): each rank's loss scaler looks at its own part.
+    """For each group a bool () that says whether its whole float16 gradient holds an Inf.
 
-    None where every rank sees it in the scales (`overflow.mark`), and for dtypes that need no loss scale.
+    Each rank's loss scaler looks at its own part alone. None where every rank sees an Inf in the scales (`overflow.mark`), and
+    for dtypes that need no loss scale.
     """
     if not groups or groups[0].dtype is not torch.float16 or not (parallel.gathers_gradient or parallel.cut_gradient):
         return [None] * len(groups)

@@ -1,4 +1,4 @@
-"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit."""
+"""`observe(model)`: the effect of quantization on each operand, step by step. It changes no bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Observed:
 
 @dataclass
 class Observation:
-    """What `observe` hands out.
+    """The open observation of a model, from `observe`.
 
     Attributes:
         records: what `step` has read so far.
@@ -86,7 +86,7 @@ class Observation:
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
-    """Records what quantization does to inputs and gradients of the model's layers, while it is open.
+    """Records the effect of quantization on inputs and gradients of the model's layers, while it is open.
 
     Example:
         >>> with bfp.observe(model) as observation:
@@ -117,7 +117,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:
-    """Adds what happened to an operand in both directions to a layer's figures.
+    """Adds the figures of an operand in both directions to those of a layer.
 
     Args:
         observed: float64 [operands, figures], written in place.
@@ -134,7 +134,7 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
 def observe_parts(
     observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """The same for one direction.
+    """Adds the figures of an operand in one direction to those of a layer.
 
     Args:
         observed: see `observe_operand`.

@@ -1,4 +1,4 @@
-"""What pipelines do before their first step leaves no trace in layers: random steps and amaxes stay as they were.
+"""Keeps the state of layers while pipelines try their stages out: random steps and amaxes stay as they were.
 
 To learn the shapes that stages send each other, torch's schedules (2.13) run every stage once, forward and backward, on memory
 with anything in it. They put torch's own random numbers back and know nothing of the state that layers keep in buffers. There

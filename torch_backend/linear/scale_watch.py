@@ -1,4 +1,4 @@
-"""Which layers have delayed scaling, who updates their scales, and what refuses steps after which nobody does.
+"""A register of the layers with delayed scaling and of who updates their scales; it refuses steps that nobody follows up.
 
 A layer records amaxes, and an optimizer knows parameters alone. So layers enter here when they are made, and an optimizer's
 layers are those whose weights it holds. A layer has one keeper, which updates its scales after each of its own steps: an
@@ -29,7 +29,7 @@ from .recipe_layer import RecipeLayer
 
 @dataclass
 class _Watched:
-    """What is known of a layer.
+    """A layer's entry in the register.
 
     Attributes:
         number: in the order in which layers were made, which is every rank's.
@@ -67,7 +67,7 @@ def watch(layer: RecipeLayer) -> None:
 
 
 def note_sharded(layer: RecipeLayer, weight: Tensor) -> None:
-    """Tells that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
+    """Notes that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
     known, mesh = _watched[layer], sharding.mesh_of(weight)
     assert mesh is not None
     before = None if known.sharded is None else sharding.mesh_of(known.sharded)
@@ -83,7 +83,7 @@ def delayed_layers(model: nn.Module) -> list[RecipeLayer]:
 
 
 def _all() -> list[tuple[RecipeLayer, _Watched]]:
-    """All layers, at once: other threads may make some."""
+    """All layers with their entries, taken at once, since other threads may make some."""
     layers = [layer for layer in (ref() for ref in _watched.keyrefs()) if layer is not None]
     return sorted(((layer, _watched[layer]) for layer in layers), key=lambda item: item[1].number)
 
@@ -111,7 +111,7 @@ def _weights(layer: RecipeLayer, known: _Watched) -> list[Tensor]:
 
 
 def weight_of(layer: RecipeLayer) -> Tensor:
-    """The weight as an optimizer holds it; as the layer does, where none is known to."""
+    """The weight as an optimizer holds it, or as the layer does if no optimizer is known to."""
     return _weights(layer, _watched[layer])[-1]
 
 
@@ -136,7 +136,7 @@ def layers_to_update(optimizer: Optimizer) -> list[RecipeLayer]:
 
 
 def by_hand(layers: Iterable[RecipeLayer]) -> list[RecipeLayer]:
-    """Those of the layers that a call by hand is to update: the ones without a keeper."""
+    """Returns the layers that a call by hand is to update, those without a keeper, and notes the call."""
     own = [layer for layer in layers if _watched[layer].kept_by is None]
     for layer in own:
         known = _watched[layer]
@@ -220,7 +220,7 @@ def _refuse_stale(optimizer: Optimizer) -> None:
 
 
 def _unkept(layer: RecipeLayer) -> _Watched:
-    """What is known of a layer; of one that has a keeper, that nothing is stale."""
+    """Returns a layer's entry; that of a layer with a keeper says that nothing is stale."""
     known = _watched[layer]
     return known if known.kept_by is None else _Watched(known.number)
 
@@ -236,7 +236,7 @@ def _frozen() -> list[RecipeLayer]:
 
 
 def _recorded(layer: RecipeLayer) -> bool:
-    """Whether amaxes were recorded that became no scales: it waits for the device."""
+    """Returns whether amaxes were recorded that became no scales; waits for the device."""
     histories = (layer.input_amax_history, layer.gradient_amax_history)
     readable = [history for history in histories if type(history) is Tensor and not history.is_meta]
     if not readable or (readable[0].is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -40,7 +40,7 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
 
 
 def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
-    """[rows, columns] of an operand that was quantized columnwise, its rotation undone."""
+    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone."""
     values = values_of(parts, cast.format, rows)
     if cast.rotate:
         group, whole = rotation.GROUP, rows - rows % rotation.GROUP
@@ -81,7 +81,10 @@ class OfInput(torch.autograd.Function):
 
 
 def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | None:
-    """The sum of this run's gradients, of those that wait. Others came from runs that ended before the forward's node."""
+    """Takes all gradients that wait, and returns the sum of this run's.
+
+    Others are of runs that ended before the forward's node.
+    """
     task = torch._C._current_graph_task_id()
     own = [gradient for number, gradient in waiting if number == task]
     waiting.clear()
@@ -89,12 +92,12 @@ def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | Non
 
 
 def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
-    """The sum of a gradient and of what `taken` gave, if it gave something."""
+    """Adds the result of `taken`, if there is one, to a gradient."""
     return d_x if carried is None else d_x + carried
 
 
 def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The backward of `LinearFunction` where it is to be differentiated: as many gradients as that has arguments."""
+    """Runs the backward of `LinearFunction` so that its gradients can be differentiated."""
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
@@ -128,7 +131,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; those that are not wanted are of no use."""
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; the original in directions not wanted."""
     recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
     rowwise = recipe.gradient if needs_x else HIGH_PRECISION
     columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
@@ -154,7 +157,7 @@ def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
 
 
 def without_derivative(backward: Callable[..., Any], ctx: Any, gradient: Tensor, reason: str) -> Any:
-    """What a backward gives, in grad mode, without a derivative: taking one raises RuntimeError with this reason."""
+    """Runs a backward in grad mode; taking a derivative of its results raises RuntimeError with this reason."""
     with torch.no_grad():
         results = backward(ctx, gradient)
     if not gradient.requires_grad:

@@ -106,7 +106,7 @@ class QuantizedLayer(InParts, RecipeLayer):
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
             axes = mesh.ndim - (self.parallel is not None)
             if axes:
-                self.data_rank = sharding.data_rank(mesh, axes)
+                self.data_rank = sharding.leading_rank(mesh, axes)
         super().__setattr__(name, value)
 
     def make_parameters(

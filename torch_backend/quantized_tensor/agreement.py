@@ -1,4 +1,4 @@
-"""Whether ranks hold the same kinds of weights: found out once, before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
@@ -55,7 +55,7 @@ def agree_before_gather() -> None:
 
 
 def recipe_of(module: nn.Module) -> str | None:
-    """All that a layer's recipe says, in the same words in every process; None where it has none."""
+    """A description of a layer's recipe, in the same words in every process; None where it has none."""
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         return None
@@ -65,13 +65,13 @@ def recipe_of(module: nn.Module) -> str | None:
 
 
 def kind_of(param: Tensor) -> str:
-    """What a parameter is on every rank: its format, shape and dtype."""
+    """A description of a parameter that holds on every rank: its format, shape and dtype."""
     format = getattr(local_of(param), "format", None)
     return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
 
 
 def _gathered_together(frame: Any, param: Any) -> Sequence[Any]:
-    """The parameters of the gather that a frame is about."""
+    """The parameters that are gathered together with `param`, from the frames of FSDP2 above `frame`."""
     for _ in range(4):
         params = frame.f_locals.get("fsdp_params")
         if isinstance(params, list | tuple) and any(one is param for one in params):

@@ -72,11 +72,15 @@ class AmaxExchange:
 
 def _taken(amaxes: Tensor, shared: SharedBlocks) -> Tensor:
     """The entries of shared blocks, among zeros for those that only other ranks have."""
-    held = dict(shared.held)
-    shape = list(amaxes.shape)
-    shape[shared.dim] = 1
-    zero = amaxes.new_zeros(shape)
-    entries = [amaxes.narrow(shared.dim, held[n], 1) if n in held else zero for n in range(shared.count)]
+    entries, end = [], 0
+    for number, index in (*shared.held, (shared.count, None)):
+        if number > end:
+            shape = list(amaxes.shape)
+            shape[shared.dim] = number - end
+            entries.append(amaxes.new_zeros(shape))
+        if index is not None:
+            entries.append(amaxes.narrow(shared.dim, index, 1))
+        end = number + 1
     return torch.cat(entries, shared.dim)
 
 

@@ -45,7 +45,7 @@ class WeightShard(NamedTuple):
 
 
 def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
-    """Codes and scales of this rank's parts of weights, in the order given; ranks reduce the amaxes that they share first.
+    """Quantizes this rank's parts of weights, after ranks have reduced the amaxes that they share.
 
     Every rank that holds a part of one of the weights must call it, with the weights in one order.
     """
@@ -98,7 +98,7 @@ class Direction(NamedTuple):
 def quantize_operand_shard(
     x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
 ) -> list[list[Tensor]]:
-    """Codes, scales and, of two-level formats, tensor scale of this rank's part, as the whole matrix's quantization has them.
+    """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
 
     Args:
         x: this rank's part [rows, columns], float32, float16 or bfloat16.

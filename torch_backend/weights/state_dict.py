@@ -39,15 +39,15 @@ from ..quantized_tensor.tensor import QuantizedTensor
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
-    """The parts of a quantized parameter by what follows its name in a state dict; see the head of this module.
+    """The parts of a quantized parameter by the suffix of their names in a state dict; see the head of this module.
 
     Collective where a part is to be whole.
     """
     q = _quantized(param)
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
-    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in lying(param)}
-    empty = nothing(q, param.shape)
+    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
+    empty = empty_entry(q, param.shape)
     empty = empty if sharding.mesh_of(param) is None else replicated(param, empty)
     return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
 
@@ -56,12 +56,12 @@ def stored_names(name: str, param: Tensor) -> list[str]:
     """The names of `stored` in a state dict, for a parameter of this name; none where it isn't quantized."""
     if not isinstance(sharding.local_of(param), QuantizedTensor):
         return []
-    suffixes = [SUFFIXES[part.name] for part in lying(param)]
+    suffixes = [SUFFIXES[part.name] for part in stored_parts(param)]
     return [name + suffix for suffix in ("", *suffixes, f"{FORMAT}{_quantized(param).format}")]
 
 
-def nothing(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
-    """What stands under a parameter's own name, and under that of its format."""
+def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
+    """The empty tensor under a parameter's own name, and under that of its format."""
     return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
 
 
@@ -75,7 +75,7 @@ def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
 
 
 def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
-    """The whole of a part, alike on every rank; collective over the mesh axes that cut the parameter."""
+    """Gathers the whole of a part on every rank; collective over the mesh axes that cut the parameter."""
     own = _own(q, part)
     if part.unit is None:
         # torch's copies for asynchronous saves leave DTensors of shape () out: this one mustn't change while it is written.
@@ -110,7 +110,7 @@ def _quantized(param: Tensor) -> QuantizedTensor:
     return q
 
 
-def lying(param: Tensor) -> tuple[Part, ...]:
+def stored_parts(param: Tensor) -> tuple[Part, ...]:
     """The parts of a quantized parameter, as they lie on its mesh."""
     return parts.parts(_quantized(param).format, sharding.sharding_of(param))
 
@@ -143,12 +143,12 @@ def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None
 
 
 def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Takes the parts of a parameter out of a state dict, by what follows its name.
+    """Takes the parts of a parameter out of a state dict, by the suffix of their names.
 
     Raises:
         ValueError: one is missing; nothing is taken out then.
     """
-    suffixes = [*(SUFFIXES[part.name] for part in lying(param)), f"{FORMAT}{_quantized(param).format}"]
+    suffixes = [*(SUFFIXES[part.name] for part in stored_parts(param)), f"{FORMAT}{_quantized(param).format}"]
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
         format = _quantized(param).format
@@ -173,7 +173,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         raise ValueError(f"{key} is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if q.geometry.gathered:
         raise ValueError(f"{key} is FSDP's gathered copy of a sharded weight: call reshard() on its FSDPModule first")
-    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in lying(param)]
+    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in stored_parts(param)]
     for own, value in copies:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
@@ -181,7 +181,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:
-    """What this rank is to hold of a part."""
+    """This rank's piece of a part."""
     own = _own(q, part)
     region = sharding.region_of(param)
     if value.dtype != own.dtype:
@@ -200,7 +200,7 @@ def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: 
 
 
 def cut(format: Format, part: Part, whole: Tensor, region: Region) -> Tensor:
-    """What belongs to a region, of the whole of a part."""
+    """The piece of a whole part that belongs to a region."""
     width = format.element.bits
     if part.name == "codes" and width < 8:
         codes = layout.unpack(whole[region.slices[:-1]], width, whole.shape[-1] * 8 // width)

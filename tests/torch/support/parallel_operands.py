@@ -46,8 +46,9 @@ def record_products(monkeypatch):
     """What each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
-    def recorded(a, b, n, k, bias, dtype, **options):
-        out = multiply(a, b, n, k, bias, dtype, **options)
+    def recorded(a, b, size, bias, dtype, **options):
+        out = multiply(a, b, size, bias, dtype, **options)
+        n, k = size
         left = (a.parts, a.format, a.origin, k)
         right = (b.parts, b.format, b.origin, n if b.transposed else k)
         if b.is_one_tensor:
