@@ -25,6 +25,7 @@ from ..quantized_tensor.dtensors import from_local
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_
 from ..weights.module_state import InParts, keep_in_parts
@@ -186,7 +187,7 @@ class QuantizedLayer(InParts, RecipeLayer):
         A CUDA graph would write into copies of them otherwise.
         """
         for buffer in self.buffers(recurse=False):
-            torch._dynamo.mark_static_address(buffer, guard=False)
+            mark_static_address(buffer)
 
     def state(self) -> LinearState:
         """Returns the buffers as `linear` takes them."""
