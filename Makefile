@@ -1,5 +1,6 @@
 # make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots
 # make test   lint, types, the wheel, all tests against the installed wheel
+# make docs   the pages of docs/ and the API's, into build/docs; a warning is an error
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
 # make sanitize   the tests of the CPU kernels, which are built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
@@ -10,7 +11,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help demo test cuda sanitize lint clean
+.PHONY: help demo test docs cuda sanitize lint clean
 
 ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
@@ -52,6 +53,9 @@ test: .venv/dev lint
 	$(BIN)/python -P -c "import numpy; numpy.save('small.npy', numpy.linspace(-3, 3, 4096, dtype='f4').reshape(32, 128))"
 	$(BIN)/blockfp info
 	$(BIN)/blockfp check small.npy --format mxfp8_e4m3 --format nvfp4 --report small.json --plot small.png
+
+docs: .venv/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 cuda:
 	@if ! command -v nvcc > /dev/null && ! test -x /usr/local/cuda/bin/nvcc; then
@@ -107,6 +111,10 @@ lint: .venv/dev
 
 .venv/dev: .venv/package
 	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[dev]"
+	touch $@
+
+.venv/docs: .venv/package
+	@$(PIP) "$$(echo $(ROOT)/dist/blockfp-*.whl)[docs]"
 	touch $@
 
 .venv/model: .venv/torch

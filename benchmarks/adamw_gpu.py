@@ -14,13 +14,14 @@ import json
 import pathlib
 import time
 
+import numpy as np
 import torch
 from blockfp.torch_backend.custom_ops import cuda
 from gpu import byte_count, environment, milliseconds
 
 from blockfp.definition import adamw
 from blockfp.formats import Format
-from blockfp.kernels.step_table import Step
+from blockfp.kernels import step_table
 from blockfp.torch import AdamW, quantize
 
 GOAL = 0.85
@@ -35,11 +36,11 @@ KERNEL_CASES = [
 ]
 
 
-def steps_of(name: str | None, moments: str, dtype: str) -> list[Step]:
-    """Everything a kernel call is told, made beforehand."""
-    steps, kept = [], {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}[moments]
+def arrays_of(name: str | None, moments: str, dtype: str) -> tuple[list[list[torch.Tensor | None]], np.ndarray]:
+    """The arrays of all parameters (`step_table.ARRAYS`), and the table that a kernel call is given, made beforehand."""
+    arrays, rows, kept = [], [], {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}[moments]
     c = adamw.coefficients(10, 1e-3, (0.9, 0.999), 1e-8, 0.01)
-    for number, shape in enumerate(SHAPES):
+    for shape in SHAPES:
         weight = torch.randn(shape, device="cuda")
         first, second = (torch.full(shape, 0.01, device="cuda").to(kept) for _ in range(2))
         scales = [torch.ones(shape[0], shape[1] // 128, device="cuda") for _ in range(2)] if moments == "fp8" else [None, None]
@@ -48,18 +49,19 @@ def steps_of(name: str | None, moments: str, dtype: str) -> list[Step]:
             q = quantize(weight, name)
             out, out_scales, format = q.codes, q.scales, q.format
         gradient = torch.randn(shape, device="cuda").to(getattr(torch, dtype))
-        steps.append(
-            Step(gradient, weight, first, second, *scales, c, 10, number, out, out_scales, format, "bfloat16", (0, 0, 0), shape)
-        )
-    return steps
+        arrays.append([gradient, weight, first, second, *scales, out, out_scales])
+        moment = str(kept).removeprefix("torch.")
+        rows.append(step_table.row(shape, dtype, moment, None, format, nominal="bfloat16", whole=shape))
+    addresses = [[*(0 if x is None else x.data_ptr() for x in own), 0, 0] for own in arrays]
+    count = len(SHAPES)
+    return arrays, step_table.pack(rows, addresses, range(count), [c] * count, [10] * count, (0, 0))
 
 
-def bytes_of(steps: list[Step]) -> int:
+def bytes_of(arrays: list[list[torch.Tensor | None]]) -> int:
     total = 0
-    for s in steps:
-        state = (s.weight, s.first, s.second, s.first_scales, s.second_scales)
-        total += byte_count(s.gradient) + sum(2 * byte_count(x) for x in state if x is not None)
-        total += sum(byte_count(x) for x in (s.out, s.out_scales) if x is not None)
+    for gradient, *state, out, out_scales in arrays:
+        total += byte_count(gradient) + sum(2 * byte_count(x) for x in state if x is not None)
+        total += sum(byte_count(x) for x in (out, out_scales) if x is not None)
     return total
 
 
@@ -80,11 +82,12 @@ def copy_speed() -> float:
 
 def kernels(rows: list, copy: float) -> None:
     for name, moments, dtype in KERNEL_CASES:
-        steps = steps_of(name, moments, dtype)
-        ms = milliseconds(lambda steps=steps: cuda.adamw(steps, (0, 0)), 30)
+        arrays, table = arrays_of(name, moments, dtype)
+        on = arrays[0][0]
+        ms = milliseconds(lambda table=table, on=on: cuda.adamw(table, on), 30)
         goal = GOAL if moments == "float32" and name in ("mxfp8_e4m3_32x32", "fp8_e4m3_128x128") else None
-        note(rows, f"kernel: {name or 'no codes'}, {moments} moments, {dtype} gradient", bytes_of(steps), ms, copy, goal)
-        del steps
+        note(rows, f"kernel: {name or 'no codes'}, {moments} moments, {dtype} gradient", bytes_of(arrays), ms, copy, goal)
+        del arrays, on
         torch.cuda.empty_cache()
 
 
@@ -98,7 +101,7 @@ def optimizers(rows: list, copy: float) -> None:
         optimizer = AdamW(params)
         optimizer.step()
         elements = sum(p.numel() for p in params)
-        two_pass = format.per_tensor or format.scale.two_level
+        two_pass = format.has_tensor_scale
         count = int(elements * (2 + 24 + format.bytes_per_element + (8 if two_pass else 0)))
         note(rows, f"AdamW.step: {name}, bfloat16 gradient", count, milliseconds(optimizer.step, 30), copy)
         rows.append({"case": f"AdamW.step: {name}, host", "ms": round(host_milliseconds(optimizer.step), 4)})

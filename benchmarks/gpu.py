@@ -96,7 +96,7 @@ class Case:
         self.row = self._outputs(x.shape) if "r" in directions else (None, None)
         self.column = self._outputs((x.shape[1], x.shape[0])) if {"c", "p"} & set(directions) else (None, None)
         self.amax = self.tensor_scale = None
-        if format.per_tensor or format.scale.two_level:
+        if format.has_tensor_scale:
             self.amax = torch.zeros(2 if self.rotate else 1, dtype=torch.int32, device="cuda")
         if format.scale.two_level:
             self.tensor_scale = torch.zeros(2 if self.rotate else 1, device="cuda")

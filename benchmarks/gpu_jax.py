@@ -15,7 +15,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend.implementations import ffi, implementations
+from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.implementations.pallas import arrays
 
 from blockfp.definition import numerics
@@ -78,7 +78,7 @@ def cases(shape: tuple[int, int], x: jax.Array):
     for format in map(Format.parse, DEQUANTIZE):
         q = jax.jit(partial(numerics.quantize, format=format))(x)
         yield str(format), "dequantize", partial(_dequantize, format, columns=shape[1]), (q,), None
-    if implementations._missing("ffi") is None:
+    if choice.missing("ffi") is None:
         for format in map(Format.parse, FFI):
             whole = one if format.scale.two_level else None
             arguments = (x,) if whole is None else (x, whole)
@@ -107,7 +107,8 @@ def _cast(x, multiplier, *, directions):
 
 
 def _ffi(format, x, amax=None, *, both):
-    return (ffi.quantize_both if both else ffi.quantize)(x, format, amax=amax)
+    library = choice.choose("ffi", "quantize", format=format)
+    return (library.quantize_both if both else library.quantize)(x, None, amax, format=format)
 
 
 def against_torch(x: jax.Array) -> list[dict]:
@@ -186,7 +187,7 @@ def main() -> None:
             row["share of copy"] = round(row["GB/s"] / ceiling, 3)
             print(f"  {row['kernel']:28} {row['direction']:13} {row['GB/s']:6} {row['share of copy']:.3f}")
         results.append({"shape": shape, "copy GB/s": round(ceiling), "rows": rows})
-        if shape == SHAPES[0] and implementations._missing("ffi") is None:
+        if shape == SHAPES[0] and choice.missing("ffi") is None:
             beside = against_torch(x)
     if len(sys.argv) > 1:
         driver = subprocess.run(

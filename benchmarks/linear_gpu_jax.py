@@ -27,7 +27,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend.implementations import implementations
+from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.linear.products import BLOCK_SCALES
 
 import blockfp.jax as bfp
@@ -91,7 +91,7 @@ def compiled(name: str, sizes: tuple[int, int, int, int], options: dict[str, Any
     """(a step on arguments of its own, seconds that it took to compile)."""
     recipe, _, by = name.partition(":")
     operands = arguments(recipe, *sizes)
-    by_xla = mock.patch.object(implementations, "missing_product", return_value="the benchmark wants XLA's")
+    by_xla = mock.patch.object(choice, "missing_product", return_value="the benchmark wants XLA's")
     began = time.perf_counter()
     with by_xla if by == "xla" else nullcontext():
         lowered = jax.jit(partial(step, recipe)).lower(*operands)
@@ -122,7 +122,7 @@ def main() -> None:
     sizes = (options.tokens, options.features, options.ffn, options.experts)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
     about = {"shape": sizes, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "compiler_options": flags,
-             "cuBLASLt for products": implementations.missing_product(BLOCK_SCALES) or "yes"}  # fmt: skip
+             "cuBLASLt for products": choice.missing_product(BLOCK_SCALES) or "yes"}  # fmt: skip
     print(json.dumps(about), flush=True)
     base, seconds = compiled("bf16", sizes, flags)
     print(f"bf16 compiled in {seconds:.1f} s", flush=True)

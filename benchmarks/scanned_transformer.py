@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from blockfp.jax_backend.implementations import implementations
+from blockfp.jax_backend.implementations import choice
 
 import blockfp.jax as bfp
 
@@ -60,9 +60,9 @@ def compiled(recipe: str, *, implementation: str | None, times: int = 3) -> Comp
     params = {name: jnp.asarray(rng.standard_normal((LAYERS, *shape), np.float32)) for name, shape in SHAPES.items()}
     x, best, lines = jnp.ones((TOKENS, WIDTH)), float("inf"), 0
     bfp.quantize(x, "mxint8")
-    missing = implementations._missing
+    missing = choice.missing
     only = (lambda name: missing(name) if name == "xla" else "not wanted") if implementation == "xla" else missing
-    with mock.patch.object(implementations, "_missing", only):
+    with mock.patch.object(choice, "missing", only):
         for _ in range(times):
             jax.clear_caches()
             start = time.perf_counter()

@@ -3,7 +3,7 @@
 This package is the core and its NumPy face. `import blockfp.jax` and `import blockfp.torch` are the other two.
 """
 
-from . import formats, recipes
+from . import errors, formats, recipes
 from .array import QuantizedArray, fake_quantize, quantize
 from .files.saving import load, save
 from .formats import Format
@@ -16,6 +16,7 @@ __all__ = [
     "QuantizedArray",
     "Recipe",
     "__version__",
+    "errors",
     "fake_quantize",
     "formats",
     "load",
@@ -23,3 +24,7 @@ __all__ = [
     "recipes",
     "save",
 ]
+
+# Pickles and tracebacks name what users import: rooms may move.
+for _public in (QuantizedArray, fake_quantize, load, quantize, save):
+    _public.__module__ = __name__

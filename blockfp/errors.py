@@ -1,4 +1,4 @@
-"""What is raised of files and checkpoints that can't be used. Importing it needs nothing but Python."""
+"""blockfp's own errors. Importing them needs nothing but Python."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class BadFile(ValueError):
 
 class BadCheckpoint(ValueError):
     """A checkpoint that can't be used; the message names the file, or the entry, and what is wrong with it."""
+
+
+class BadBackend(ValueError):
+    """A backend of `blockfp check` that can't be found or doesn't do what it must; the message says what is wrong."""
 
 
 def _shortened(text: str) -> str:

@@ -1,15 +1,27 @@
 """The JAX face of blockfp: `import blockfp.jax as bfp`. Never imports PyTorch."""
 
-from .jax_backend.arrays.array import QuantizedArray, fake_quantize, quantize
+from . import errors, formats, recipes
+from .formats import Format
+from .jax_backend.arrays.array import QuantizedArray
 from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
-from .jax_backend.arrays.directions import quantize_both, quantize_columnwise
-from .jax_backend.arrays.interchange import from_torch
+from .jax_backend.arrays.dlpack import from_torch
+from .jax_backend.arrays.identity import Static
+from .jax_backend.arrays.quantize import fake_quantize, quantize, quantize_both, quantize_columnwise
 from .jax_backend.files import load, save
 from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scales
 from .jax_backend.linear.dot_general import dot_general
 from .jax_backend.linear.grouped import grouped_linear
 from .jax_backend.linear.linear import linear
-from .jax_backend.params.optimizer import adam, adamw, apply_updates, with_masters
+from .jax_backend.params.optimizer import (
+    AdamState,
+    MasterState,
+    Optimizer,
+    Replacement,
+    adam,
+    adamw,
+    apply_updates,
+    with_masters,
+)
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import (
     named_shardings,
@@ -20,10 +32,17 @@ from .jax_backend.params.placing import (
     unshard_state,
 )
 from .jax_backend.params.restoring import rebuild_params
+from .recipes import Recipe
 
 __all__ = [
+    "AdamState",
     "DelayedState",
+    "Format",
+    "MasterState",
+    "Optimizer",
     "QuantizedArray",
+    "Recipe",
+    "Replacement",
     "adam",
     "adamw",
     "all_gather",
@@ -32,7 +51,9 @@ __all__ = [
     "delayed_state",
     "dequantize_params",
     "dot_general",
+    "errors",
     "fake_quantize",
+    "formats",
     "from_torch",
     "grad",
     "grouped_linear",
@@ -45,6 +66,7 @@ __all__ = [
     "quantize_columnwise",
     "quantize_params",
     "rebuild_params",
+    "recipes",
     "reduce_scatter",
     "save",
     "shard_params",
@@ -55,3 +77,8 @@ __all__ = [
     "value_and_grad",
     "with_masters",
 ]
+
+# Pickles and tracebacks name what users import: rooms may move. `Static` is in those of tree structures.
+for _public in (Static, *map(globals().__getitem__, __all__)):
+    if getattr(_public, "__module__", "").startswith(f"{__package__}.jax_backend."):
+        _public.__module__ = __name__

@@ -25,9 +25,6 @@ Direction = Literal["rowwise", "columnwise"]
 Product = Literal["forward", "dgrad", "wgrad"]
 Compute = Literal["quantized", "high_precision"]
 
-STATE = (("input_amax_history", "input_scale"), ("gradient_amax_history", "gradient_scale"), ("rng_key", "step"))
-"""The buffers that a recipe may need, by their names in PyTorch's layers: pairs, of which a layer has both or none."""
-
 _OPERANDS: tuple[Operand, ...] = get_args(Operand)
 _DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 _PRODUCTS: tuple[Product, ...] = get_args(Product)
@@ -35,7 +32,7 @@ _PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand is quantized in one direction.
+    """Quantization of one operand in one direction.
 
     Attributes:
         format: a `Format` (or its name); None keeps the operand in high precision.
@@ -239,10 +236,10 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 _NAMED = {name: make() for name, make in RECIPES.items()}
 
 ByPath = Callable[[str], "Recipe | str | None"]
-"""From a module's (or a weight's) path to a recipe, its name, or None: that one stays as it is, in high precision."""
+"""A function from a module's (or a weight's) path to a recipe, its name, or None, which leaves it in high precision."""
 
 CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
-"""From (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
+"""A function from (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
 
 
 def parse(recipe: Recipe | str) -> Recipe:
@@ -281,7 +278,7 @@ def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
 
 
 def by_operand(casts: CastFunction) -> ByPath:
-    """A function of the path, as `resolve` takes it, of one that gives the cast of each operand in each direction.
+    """Makes a function of the path, which `resolve` takes, from one that gives the cast of each operand in each direction.
 
     Where it gives None for all of them, the module stays as it is.
 

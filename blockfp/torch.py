@@ -5,43 +5,61 @@ bits as the NumPy and JAX faces. `convert` turns the linear layers of a model in
 weights, under FSDP2 too.
 """
 
-from .torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from . import errors, formats, recipes
+from .formats import Format
+from .recipes import Recipe
+from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.linear import LinearState, linear
-from .torch_backend.linear.observe import observe
+from .torch_backend.linear.observe import Observation, Observed, observe
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.grouped_linear import GroupedLinear
+from .torch_backend.modules.kinds import _rebuild_layer
 from .torch_backend.modules.layernorm_linear import LayerNormLinear
 from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
-from .torch_backend.modules.summary import summary
+from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
-from .torch_backend.quantized_tensor.tensor import QuantizedTensor
+from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
+from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.init import init_
 from .torch_backend.weights.loading import load_high_precision_
+from .torch_backend.weights.module_state import _LoadHooks, _show_parts
 
 __all__ = [
     "Adam",
     "AdamW",
+    "CastWeight",
+    "Format",
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LeftWeight",
     "Linear",
     "LinearState",
+    "Loaded",
     "MultiheadAttention",
+    "Observation",
+    "Observed",
     "QuantizedTensor",
+    "QuantizedWeight",
+    "Recipe",
+    "Saving",
+    "Summary",
     "TransformerLayer",
     "convert",
+    "errors",
     "fake_quantize",
+    "formats",
     "from_jax",
     "high_precision_state_dict",
     "init_",
@@ -54,9 +72,16 @@ __all__ = [
     "parallelize",
     "quantize",
     "random_key",
+    "recipes",
     "save",
     "save_checkpoint",
     "summary",
     "update_scales",
     "update_scales_after",
 ]
+
+# Pickles and tracebacks name what users import: rooms may move.
+_IN_PICKLES = (_rebuild_layer, _rebuild_tensor, _rebuild_cast_weight, _LoadHooks, _show_parts)
+for _public in (*_IN_PICKLES, *map(globals().__getitem__, __all__)):
+    if getattr(_public, "__module__", "").startswith(f"{__package__}.torch_backend."):
+        _public.__module__ = __name__

@@ -91,7 +91,7 @@ def build(
     weights = byte_text.first_weights(config, seed)
     model.load_state_dict({f"{name}.weight": torch.from_numpy(value) for name, value in weights.items()})
     if recipe != "bf16":
-        bfp.convert(model, recipe, filter=lambda name, module: name != "head")
+        bfp.convert(model, recipe, filter_fn=lambda name, module: name != "head")
     for name, key in byte_text.first_keys(config, seed).items():
         # The same on every rank.
         if getattr(model.get_submodule(name), "rng_key", None) is not None:

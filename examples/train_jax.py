@@ -126,7 +126,7 @@ def start(config: byte_text.Config, recipe: str, seed: int, optimizer, mesh: jax
     specs = {name: P() for name in first} | {
         "blocks": {name: P(None, "data") if name in MATRICES else P() for name in first["blocks"]}
     }
-    whole = first if recipe == "bf16" else bfp.quantize_params(first, recipe, filter=is_matrix)
+    whole = first if recipe == "bf16" else bfp.quantize_params(first, recipe, filter_fn=is_matrix)
     state = optimizer.init(whole, first)
     scaling, random = first_scaling(config.layers, recipe), first_random(config, recipe, seed)
     if resume is not None:

@@ -1,4 +1,4 @@
-"""What `blockfp check` knows JAX as."""
+"""The adapter of JAX for `blockfp check`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
 
-from .arrays.array import QuantizedArray, quantize
-from .implementations import implementations
+from .arrays.array import QuantizedArray
+from .arrays.quantize import quantize
+from .implementations import choice
 from .linear.products import BLOCK_SCALES
 
 
@@ -22,7 +23,7 @@ class JaxBackend:
     @property
     def version(self) -> str:
         version = f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
-        missing = implementations.missing_cublas(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
+        missing = choice.missing_cublas(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
         return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:

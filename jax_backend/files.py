@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockfp.array import QuantizedArray as NumpyArray
+from blockfp.errors import BadFile
 from blockfp.files import saving
-from blockfp.kernels.routes import has_tensor_scale
 
 from .arrays.array import QuantizedArray, is_quantized
 from .params.params import shares_scale
@@ -107,12 +107,12 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 
 
 def _is_stack(leaf: Any) -> bool:
-    """Whether a leaf is a stack of matrices that have a scale per tensor each."""
-    return is_quantized(leaf) and leaf.ndim > 2 and has_tensor_scale(leaf.format) and not shares_scale(leaf)
+    """Returns True for a stack of matrices that have a scale per tensor each."""
+    return is_quantized(leaf) and leaf.ndim > 2 and leaf.format.has_tensor_scale and not shares_scale(leaf)
 
 
 def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """(name, array) of what a leaf is in a file: itself, or each matrix of a stack."""
+    """Yields (name, array) for what a leaf is in a file: itself, or each matrix of a stack."""
     if not _is_stack(leaf):
         yield name, leaf
         return
@@ -128,8 +128,6 @@ def _to_jax(path: Path, name: str, array: np.ndarray | NumpyArray) -> jax.Array 
         with np.errstate(over="ignore", under="ignore"):
             narrow = array.astype(dtype)
         if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind == "f"):
-            from blockfp.files.modelfile import BadFile
-
             problem = f"its values need {array.dtype}, and JAX without jax_enable_x64 has {dtype}"
             raise BadFile(path, f"{problem}: jax.config.update('jax_enable_x64', True) keeps them", name)
         return jnp.asarray(narrow)

@@ -8,8 +8,24 @@ import pytest
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # Several workers share a GPU, of which JAX would take three quarters for each.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Ranks are threads, and workers are processes: more threads for each one's sums would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile believes the processor, instead of compiling a program for each instruction set that it names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+
+@pytest.fixture(params=["kernels", "definition"])
+def route(request):
+    """Both of what can run behind the faces on a CPU, which must not differ in a bit; the name of the one."""
+    from blockfp.kernels import native, switch
+
+    if request.param == "definition":
+        with switch.definition_only():
+            yield request.param
+    elif native.available():
+        yield request.param
+    else:
+        pytest.skip(native.status())
 
 
 @pytest.fixture

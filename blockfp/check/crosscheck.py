@@ -15,8 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..definition import layout, numerics
+from ..definition import checks, layout, numerics
 from ..definition.numerics import Quantized
+from ..errors import BadBackend
 from ..formats import Format
 from .measure import Statistics, measure
 
@@ -24,21 +25,17 @@ PIECE = 1 << 18
 """Elements handled at once: what the definition needs of them in NumPy stays in a core's cache."""
 
 
-class BadBackend(ValueError):
-    """A backend that can't be found, or doesn't do what `Backend` says; the message says what is wrong."""
-
-
 class Backend(Protocol):
-    """What quantizes: a library behind NumPy arrays."""
+    """The protocol of a backend: a library that quantizes NumPy arrays."""
 
     @property
     def name(self) -> str:
-        """How reports call it, such as "jax"."""
+        """The name in reports, such as "jax"."""
         ...
 
     @property
     def version(self) -> str:
-        """What exactly runs: versions, device, instruction set."""
+        """The exact software and hardware: versions, device, instruction set."""
         ...
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
@@ -57,7 +54,7 @@ class Definition:
     version = f"NumPy {np.__version__}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        if not _whole_tensor(format) or x.size <= PIECE:
+        if not format.has_tensor_scale or x.size <= PIECE:
             return numerics.quantize(x, format)
         # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
         pieces = [x[where] for where in split(x.shape)]
@@ -76,10 +73,6 @@ class Definition:
 
 def _joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
-
-
-def _whole_tensor(format: Format) -> bool:
-    return format.per_tensor or format.scale.two_level
 
 
 def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
@@ -139,7 +132,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one array in one format.
+    """The outcome for one array in one format.
 
     Attributes:
         format: the format.
@@ -174,9 +167,9 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     Raises:
         TypeError, ValueError: x can't be quantized, or the format is not known.
     """
-    numerics.check_input(x)
+    checks.check_input(x)
     format = Format.parse(format)
-    pieces = [()] if _whole_tensor(format) or not x.size else split(x.shape)
+    pieces = [()] if format.has_tensor_scale or not x.size else split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
     statistics = Statistics()
     codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
@@ -211,7 +204,7 @@ def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np
 
 
 def _checked(q: object, backend: str) -> Quantized:
-    """What a backend's quantize returned, if it is that."""
+    """Checks what a backend's quantize returned; raises BadBackend where it isn't codes and scales."""
     if not isinstance(q, Quantized):
         raise BadBackend(
             f"backend {backend!r}: quantize must return blockfp.definition.numerics.Quantized(codes, scales, tensor_scale), "
@@ -275,7 +268,7 @@ def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> 
 
 
 def _in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
-    """The index of a piece's difference in the array whose piece at `corner` it is."""
+    """Index in the whole array of a place in the piece that lies at `corner`."""
     if not found.index:
         return found.index
     if found.part == "scales":

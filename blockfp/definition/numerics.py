@@ -21,7 +21,7 @@ from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .decoding import scaled
-from .layout import Settle, as_it_is
+from .layout import Settle, unsettled
 from .rounding import Key, random_bytes, round_to_element
 
 Origin = tuple[int, int]
@@ -111,7 +111,7 @@ def quantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
     multiplier: Array | None = None,
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
 
@@ -166,15 +166,15 @@ def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
 
 
 def _phase(format: Format, origin: Origin) -> Origin:
-    """Where in its block x begins; an origin known only at run time is taken to be aligned."""
+    """Position of x's first element in its block; an origin known only at run time is taken to be aligned."""
     block = format.block or (1, 1)
     row, column = (o % b if isinstance(o, int) else 0 for o, b in zip(origin, block, strict=True))
     return row, column
 
 
 def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
-    element, rule = format.element, format.scale.name
-    if rule == "e4m3":
+    element = format.element
+    if format.scale.two_level:
         xp = array_namespace(amax.blocks)
         tensor_amax = xp.reshape(amax.tensor, (1,) * amax.blocks.ndim)
         multiplier = scaling.nvfp4_multiplier(tensor_amax, element)
@@ -182,8 +182,8 @@ def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
         tensor_scale = scaling.reciprocal(multiplier)
         decode = scaled(stored, E4M3, tensor_scale)
         return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
-    if rule.startswith("e8m0"):
-        stored = scaling.e8m0_scale(amax.blocks, element, rule)
+    if format.scale.e8m0:
+        stored = scaling.e8m0_scale(amax.blocks, element, format.scale.name)
         return _Scales(stored, None, stored - 127)
     largest = bits.FP32_MAX if format.per_tensor else bits.LARGEST_FINITE[nominal]
     multiplier = scaling.fp8_multiplier(scaling.lift(amax.blocks, eps), element, format.scale, largest)
@@ -199,9 +199,9 @@ def encode(
     key: Key | None = None,
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Array:
-    """Codes of x for scales that are already there: what a route through high precision does with the scales it carried.
+    """Codes of x for scales that are already there, such as those that a route through high precision carries along.
 
     Encoding what was dequantized to fp32, with its own scales, gives its codes back wherever a value tells its code: not
     where the scale is NaN or zero, nor for values beyond fp32 (the largest inputs may round up to 2^128).
@@ -217,7 +217,7 @@ def encode(
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, _phase(format, origin))
     xp = array_namespace(x)
-    if format.scale.name.startswith("e8m0"):
+    if format.scale.e8m0:
         multiplier = bits.at_most(xp.astype(scales, xp.int32), 0xFE) - 127
     else:
         decode = _decode_scale(scales, tensor_scale, format)
@@ -240,7 +240,7 @@ def _codes(
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
     random = None if key is None else element_bytes(pattern, key, origin, shape, settle)
-    exponents = format.scale.name.startswith("e8m0")
+    exponents = format.scale.e8m0
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
         multiplier = (multiplier if exponents else settle(multiplier))[..., :, None, :, None]
@@ -267,7 +267,7 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
     return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
 
 
-def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = as_it_is) -> Array:
+def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = unsettled) -> Array:
     """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
@@ -290,7 +290,7 @@ def dequantize(
     *,
     columns: int,
     origin: Origin = (0, 0),
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Array:
     """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
 
@@ -319,7 +319,7 @@ def dequantize(
     if format.block is not None:
         code = layout.split_blocks(code, format.block, phase)
         decode = decode[..., :, None, :, None]
-    value = scaled(code, format.element, decode, power_of_two=format.scale.name.startswith("e8m0"))
+    value = scaled(code, format.element, decode, power_of_two=format.scale.e8m0)
     if format.block is not None:
         value = layout.join_blocks(value, shape, phase)
     return bits.to_float(value, dtype)

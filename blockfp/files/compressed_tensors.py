@@ -27,18 +27,19 @@ import ml_dtypes
 import numpy as np
 
 from ..definition import layout
+from ..errors import BadFile
 from ..formats import E2M1, E4M3, Format
 from . import saving
 from .atomic import replacing
 from .export import Contents, Progress, Weight, write
-from .modelfile import BadFile, Tensor
+from .modelfile import Tensor
 
 _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How compressed-tensors calls a format.
+    """compressed-tensors' description of a format.
 
     Attributes:
         format: its name for the layout.
@@ -57,7 +58,7 @@ class Scheme:
 
 
 def scheme(format: Format) -> Scheme | None:
-    """What a format is called there; None where compressed-tensors has no layout for it."""
+    """The description of a format; None where compressed-tensors has no layout for it."""
     common = {"num_bits": format.element.bits, "type": "float", "symmetric": True, "dynamic": False}
     if format.element is E4M3 and format.block is None:
         return Scheme("float-quantized", {**common, "strategy": "tensor"}, False)
@@ -66,7 +67,7 @@ def scheme(format: Format) -> Scheme | None:
     if format.element is E4M3 and format.block == (1, 128):
         return Scheme("float-quantized", {**common, "strategy": "group", "group_size": 128}, False)
     e8m0 = {**common, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-    if format.scale.name.startswith("e8m0") and format.element in (E4M3, E2M1):
+    if format.scale.e8m0 and format.element in (E4M3, E2M1):
         name = "mxfp8-quantized" if format.element is E4M3 else "mxfp4-pack-quantized"
         return Scheme(name, e8m0, format.element is E2M1)
     if format.scale.two_level:
@@ -178,5 +179,5 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
 
 
 def _target(layer: str) -> str:
-    """What compressed-tensors takes for a layer's name: without a dot it might be that of a class, such as "Linear"."""
+    """A layer's name as a target: without a dot, compressed-tensors might take it for a class such as "Linear"."""
     return layer if "." in layer else f"re:^{re.escape(layer)}$"

@@ -1,4 +1,4 @@
-"""From a training checkpoint to a file of the model alone: quantized as it was trained, or in high precision.
+"""Export of a training checkpoint's model to a file: quantized as it was trained, or in high precision.
 
 A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
 codes, scales, and, under NAME and NAME_format_FORMAT, tensors of no bytes whose shape is (0, *shape of the weight) and whose
@@ -17,26 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ..array import DTYPES, QuantizedArray
+from ..array import QuantizedArray
+from ..definition.views import DTYPES
+from ..errors import BadFile
 from ..formats import Format
-from ..recipes import STATE
-from ..sharding.parts import FORMAT
-from . import saving, store
-from .modelfile import BadFile, Model, Tensor
+from . import quantized_model, saving
+from .modelfile import Model, Tensor
+from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
 Progress = Callable[[Tensor], None]
 """Called with each tensor when it is done."""
 
-MODEL = "model."
-"""What `save_checkpoint` puts before the model's names."""
-
-TIED = "extra.tied."
-"""What `save_checkpoint` puts before the further names of a weight that has several; the first is the value."""
-
-_OWN_ENTRIES = ("optimizer.", "extra.own.")
-"""What it puts before the names of other tensors."""
-
-_STATE = re.compile(r"(.+?)\.state\.(.+)\.[^.]+")
+_STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
 """What DCP makes of the name of an optimizer's state."""
 
 
@@ -91,7 +83,7 @@ class Contents:
 
 
 def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
-    """What a checkpoint holds of the model.
+    """The model in a checkpoint.
 
     Args:
         checkpoint: the open checkpoint.
@@ -103,20 +95,20 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
             of another shape.
     """
     there = {tensor.name: tensor for tensor in checkpoint.tensors}
-    before = MODEL if prefix is None else prefix
+    before = f"{MODEL}." if prefix is None else prefix
     own = {name.removeprefix(before): tensor for name, tensor in there.items() if name.startswith(before)}
     if not own:
         known = ", ".join(sorted({name.split(".")[0] for name in there})) or "nothing"
         raise BadFile(checkpoint.path, f"no name begins with {before!r}: the names there begin with {known}")
     optimizers = _optimizers(there, before)
-    of_optimizers = tuple(f"{part}.{kind}." for part in optimizers for kind in ("state", "param_groups"))
+    of_optimizers = tuple(f"{part}.{kind}." for part in optimizers for kind in (STATE, GROUPS))
     if prefix is None:
-        expected = (MODEL, *_OWN_ENTRIES, *of_optimizers)
+        expected = (before, f"{OPTIMIZER}.", f"{EXTRA}.{OWN}.", *of_optimizers)
         beyond = sorted(name for name in there if not name.startswith(expected))
         if beyond:
             named = f"{', '.join(beyond[:4])}{f' and {len(beyond) - 4} more' if len(beyond) > 4 else ''}"
-            choice = f"--prefix '' takes all as they are, --prefix {MODEL} leaves these out"
-            raise BadFile(checkpoint.path, f"holds names that don't begin with {MODEL!r}: {named}: {choice}")
+            choice = f"--prefix '' takes all as they are, --prefix {before} leaves these out"
+            raise BadFile(checkpoint.path, f"holds names that don't begin with {before!r}: {named}: {choice}")
     weights = {}
     taken: set[str] = set()
     for name, marker in own.items():
@@ -131,14 +123,14 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
 
 
 def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:
-    """What the names of each optimizer begin with, and what makes a name that is there of each parameter's that it has.
+    """The optimizers in a checkpoint, each with the beginning that completes its parameters' names.
 
-    The optimizer's names are those of the whole model, which begin with some of the prefix's parts in the checkpoint or with
+    An optimizer calls parameters as the whole model does. In the checkpoint some of the prefix's parts stand before that, or
     nothing.
     """
     parameters: dict[str, set[str]] = {}
     for name in there:
-        if state := _STATE.fullmatch(name):
+        if state := _STATE_ENTRY.fullmatch(name):
             parameters.setdefault(state[1], set()).add(state[2])
     roots = ["", *(prefix[: dot.end()] for dot in re.finditer(r"\.", prefix))]
     fitting = {
@@ -158,7 +150,8 @@ def _masters(
     masters = {}
     for (name, what), (part, root) in product(model.items(), optimizers.items()):
         own = f"{prefix}{name}".removeprefix(root)
-        master = there.get(f"{part}.state.{checkpoint.metadata.get(TIED + own, own)}.master")
+        first = checkpoint.metadata.get(f"{EXTRA}.{TIED}.{own}", own)
+        master = there.get(f"{part}.{master_of(first)}")
         if master is None:
             continue
         if master.shape != what.shape:
@@ -174,7 +167,7 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
         raise BadFile(checkpoint.path, error, name) from error
     shape = marker.shape[1:]
     parts = []
-    for entry in store.quantized_entries(name, shape, marker.dtype, parsed):
+    for entry in quantized_model.quantized_entries(name, shape, marker.dtype, parsed):
         part = own.get(entry.name)
         if part is None or (part.dtype, part.shape) != (entry.dtype, entry.shape):
             found = "missing" if part is None else f"{part.dtype} of shape {part.shape}"
@@ -186,9 +179,9 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
-    """Whether it is a buffer of blockfp's layers: the other one that they have with it is there too."""
+    """Tells whether an entry is a buffer that blockfp's layers train with: its partner is there too."""
     layer, dot, last = name.rpartition(".")
-    return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in STATE)
+    return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in LAYER_BUFFERS)
 
 
 def export_quantized(model: Contents, path: Path, file_bytes: int | None, done: Progress) -> None:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+from .library import installed
+
 LIBRARY = "libblockfp_cuda.so"
 ELEMENTS = ("E4M3", "E5M2", "E3M2", "E2M3", "E2M1", "Int8")
 _PER_ELEMENT = ("quantize_tiles", "quantize_rows")  # the longest first
@@ -22,7 +24,7 @@ _FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibili
 
 @cache
 def device_count() -> int:
-    """How many CUDA devices the driver sees; 0 without a driver."""
+    """Number of CUDA devices that the driver sees; 0 without a driver."""
     driver = _driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -39,7 +41,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """The compute capabilities of the devices that are visible, as nvcc names them with their own instructions: ("90a",).
+    """Compute capabilities of the visible devices, in nvcc's names for their own instructions: ("90a",).
 
     Raises:
         RuntimeError: there is no device, or one that the kernels can't run on.
@@ -62,17 +64,12 @@ def architectures() -> tuple[str, ...]:
 
 
 def where() -> Path:
-    """Where the library is, or would be built: the installed one, else one of the cache."""
-    from importlib import metadata
-
-    for place in (Path(__file__).with_name(LIBRARY), _installed(metadata)):
-        if place is not None and place.is_file():
-            return place
-    return _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
+    """Path of the library, built or not: the installed one, else one of the cache."""
+    return installed(LIBRARY) or _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
 def find_or_build() -> Path:
-    """The library, built now if it is not there. Of several processes one builds, and the others wait for it."""
+    """Path of the library, which is built now if it is not there. One of several processes builds, the others wait for it."""
     path = where()
     if path.is_file():
         return path
@@ -89,13 +86,6 @@ def find_or_build() -> Path:
 def flags_for(*architectures: str) -> tuple[str, ...]:
     """nvcc's flags for machine code of these architectures, such as "90a" and "100a"."""
     return (*_FLAGS, *(f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures))
-
-
-def _installed(metadata) -> Path | None:
-    try:
-        return Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/kernels/{LIBRARY}")))
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _sources() -> Path:
@@ -134,7 +124,7 @@ def _digest(sources: Path, flags: tuple[str, ...]) -> str:
 
 
 def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
-    """One compiler call for each object: (command, object)."""
+    """The compiler's calls, as (command, object it makes)."""
     sources = _sources()
     includes = [f"-I{p}" for p in (sources / "cuda", sources / "include", *_tvm_includes())]
     files = {file.stem: file for file in sorted((sources / "cuda").rglob("*.cu"))}

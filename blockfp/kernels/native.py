@@ -11,10 +11,8 @@ speed and nothing else.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,108 +22,52 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
-from .format_numbers import DTYPES, format_numbers, largest_multiplier
-
-if TYPE_CHECKING:
-    from .step_table import Step
+from .format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
+from .library import Library, installed
 
 LIBRARY = "libblockfp_cpu.so"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("uint8", "int32", "float32", "float16")} | {"bfloat16": _BFLOAT16}
 
-_library: Any = None
-_why_not = ""
-_loading = threading.Lock()
 _dtype_names: dict[Any, str] = {}
 
 
-def available() -> bool:
-    """Whether the kernel library is there; loads it the first time."""
-    return _load() is not None
+def _find() -> Path:
+    found = installed(LIBRARY)
+    if found is None:
+        raise FileNotFoundError(f"{LIBRARY} was not built: install blockfp again on a machine with a C++ compiler")
+    return found
+
+
+_cpu = Library(
+    "kernels",
+    _find,
+    (
+        *("amax", "quantize", "dequantize", "rotate", "adamw", "amax_arrays", "quantize_arrays", "dequantize_arrays"),
+        *("instruction_sets", "instruction_set", "use_instruction_set", "set_threads"),
+    ),
+)
+
+available = _cpu.available
+library = _cpu.get
 
 
 def status() -> str:
-    """One line: which library is loaded and what it runs on, or why there is none."""
+    """Says in one line which library is loaded and what it runs on, or why there is none."""
     if not available():
-        return f"no kernels: {_why_not}; the definition runs instead, with the same bits"
-    return f"{_library.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
-
-
-class _Library:
-    """The library's functions, looked up once."""
-
-    def __init__(self, path: Path):
-        import tvm_ffi
-
-        module = tvm_ffi.load_module(str(path))
-        self.path = path
-        self.amax = module.amax
-        self.quantize = module.quantize
-        self.dequantize = module.dequantize
-        self.rotate = module.rotate
-        self.adamw = module.adamw
-        self.amax_arrays = module.amax_arrays
-        self.quantize_arrays = module.quantize_arrays
-        self.dequantize_arrays = module.dequantize_arrays
-        self.instruction_sets = module.instruction_sets
-        self.instruction_set = module.instruction_set
-        self.use_instruction_set = module.use_instruction_set
-        self.set_threads = module.set_threads
-
-
-def _load() -> _Library | None:
-    global _library, _why_not
-    if _library is None and not _why_not:
-        with _loading:
-            if _library is None and not _why_not:
-                try:
-                    _library = _Library(_find())
-                except (ImportError, OSError, AttributeError, RuntimeError) as error:
-                    _why_not = f"{type(error).__name__}: {error}"
-    return _library
-
-
-def _find() -> Path:
-    """Where the library is: beside this file, or, of an editable install, where the other installed files are."""
-    beside = Path(__file__).with_name(LIBRARY)
-    if beside.is_file():
-        return beside
-    from importlib import metadata
-
-    try:
-        installed = Path(str(metadata.distribution("blockfp").locate_file(f"blockfp/kernels/{LIBRARY}")))
-    except metadata.PackageNotFoundError:
-        installed = beside
-    if installed.is_file():
-        return installed
-    raise FileNotFoundError(f"{LIBRARY} was not built: install blockfp again on a machine with a C++ compiler")
-
-
-def _loaded() -> _Library:
-    library = _library or _load()
-    if library is None:
-        raise RuntimeError(status())
-    return library
-
-
-def library() -> Any:
-    """The library's functions, for callers that bring their own arrays.
-
-    Raises:
-        RuntimeError: there is none; the message says why.
-    """
-    return _loaded()
+        return _cpu.missing()
+    return f"{_cpu.loaded.path}: {instruction_set()} (of {', '.join(instruction_sets())}), up to {set_threads(0)} threads"
 
 
 def instruction_sets() -> tuple[str, ...]:
     """The instruction sets that can run here, fastest first; the last is always "scalar"."""
-    return tuple(str(name) for name in _loaded().instruction_sets())
+    return tuple(str(name) for name in _cpu.get().instruction_sets())
 
 
 def instruction_set() -> str:
     """The instruction set in use."""
-    return str(_loaded().instruction_set())
+    return str(_cpu.get().instruction_set())
 
 
 def use_instruction_set(name: str) -> None:
@@ -134,7 +76,7 @@ def use_instruction_set(name: str) -> None:
     Raises:
         ValueError: it is not one of `instruction_sets()`.
     """
-    if not _loaded().use_instruction_set(name):
+    if not _cpu.get().use_instruction_set(name):
         raise ValueError(f"instruction set {name!r} can't run here; use one of {', '.join(instruction_sets())}")
 
 
@@ -142,7 +84,7 @@ def set_threads(threads: int) -> int:
     """Uses at most so many threads a call from now on; 0 means one for each core. Returns the limit in use."""
     if threads < 0:
         raise ValueError(f"threads must be 0 (one for each core) or more, got {threads}")
-    return int(_loaded().set_threads(threads))
+    return int(_cpu.get().set_threads(threads))
 
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
@@ -153,12 +95,12 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         format: the format whose blocks to use.
         origin: (row, column) of x's first element in the unsharded matrix.
     """
-    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
+    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
     dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
     blocks = arrays.empty(grid, "int32")
     nan = None if format.element.has_nan else arrays.empty(grid, "int32")
     tensor = arrays.empty((), "int32") if format.scale.two_level else None
-    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPES[dtype], *format_numbers(format), *origin)
+    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPE_NUMBERS[dtype], *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -179,13 +121,12 @@ def quantize(
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides. The
             results are of the same library.
     """
-    library, format, arrays = _loaded(), Format.parse(format), _arrays_of(x)
-    dtype, grid = _input_dtype(x), layout.scales_shape(x.shape, format, origin)
+    library, format, arrays = _cpu.get(), Format.parse(format), _arrays_of(x)
+    dtype = _input_dtype(x)
     largest = largest_multiplier(format, eps, nominal or dtype)
     rows, columns = x.shape[-2:]
-    codes = arrays.empty(layout.codes_shape(x.shape, format), "uint8")
-    scales = arrays.empty(grid, format.scale.dtype)
-    tensor_scale = arrays.empty((), "float32") if format.scale.two_level else None
+    codes, scales, *two_level = [arrays.empty(*part) for part in layout.parts(x.shape, format, origin)]
+    tensor_scale = two_level[0] if two_level else None
     key0, key1 = (0, 0) if key is None else (int(word) & 0xFFFFFFFF for word in key_words(key))
     index_rows, index_columns = shape or (origin[0] + rows, origin[1] + columns)
     library.quantize(
@@ -193,8 +134,8 @@ def quantize(
         codes,
         scales,
         tensor_scale,
-        *((None, None, None) if amax is None else _given(amax, grid, format)),
-        DTYPES[dtype],
+        *((None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
+        DTYPE_NUMBERS[dtype],
         *format_numbers(format),
         largest,
         eps,
@@ -223,7 +164,7 @@ def dequantize(
     Args:
         codes, scales, tensor_scale: NumPy arrays or CPU torch tensors. The result is of the same library.
     """
-    library, format = _loaded(), Format.parse(format)
+    library, format = _cpu.get(), Format.parse(format)
     checks.check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     checks.check_codes(codes, columns, format)
@@ -235,7 +176,7 @@ def dequantize(
         arrays.contiguous(scales),
         1.0 if tensor_scale is None else float(tensor_scale),
         arrays.lend(out),
-        DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         *format_numbers(format),
         *origin,
     )
@@ -248,44 +189,28 @@ def rotate(x: Array) -> Array:
     Args:
         x: NumPy array or CPU torch tensor; float32, float16 or bfloat16, [..., rows, columns], of any strides.
     """
-    library, arrays = _loaded(), _arrays_of(x)
+    library, arrays = _cpu.get(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
-    library.rotate(arrays.lend(x), arrays.lend(out), DTYPES[dtype])
+    library.rotate(arrays.lend(x), arrays.lend(out), DTYPE_NUMBERS[dtype])
     return out
 
 
-def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
-    """AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
+def adamw(table: np.ndarray, on: Any = None) -> None:
+    """Takes AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
 
     Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
 
     Args:
-        steps: the parameters; NumPy arrays or CPU torch tensors.
-        key: two words, the optimizer's key.
-
-    Raises:
-        TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+        table: of `step_table.pack`. The arrays at its addresses are as its rows say (`step_table.Row.arrays`), contiguous, and
+            alive: nothing of that can be checked here.
+        on: not used; a GPU's kernels need it (`cuda.adamw`).
     """
-    from .step_table import pack
-
-    if steps:
-        _loaded().adamw(pack(steps, key, _address))
-
-
-def _address(x: Array, dtype: str | tuple[str, ...], count: int) -> int:
-    """Where a contiguous array of so many elements lies."""
-    arrays, names, name = _arrays_of(x), (dtype,) if isinstance(dtype, str) else dtype, bits.dtype_name(x)
-    if name not in names:
-        raise TypeError(f"a step's array must be of {' or '.join(names)}, got {name}")
-    size = x.size if isinstance(x, np.ndarray) else x.numel()
-    if size != count or not arrays.is_contiguous(x):
-        raise ValueError(f"a step's array must be contiguous, aligned, and hold {count} elements, got shape {tuple(x.shape)}")
-    return arrays.address(x)
+    _cpu.get().adamw(table)
 
 
 def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
-    """An amax's fields for the library, once they fit the format."""
+    """Checks that an amax fits the format; returns its fields as the library takes them."""
     nan = None if format.element.has_nan else amax.nan
     tensor = amax.tensor if format.scale.two_level else None
     if tuple(amax.blocks.shape) != grid:
@@ -301,7 +226,7 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Ar
 
 
 class _NumPy:
-    """How the library borrows NumPy arrays, and how it gets new ones."""
+    """Lends NumPy arrays to the library, and makes new ones."""
 
     def empty(self, shape, dtype: str) -> np.ndarray:
         return np.empty(shape, _NUMPY_DTYPES[dtype])
@@ -309,14 +234,8 @@ class _NumPy:
     def contiguous(self, x: np.ndarray) -> np.ndarray:
         return self.lend(np.ascontiguousarray(x))
 
-    def is_contiguous(self, x: np.ndarray) -> bool:
-        return x.flags.c_contiguous and x.flags.aligned
-
-    def address(self, x: np.ndarray) -> int:
-        return x.ctypes.data
-
     def lend(self, x: np.ndarray) -> np.ndarray:
-        """x as DLPack can carry it: without bfloat16, and aligned."""
+        """Returns x as DLPack can carry it: without bfloat16, and aligned."""
         if x.dtype == _BFLOAT16:
             x = x.view(np.uint16)
         if not x.flags.aligned or (not x.flags.c_contiguous and any(stride % x.itemsize for stride in x.strides)):
@@ -325,7 +244,7 @@ class _NumPy:
 
 
 class _Writable:
-    """NumPy exports no read-only array through DLPack; through this one it can be lent, and the library only reads it."""
+    """Lends a read-only array, which NumPy doesn't export through DLPack; the library only reads it."""
 
     def __init__(self, x: np.ndarray):
         self.owner = x
@@ -346,12 +265,6 @@ class _Torch:
     def contiguous(self, x: Any) -> Any:
         return self.lend(x.contiguous())
 
-    def is_contiguous(self, x: Any) -> bool:
-        return x.is_contiguous() and not x.data_ptr() % x.element_size()
-
-    def address(self, x: Any) -> int:
-        return x.data_ptr()
-
     def lend(self, x: Any) -> Any:
         if hasattr(x, "__tensor_flatten__"):
             raise TypeError(f"the CPU kernels take plain tensors, got a {type(x).__name__}, which has no memory of its own")
@@ -365,7 +278,7 @@ _torch: _Torch | None = None
 
 
 def _arrays_of(x: Array) -> _NumPy | _Torch:
-    """What handles arrays of x's library.
+    """The adapter of x's library: `_NumPy` or `_Torch`.
 
     Raises:
         TypeError: x is neither a NumPy array nor a CPU torch tensor.
@@ -383,7 +296,7 @@ def _arrays_of(x: Array) -> _NumPy | _Torch:
 
 
 def _input_dtype(x: Array) -> str:
-    """Name of the dtype of x, once x is an array that can be quantized."""
+    """Checks that x can be quantized; returns the name of its dtype."""
     dtype = x.dtype
     if dtype not in _dtype_names or len(x.shape) < 2:
         checks.check_input(x)

@@ -1,4 +1,4 @@
-"""How a product of two quantized operands runs: one table over formats and devices, the same for PyTorch and JAX.
+"""The route of a product of two quantized operands: one table over formats and devices, the same for PyTorch and JAX.
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
@@ -21,7 +21,7 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Route:
-    """How one product runs.
+    """The way in which one product runs.
 
     Attributes:
         mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
@@ -109,7 +109,7 @@ def route(
     k: int | None = None,
     in_order: bool = True,
 ) -> Route:
-    """How a @ b^T runs, for a [.., m, k] and b [.., n, k].
+    """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
 
     Args:
         a, b: the operands' formats or their names; None for one in high precision.
@@ -166,24 +166,19 @@ def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: st
     inexact = [str(format) for format in (a, b) if format is not None and not exact_in_bfloat16(format)]
     if inexact:
         return Route("dequantize", "float32", False, f"{why}; values of {' and '.join(inexact)} are exact in float32 only")
-    scaled = any(format is not None and has_tensor_scale(format) for format in (a, b))
+    scaled = any(format is not None and format.has_tensor_scale for format in (a, b))
     beside = ", scales of whole tensors aside," if scaled else ""
     return Route("dequantize", "bfloat16", scaled, f"{why}; every value{beside} is exact in bfloat16")
 
 
-def has_tensor_scale(format: Format) -> bool:
-    """Whether one scale of the whole tensor can be taken out of a product: per-tensor and two-level formats."""
-    return format.per_tensor or format.scale.two_level
-
-
 def exact_in_bfloat16(format: Format) -> bool:
-    """Whether bfloat16's 8 significant bits hold every code times its block scale, leaving out the scale of the whole tensor.
+    """Tells whether bfloat16's 8 significant bits hold every code times its block scale, a scale of the whole tensor aside.
 
     A power-of-two scale adds no bits and an E4M3 scale adds 4. (MX magnitudes below 2^-133, of blocks that are all below
     2^-117, leave bfloat16's range and round to its subnormals.)
     """
     bits = format.element.mantissa_bits + 1
-    if format.per_tensor or format.scale.name in ("pow2", "e8m0_ceil", "e8m0_floor"):
+    if format.per_tensor or format.scale.power_of_two:
         return bits <= 8
     return format.scale.two_level and bits + 4 <= 8
 

@@ -1,28 +1,39 @@
-"""What the AdamW kernels are told of each parameter, and the table that they read it from."""
+"""The table that the AdamW kernels read: a row for each parameter, most of whose fields stay from step to step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..definition import bits, layout
 from ..definition.adamw import Coefficients
-from ..definition.bits import Array
 from ..formats import Format
-from .format_numbers import DTYPES, format_numbers
+from .format_numbers import DTYPE_NUMBERS, format_numbers
+
+ARRAYS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
+"""The arrays that a row points to. All are contiguous and on one device.
+
+gradient: float32, float16 or bfloat16, of the weight's shape.
+weight: float32 [..., rows, columns], the master; changed in place.
+first, second: moments of the weight's shape, in place: float32, bfloat16, or uint8 codes of FP8.
+first_scales, second_scales: float32 [..., rows, ceil(columns / 128)] of FP8 moments, else none.
+out: the weight itself, where it is not the master: float16 or bfloat16 values, or codes of a format; else none.
+out_scales: scales of the codes.
+"""
+
+NO_COEFFICIENTS = Coefficients(*(0.0,) * len(Coefficients._fields))
+"""Stands in a row whose constants the device alone knows."""
 
 _MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
 _NONE, _COPY, _CODES = 0, 1, 2
-_NO_COEFFICIENTS = (0.0,) * len(Coefficients._fields)
 
 # kernels/include/blockfp/adamw.h, StepEntry.
-_POINTERS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
 _ROW = np.dtype(
-    [(name, "i8") for name in (*_POINTERS, "coefficients_at", "step_at")]
+    [(name, "i8") for name in (*ARRAYS, "coefficients_at", "step_at")]
     + [(name, "i8") for name in ("batches", "rows", "columns", "first_batch", "first_row", "first_column")]
     + [(name, "i8") for name in ("total_rows", "total_columns")]
     + [(name, "i4") for name in ("gradient_dtype", "moments", "output", "out_dtype")]
@@ -30,124 +41,106 @@ _ROW = np.dtype(
     + [(name, "u4") for name in ("parameter", "key0", "key1", "reserved")]
     + [("coefficients", "f4", (len(Coefficients._fields),))]
 )
+_ADDRESSES = len(ARRAYS) + 2
 
 
-class Step(NamedTuple):
-    """An AdamW step of one parameter, or of a rank's shard of it. Arrays are contiguous and on one device.
+class Row(NamedTuple):
+    """The part of a parameter's row that stays from step to step.
 
     Attributes:
-        gradient: float32, float16 or bfloat16, of the weight's shape.
-        weight: float32 [..., rows, columns], the master; changed in place.
-        first, second: moments of the weight's shape, in place: float32, bfloat16, or uint8 codes of FP8.
-        first_scales, second_scales: float32 [..., rows, ceil(columns / 128)] of FP8 moments, else None.
-        coefficients: the step's constants: numbers, or on a device float32 of their order, read when the kernel runs.
-        step: the step's number, from 1: an int, or a float32 of shape () on the device.
-        parameter: the parameter's position in the optimizer.
-        out: the weight itself, where it is not the master: float16 or bfloat16 values, or the codes of `format`; else None.
-        out_scales: scales of the codes.
-        format: of the codes; its blocks begin where the weight does. One scale per tensor and two levels are not among them.
-        nominal: name of the dtype that a quantized weight stands for.
-        start: (batch, row, column) of the first element in the unsharded array, its leading axes counted as one.
-        shape: (rows, columns) of the unsharded matrix.
+        arrays: for each of `ARRAYS` its dtype's name and its number of elements; None where there is none.
+        content: the row's bytes, with zeros for what a step fills in.
     """
 
-    gradient: Array
-    weight: Array
-    first: Array
-    second: Array
-    first_scales: Array | None
-    second_scales: Array | None
-    coefficients: Coefficients | Array
-    step: int | Array
-    parameter: int
-    out: Array | None
-    out_scales: Array | None
-    format: Format | None
-    nominal: str
-    start: tuple[int, int, int]
-    shape: tuple[int, int]
+    arrays: tuple[tuple[str, int] | None, ...]
+    content: bytes
 
 
 def one_pass(format: Format) -> bool:
-    """Whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile of theirs."""
-    return not format.per_tensor and not format.scale.two_level
-
-
-def pack(steps: Sequence[Step], key: tuple[int, int], pointer: Any) -> np.ndarray:
-    """The table of some steps, int64 [steps, words].
-
-    Args:
-        steps: the steps.
-        key: the optimizer's key, which rounds moments in fewer bits.
-        pointer: (array, dtype name or names, elements) -> address, after it has checked the array.
-    """
-    rows = np.array([_row(s, key, pointer) for s in steps], _ROW)
-    return rows.view(np.int64).reshape(len(steps), _ROW.itemsize // 8)
-
-
-class _Fixed(NamedTuple):
-    """What the row of a parameter says step after step, and how many elements its arrays must hold.
-
-    Attributes:
-        count: of the weight, the gradient and the moments.
-        moment_scales: of each moment's scales; 0 where it has none.
-        out_type, out_count: dtype and elements of what is written beside the master; "" and 0 where nothing is.
-        scale_type, scale_count: of the scales of codes.
-        sizes: batches, rows, columns.
-        kinds: from moments to rule, as `_ROW` has them.
-    """
-
-    count: int
-    moment_scales: int
-    out_type: str
-    out_count: int
-    scale_type: str
-    scale_count: int
-    sizes: tuple[int, ...]
-    kinds: tuple[int, ...]
+    """Tells whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile."""
+    return not format.has_tensor_scale
 
 
 @lru_cache(maxsize=4096)
-def _fixed(shape: tuple[int, ...], moment: str, out: str | None, format: Format | None) -> _Fixed:
-    """Of a weight of this shape; moment and out are names of dtypes."""
+def row(
+    shape: tuple[int, ...],
+    gradient: str,
+    moments: str,
+    out: str | None = None,
+    format: Format | None = None,
+    *,
+    nominal: str = "float32",
+    start: tuple[int, int, int] = (0, 0, 0),
+    whole: tuple[int, int],
+) -> Row:
+    """The row of a parameter, or of a rank's shard of it.
+
+    Args:
+        shape: [..., rows, columns] of the weight.
+        gradient, moments: names of the dtypes of the gradient and the moments.
+        out: name of the dtype of 16-bit values that are written beside the master.
+        format: of codes that are written beside the master; its blocks begin where the weight does.
+        nominal: name of the dtype that a quantized weight stands for.
+        start: (batch, row, column) of the first element in the unsharded array, its leading axes counted as one.
+        whole: (rows, columns) of the unsharded matrix.
+
+    Raises:
+        TypeError: a dtype that the kernels don't take.
+        ValueError: a format with one scale per tensor or two levels.
+    """
+    if gradient not in DTYPE_NUMBERS:
+        raise TypeError(f"gradient must be of {' or '.join(DTYPE_NUMBERS)}, got {gradient}")
+    if moments not in _MOMENT_DTYPES:
+        raise TypeError(f"moments must be of {' or '.join(_MOMENT_DTYPES)}, got {moments}")
     *leading, height, width = shape
-    count, moments = math.prod(shape), _MOMENT_DTYPES.index(moment)
-    moment_scales = count // width * -(-width // 128) if width and moments == 2 else 0
-    sizes = (math.prod(leading), height, width)
+    count, scales = math.prod(shape), None
+    if moments == "uint8":
+        scales = ("float32", count // width * -(-width // 128) if width else 0)
+    arrays = [(gradient, count), ("float32", count), (moments, count), (moments, count), scales, scales, None, None]
+    content = np.zeros((), _ROW)
     if format is not None:
         if not one_pass(format):
             raise ValueError(f"{format} has an amax of the whole tensor: step without codes, then quantize")
-        codes, scales = math.prod(layout.codes_shape(shape, format)), math.prod(layout.scales_shape(shape, format))
-        kinds = (moments, _CODES, 0, *format_numbers(format))
-        return _Fixed(count, moment_scales, "uint8", codes, format.scale.dtype, scales, sizes, kinds)
-    output, out_dtype = (_NONE, 0) if out is None else (_COPY, DTYPES[out])
-    kinds = (moments, output, out_dtype, 0, 0, 0, 0)
-    return _Fixed(count, moment_scales, out or "", 0 if out is None else count, "float32", 0, sizes, kinds)
+        arrays[6] = ("uint8", math.prod(layout.codes_shape(shape, format)))
+        arrays[7] = (format.scale.dtype, math.prod(layout.scales_shape(shape, format)))
+        content["output"] = _CODES
+        for name, number in zip(("element", "block_rows", "block_columns", "rule"), format_numbers(format), strict=True):
+            content[name] = number
+    elif out is not None:
+        arrays[6] = (out, count)
+        content["output"], content["out_dtype"] = _COPY, DTYPE_NUMBERS[out]
+    for name, number in zip(("batches", "rows", "columns"), (math.prod(leading), height, width), strict=True):
+        content[name] = number
+    for name, number in zip(("first_batch", "first_row", "first_column"), start, strict=True):
+        content[name] = number
+    content["total_rows"], content["total_columns"] = whole
+    content["gradient_dtype"], content["moments"] = DTYPE_NUMBERS[gradient], _MOMENT_DTYPES.index(moments)
+    content["largest_bits"] = bits.LARGEST_FINITE[nominal]
+    return Row(tuple(arrays), content.tobytes())
 
 
-def _row(s: Step, key: tuple[int, int], pointer: Any) -> tuple:
-    moment = bits.dtype_name(s.first)
-    out = None if s.out is None else bits.dtype_name(s.out)
-    fixed = _fixed(tuple(s.weight.shape), moment, out, s.format)
-    known, fp8, coded = isinstance(s.coefficients, Coefficients), moment == "uint8", s.format is not None
-    return (
-        pointer(s.gradient, bits.FLOAT_DTYPES, fixed.count),
-        pointer(s.weight, "float32", fixed.count),
-        pointer(s.first, moment, fixed.count),
-        pointer(s.second, moment, fixed.count),
-        pointer(s.first_scales, "float32", fixed.moment_scales) if fp8 else 0,
-        pointer(s.second_scales, "float32", fixed.moment_scales) if fp8 else 0,
-        pointer(s.out, fixed.out_type, fixed.out_count) if fixed.out_type else 0,
-        pointer(s.out_scales, fixed.scale_type, fixed.scale_count) if coded else 0,
-        0 if known else pointer(s.coefficients, "float32", len(Coefficients._fields)),
-        0 if isinstance(s.step, int) else pointer(s.step, "float32", 1),
-        *fixed.sizes,
-        *s.start,
-        *s.shape,
-        DTYPES[bits.dtype_name(s.gradient)],
-        *fixed.kinds,
-        bits.LARGEST_FINITE[s.nominal],
-        s.step if isinstance(s.step, int) else 0,
-        *(s.parameter, *key, 0),
-        tuple(s.coefficients) if known else _NO_COEFFICIENTS,
-    )
+def pack(
+    rows: Sequence[Row],
+    addresses: Sequence[Sequence[int]],
+    parameters: Sequence[int],
+    coefficients: Sequence[Coefficients],
+    steps: Sequence[int],
+    key: tuple[int, int],
+) -> np.ndarray:
+    """The table of one step of some parameters, int64 [parameters, words].
+
+    Args:
+        rows: of the parameters.
+        addresses: for each parameter those of its arrays, 0 where there is none, then those of constants and step number,
+            float32 on the device, or 0 where they are known here.
+        parameters: positions in the optimizer.
+        coefficients: the step's constants; `NO_COEFFICIENTS` where they have an address.
+        steps: numbers of the step, from 1; 0 where it has an address.
+        key: the optimizer's key, which rounds moments in fewer bits.
+    """
+    table = np.frombuffer(bytearray(b"".join([one.content for one in rows])), _ROW)
+    words = table.view(np.int64).reshape(len(rows), _ROW.itemsize // 8)
+    words[:, :_ADDRESSES] = addresses
+    table["parameter"], table["step"], table["coefficients"] = parameters, steps, coefficients
+    table["key0"], table["key1"] = key
+    return words

@@ -1,4 +1,4 @@
-"""How codes and scales of a sharded array lie in a checkpoint, so that any other mesh can read them.
+"""The parts of a sharded array in a checkpoint, laid so that any other mesh can read them.
 
 A checkpoint holds codes and scales as two ordinary arrays (three for NVFP4), each cut among the ranks like any other sharded
 array. That works where every cut of the array is one of theirs:
@@ -15,23 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from ..definition import layout
 from ..formats import Format
 from .placement import Region, Replicate, Sharding, StridedShard
-
-FORMAT = "_format_"
-"""Between a weight's name and that of its format, in the name under which a checkpoint says what the codes are."""
-
-SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""What follows a weight's name in the name of each part. Under the name itself no codes are ever found: see `no_values`."""
-
-
-def no_values(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what stands under a quantized array's own name: of no bytes, and of the wrong rank for a plain one.
-
-    A reader that knows nothing of codes stops there, whatever it casts to or forgives, instead of leaving its own values.
-    """
-    return (0, *shape)
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Part:
     entries: tuple[int, int] = (1, 1)
 
     def span(self, region: Region) -> tuple[slice, ...]:
-        """The index of what belongs to a region of the array; units that its edges cut are included."""
+        """The index of the entries of a region of the array; units that its edges cut are included."""
         if self.unit is None:
             return tuple(slice(None) for _ in self.shape)
         index = list(region.slices)
@@ -71,10 +59,10 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
-    """Codes, scales and, for NVFP4, the tensor scale of an array that lies like this."""
+    """Codes, scales and, for NVFP4, the tensor scale of an array with this sharding."""
     shape = sharding.shape
-    bits = format.element.bits
-    together, size = {8: (1, 1), 6: (4, 3), 4: (2, 1)}[bits]
+    together = format.element.codes_per_group
+    size = together * format.element.bits // 8
     codes = Part("codes", layout.codes_shape(shape, format), "uint8", False, (1, together), (1, size))
     scales = Part("scales", layout.scales_shape(shape, format), format.scale.dtype, False, format.block)
     found = [_with_sharding(codes, sharding), _with_sharding(scales, sharding)]
@@ -84,13 +72,13 @@ def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
 
 
 def offsets_agree(sharding: Sharding) -> bool:
-    """Whether torch, which looks at a DTensor's placements alone, finds each rank's part where it is.
+    """Returns whether torch finds each rank's part where it is, by a DTensor's placements alone.
 
     Where FSDP cuts what tensor parallelism has cut and nothing divides evenly, torch's releases differ from FSDP2 and from each
     other in the rows that a strided placement means.
     """
     strided = {p.dim for p in sharding.placements if isinstance(p, StridedShard)}
-    return all(len({region.shape[dim] for region in sharding.regions}) == 1 for dim in strided)
+    return all(np.ptp(sharding.chunks(dim)[1]) == 0 for dim in strided)
 
 
 def _with_sharding(part: Part, sharding: Sharding) -> Part:
@@ -99,17 +87,23 @@ def _with_sharding(part: Part, sharding: Sharding) -> Part:
 
 
 def _cut_alike(part: Part, unit: Sequence[int], sharding: Sharding) -> bool:
-    """Whether cutting the part as the array is cut gives each rank what belongs to its region."""
+    """Returns whether the part, cut as the array is cut, gives each rank the entries of its region."""
     if all(isinstance(placement, Replicate) for placement in sharding.placements):
         return True
     last = len(sharding.shape) - 1
     if any(not sharding.aligned(dim, length) for dim, length in zip((last - 1, last), unit, strict=True)):
         return False
     own = Sharding(part.shape, sharding.mesh, sharding.placements)
-    for region, cut in zip(sharding.regions, own.regions, strict=True):
-        span = part.span(region)
-        if not region.empty and span != cut.slices:
-            return False
-        if region.empty and not cut.empty:
+    if 0 in sharding.shape:
+        return 0 in own.shape
+    # Axes are cut by mesh axes of their own, so what holds of each axis holds of every rank.
+    for dim in range(len(sharding.shape)):
+        starts, sizes = sharding.chunks(dim)
+        cut_starts, cut_sizes = own.chunks(dim)
+        if dim >= last - 1:
+            length, entries = unit[dim - last - 1], part.entries[dim - last - 1]
+            stops = np.minimum(-(-(starts + sizes) // length) * entries, part.shape[dim])
+            starts, sizes = starts // length * entries, np.where(sizes > 0, stops - starts // length * entries, 0)
+        if (sizes != cut_sizes).any() or (starts != cut_starts)[sizes > 0].any():
             return False
     return True

@@ -1,4 +1,4 @@
-"""Which part of a global array each rank of a mesh holds.
+"""Meshes, placements and shardings: the part of a global array that each rank of a mesh holds.
 
 Plain values, no framework: a `Mesh` of ranks, a placement for each of its axes, and a `Sharding` that joins both to a
 global shape and answers where a shard lies and which blocks its edges cut. Shards follow torch's chunk rule: each
@@ -13,6 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
+
+from . import cuts
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     def axis(self, name: str) -> int:
@@ -54,7 +58,7 @@ class Mesh:
         return self.shape[self.axis(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank lies along each axis."""
+        """A rank's position along each axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0..{self.size - 1}, got {rank}")
         coordinate = []
@@ -150,7 +154,7 @@ class Region:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if there is nothing in it."""
         return 0 in self.shape
 
     @property
@@ -230,7 +234,7 @@ class Sharding:
         return tuple(order)
 
     def span(self, dim: int, rank: int) -> tuple[int, int]:
-        """(start, size) of what a rank holds along array axis `dim`."""
+        """(start, size) of a rank's region along array axis `dim`."""
         coordinate = self.mesh.coordinate(rank)
         start, size = 0, self.shape[dim]
         for name in self.order(dim):
@@ -240,42 +244,44 @@ class Sharding:
             start, size = start + before, min(chunk, size - before)
         return start, size
 
-    def spans(self, dim: int) -> dict[int, tuple[int, int]]:
-        """(start, size) along array axis `dim` by rank, for one rank of each that is not empty, in ascending order."""
-        holders = self.mesh.group(0, self.order(dim))
-        spans = {rank: self.span(dim, rank) for rank in holders}
-        return {rank: span for rank, span in spans.items() if span[1]}
+    def chunks(self, dim: int) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, sizes) of the parts of array axis `dim`, empty ones too, with an axis for each mesh axis in `order(dim)`.
+
+        Meshes have thousands of ranks: nothing about all of them is worked out one rank after another.
+        """
+        return cuts.chunks(self.shape[dim], self._counts(dim))
+
+    def starts(self, dim: int) -> np.ndarray:
+        """Starts of the parts of array axis `dim` that aren't empty, in ascending order."""
+        starts, sizes = self.chunks(dim)
+        return starts[sizes > 0]
 
     def region(self, rank: int) -> Region:
-        """What a rank holds."""
+        """The region that a rank holds."""
         spans = [self.span(dim, rank) for dim in range(len(self.shape))]
         return Region(tuple(start for start, _ in spans), tuple(size for _, size in spans))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """What each rank holds."""
+        """The region that each rank holds."""
         return tuple(self.region(rank) for rank in range(self.mesh.size))
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
         """Indices of the blocks of length `block` along array axis `dim` that lie on more than one rank, ascending."""
-        return tuple(dict.fromkeys(start // block for start, _ in self.spans(dim).values() if start % block))
+        return cuts.straddling(self.shape[dim], self._counts(dim), block)[0]
 
     def straddling_axes(self, dim: int, block: int) -> tuple[str, ...]:
         """The mesh axes along which the ranks that share a block of array axis `dim` differ, in the mesh's order."""
-        owners: dict[int, list[tuple[int, ...]]] = {}
-        for rank, (start, size) in self.spans(dim).items():
-            for index in {start // block, (start + size - 1) // block}:
-                owners.setdefault(index, []).append(self.mesh.coordinate(rank))
-        axes = set()
-        for coordinates in owners.values():
-            for name, places in zip(self.mesh.names, zip(*coordinates, strict=True), strict=True):
-                if len(set(places)) > 1:
-                    axes.add(name)
+        _, differ = cuts.straddling(self.shape[dim], self._counts(dim), block)
+        axes = {name for name, differs in zip(self.order(dim), differ, strict=True) if differs}
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
-        """Whether every cut along array axis `dim` falls on a block boundary."""
+        """Returns whether every cut along array axis `dim` falls on a block boundary."""
         return not self.straddling(dim, block)
+
+    def _counts(self, dim: int) -> tuple[int, ...]:
+        return tuple(self.mesh.axis_size(name) for name in self.order(dim))
 
     def gathered(self, axes: Iterable[str]) -> Sharding:
         """The sharding after an all-gather over these mesh axes: replicated along them.

@@ -17,12 +17,12 @@ from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
 from ..definition.rotation import rotate
 from ..definition.rounding import Key
-from .placement import Mesh, Region, Sharding
-from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose, grid_span
+from .placement import Mesh, Sharding
+from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose
 
 
 class Local(NamedTuple):
-    """What one rank holds: values, or codes and scales."""
+    """One rank's data: values, or codes and scales."""
 
     values: Array = None
     codes: Array = None
@@ -55,7 +55,7 @@ def run(
     eps: float = 0.0,
     nominal: str = "float32",
 ) -> list[Local]:
-    """What every rank holds after a plan.
+    """Carries out a plan and returns the data of every rank.
 
     Args:
         plan: a plan of `sharding.plans`.
@@ -79,12 +79,12 @@ def run(
 
 
 def max_reduce(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What every rank gets from an all-reduce with maximum over mesh axes."""
+    """All-reduces arrays with maximum over mesh axes; returns the result of every rank."""
     return [np.maximum.reduce(_alike([arrays[r] for r in mesh.group(rank, axes)])) for rank in range(mesh.size)]
 
 
 def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """What every rank gets from an all-gather over mesh axes: the arrays of its group, in order."""
+    """All-gathers arrays over mesh axes; returns for every rank the arrays of its group, in order."""
     return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
 
 
@@ -144,33 +144,27 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
-    """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
+    """Reduces amaxes (and NaN flags) of the blocks that straddle ranks along one axis."""
     mesh, regions = step.sharding.mesh, step.sharding.regions
     for field in ("blocks", "nan"):
         parts = [getattr(amax, field) for amax in amaxes]
         if parts[0] is None:
             continue
         parts = [part.copy() for part in parts]
-        places = [_straddling_places(step, straddle, region) for region in regions]
+        held = [straddle.held(step.format, region) for region in regions]
         sent = []
-        for part, (entries, own) in zip(parts, places, strict=True):
+        for part, own in zip(parts, held, strict=True):
             shape = list(part.shape)
             shape[straddle.dim] = len(straddle.blocks)
-            buffer = np.zeros(shape, part.dtype)
-            np.moveaxis(buffer, straddle.dim, 0)[entries] = np.moveaxis(part, straddle.dim, 0)[own]
-            sent.append(buffer)
+            sent.append(np.zeros(shape, part.dtype))
+            for entry, index in own:
+                np.moveaxis(sent[-1], straddle.dim, 0)[entry] = np.moveaxis(part, straddle.dim, 0)[index]
         received = max_reduce(mesh, straddle.axes, sent)
-        for part, buffer, (entries, own) in zip(parts, received, places, strict=True):
-            np.moveaxis(part, straddle.dim, 0)[own] = np.moveaxis(buffer, straddle.dim, 0)[entries]
+        for part, buffer, own in zip(parts, received, held, strict=True):
+            for entry, index in own:
+                np.moveaxis(part, straddle.dim, 0)[index] = np.moveaxis(buffer, straddle.dim, 0)[entry]
         amaxes = [amax._replace(**{field: part}) for amax, part in zip(amaxes, parts, strict=True)]
     return amaxes
-
-
-def _straddling_places(step: Quantize, straddle: Straddle, region: Region) -> tuple[list[int], list[int]]:
-    """Which entries of the straddling blocks a rank has, and where they are in its own grid."""
-    first, count = grid_span(step.format, region, straddle.dim)
-    entries = [entry for entry, block in enumerate(straddle.blocks) if first <= block < first + count]
-    return entries, [straddle.blocks[entry] - first for entry in entries]
 
 
 def _dequantize(step: Dequantize, local: Local, rank: int, options: _Options) -> Local:
@@ -208,7 +202,7 @@ def _gather(step: Gather, world: list[Local]) -> list[Local]:
 
 
 def _pad(array: np.ndarray, size: int, dim: int) -> np.ndarray:
-    """The array with rubbish behind it along one axis, so that a plan which reads padding shows."""
+    """Pads an array along one axis with rubbish, so that a plan which reads padding shows."""
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, size - array.shape[dim])
     return np.pad(array, widths, constant_values=85)
@@ -219,5 +213,5 @@ def _join(chunks: list[np.ndarray], join: Join, dim: int) -> np.ndarray:
 
 
 def _join_codes(chunks: list[np.ndarray], join: Join, bits: int) -> np.ndarray:
-    """Packed codes joined along their last axis, where a chunk may end inside a byte."""
+    """Joins packed codes along their last axis, where a chunk may end inside a byte."""
     return pack(_join([unpack(chunk, bits, join.chunk) for chunk in chunks], join, -1), bits)

@@ -7,6 +7,7 @@ Each rank holds either values (one float array) or codes (codes, scales and, for
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -19,7 +20,7 @@ from .placement import Region, Sharding
 
 
 def block_length(format: Format | None, sharding: Sharding, dim: int) -> int:
-    """How many elements along array axis `dim` share a scale in a format with blocks; 1 along leading axes."""
+    """The number of elements along array axis `dim` that share a scale in a format with blocks; 1 along leading axes."""
     from_last = dim - len(sharding.shape)
     return format.block[from_last] if format and format.block and from_last >= -2 else 1
 
@@ -76,6 +77,17 @@ class Straddle:
     axes: tuple[str, ...]
     blocks: tuple[int, ...]
 
+    @_kept
+    def held(self, format: Format, region: Region) -> tuple[tuple[int, int], ...]:
+        """(index in `blocks`, index in the rank's own scale grid) of each of these blocks that a rank has a part of.
+
+        Args:
+            format: of the array.
+            region: what the rank holds of it.
+        """
+        first, count = grid_span(format, region, self.dim)
+        return tuple((entry, block - first) for entry, block in enumerate(self.blocks) if first <= block < first + count)
+
 
 @dataclass(frozen=True)
 class Quantize:
@@ -124,33 +136,56 @@ class Dequantize:
         return f"dequantize {self.format} to {self.dtype or 'the nominal dtype'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Join:
-    """How one axis is put together from what the ranks of a gather sent.
+    """The join of one axis from the chunks of a gather: entries start .. stop of each source, in order.
 
     Attributes:
         chunk: entries along the axis that every rank sends, its own and padding behind.
-        runs: (source, start, stop): the result is, in this order, entries start .. stop of what each source sent.
+        sources: int64 [runs]: who sent each run, ascending; sources without one are left out.
+        starts: int64 [runs].
+        stops: int64 [runs].
     """
 
     chunk: int
-    runs: tuple[tuple[int, int, int], ...]
+    sources: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Join) and (self.chunk, self.runs) == (other.chunk, other.runs)
+
+    def __hash__(self) -> int:
+        return hash((self.chunk, self.runs))
 
     @property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """(source, start, stop) of each run, in order."""
+        return tuple(zip(self.sources.tolist(), self.starts.tolist(), self.stops.tolist(), strict=True))
+
+    @cached_property
     def size(self) -> int:
         """Entries of the result."""
-        return sum(stop - start for _, start, stop in self.runs)
+        return int((self.stops - self.starts).sum())
 
     @cached_property
     def index(self) -> np.ndarray:
-        """int32 [size]: where each entry of the result lies in the chunks laid one after another."""
-        parts = [np.arange(source * self.chunk + start, source * self.chunk + stop) for source, start, stop in self.runs]
-        return np.concatenate([np.zeros(0), *parts]).astype(np.int32)
+        """Index of each entry of the result in the chunks laid one after another, int32 [size]."""
+        lengths = self.stops - self.starts
+        ahead = self.sources * self.chunk + self.starts - (np.cumsum(lengths) - lengths)
+        return (np.repeat(ahead, lengths) + np.arange(self.size)).astype(np.int32)
 
-    @property
+    @cached_property
     def head(self) -> bool:
-        """Whether the result is simply the first `size` entries of the chunks laid one after another."""
-        return bool((self.index == np.arange(self.size)).all())
+        """True if the result is simply the first `size` entries of the chunks laid one after another."""
+        lengths = self.stops - self.starts
+        return bool((self.sources * self.chunk + self.starts == np.cumsum(lengths) - lengths).all())
+
+
+def _join(chunk: int, starts: np.ndarray, stops: np.ndarray) -> Join:
+    """The join of entries start .. stop of each source, where there are any."""
+    sources = np.flatnonzero(stops > starts)
+    return Join(chunk, sources, starts[sources], stops[sources])
 
 
 @dataclass(frozen=True)
@@ -179,13 +214,22 @@ class Gather:
 
     @_kept
     def elements(self, rank: int) -> Join:
-        """How the elements along `dim` are joined on this rank."""
-        sizes = [self.sharding.span(self.dim, member)[1] for member in self.group(rank)]
-        return Join(max(sizes), tuple((source, 0, size) for source, size in enumerate(sizes) if size))
+        """The join of the elements along `dim` on this rank."""
+        _, sizes = self._spans(rank)
+        return _join(int(sizes.max()), np.zeros_like(sizes), sizes)
+
+    def _spans(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """(starts, sizes) along `dim` of the sources, in their order."""
+        mesh, order = self.sharding.mesh, self.sharding.order(self.dim)
+        coordinate = mesh.coordinate(rank)
+        own = tuple(slice(None) if name in self.axes else coordinate[mesh.axis(name)] for name in order)
+        turn = [[name for name in order if name in self.axes].index(name) for name in self.axes]
+        starts, sizes = self.sharding.chunks(self.dim)
+        return starts[own].transpose(turn).ravel(), sizes[own].transpose(turn).ravel()
 
     @_kept
     def stored(self, rank: int) -> Join:
-        """How values or stored codes along `dim` are joined on this rank: bytes, where codes are packed along it.
+        """The join of values or stored codes along `dim` on this rank: of bytes, where codes are packed along it.
 
         Where `unpacks`, only the chunk counts: it is unpacked to `elements(rank).chunk` codes, and those are joined.
         """
@@ -193,49 +237,53 @@ class Gather:
         if self.payload == "values" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return elements
         bits = self.format.element.bits
-        runs = tuple((source, 0, packed_columns(stop, bits)) for source, _, stop in elements.runs)
-        return Join(packed_columns(elements.chunk, bits), runs)
+        return Join(
+            packed_columns(elements.chunk, bits), elements.sources, elements.starts, packed_columns(elements.stops, bits)
+        )
 
     @_kept
     def scales(self, rank: int) -> Join:
-        """How the scales along `dim` are joined on this rank.
+        """The join of the scales along `dim` on this rank.
 
         Every rank sends ceil(chunk / block) entries, and one more where some cut of the array falls inside a block. A block
         that lies on several ranks has equal scales there, and the first is kept. A tensor's one scale is sent by every rank,
         and that of the first with data is kept.
         """
         if self.format is not None and self.format.block is None:
-            return Join(1, ((self.first(rank), 0, 1),))
+            return Join(1, np.array([self.first(rank)]), np.array([0]), np.array([1]))
         from_last = self.dim - len(self.sharding.shape)
         offset = self.origin[from_last] if from_last >= -2 else 0
-        spans = [(offset + start, size) for start, size in (self.sharding.span(self.dim, r) for r in self.group(rank))]
+        starts, sizes = self._spans(rank)
+        starts = starts + offset
         block = block_length(self.format, self.sharding, self.dim)
-        chunk = -(-max(size for _, size in spans) // block)
-        if any((offset + start) % block for start, _ in self.sharding.spans(self.dim).values()):
+        chunk = -(-int(sizes.max()) // block)
+        if ((self.sharding.starts(self.dim) + offset) % block).any():
             chunk += 1
-        runs, seen = [], 0
-        for source, (start, size) in enumerate(spans):
-            first, count = start // block, block_grid(size, block, start)
-            fresh = max(first, seen)
-            if fresh < first + count:
-                runs.append((source, fresh - first, count))
-                seen = first + count
-        return Join(chunk, tuple(runs))
+        first = starts // block
+        stop = np.where(sizes > 0, -(-(starts + sizes) // block), first)
+        seen = np.maximum.accumulate(np.concatenate([[0], stop[:-1]]))
+        return _join(chunk, np.maximum(seen - first, 0), stop - first)
 
     def first(self, rank: int) -> int:
         """Position in the group of the first rank that has data, whose tensor scale counts; 0 where none has."""
-        regions = [self.sharding.region(member) for member in self.group(rank)]
-        return next((i for i, region in enumerate(regions) if not region.empty), 0)
+        _, sizes = self._spans(rank)
+        others = (self.sharding.span(dim, rank)[1] for dim in range(len(self.sharding.shape)) if dim != self.dim)
+        return int((sizes > 0).argmax()) if all(others) else 0
 
     @property
     def unpacks(self) -> bool:
-        """Whether codes must be unpacked, joined and packed again: where a run before another ends inside a byte (or three)."""
+        """True if codes must be unpacked, joined and packed again, since a run before another ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
-        together = {8: 1, 6: 4, 4: 2}[self.format.element.bits]
-        groups = {self.group(rank) for rank in self.sharding.spans(self.dim)}
-        joins = [self.elements(members[0]) for members in groups]
-        return any(stop % together for join in joins for _, _, stop in join.runs[:-1])
+        together = self.format.element.codes_per_group
+        # One row for each group, its members in order: the codes of all but the last that has any must end with a byte.
+        order = self.sharding.order(self.dim)
+        inside = [order.index(name) for name in self.axes]
+        outside = [axis for axis in range(len(order)) if axis not in inside]
+        _, sizes = self.sharding.chunks(self.dim)
+        members = sizes.transpose(*outside, *inside).reshape(-1, math.prod(sizes.shape[axis] for axis in inside))
+        behind = np.flip(np.cumsum(np.flip(members, 1), 1), 1) - members
+        return bool(((members % together != 0) & (behind > 0)).any())
 
     def __str__(self) -> str:
         what = self.payload if self.format is None else f"{self.payload} and scales"
@@ -251,7 +299,7 @@ Step = Transpose | Rotate | Quantize | Dequantize | Gather
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does, in order. `print(plan)` says it in words.
+    """The steps of every rank, in order. `print(plan)` says them in words.
 
     Attributes:
         use: what the plan is for.

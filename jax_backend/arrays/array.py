@@ -1,8 +1,8 @@
-"""The JAX face: a quantized array that is a pytree, and `quantize`."""
+"""The JAX face: a quantized array that is a pytree."""
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,22 +13,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp.array import DTYPES
+from blockfp.array import BlockScaledArray
 from blockfp.definition import checks, layout, numerics
-from blockfp.definition.refusals import NoValues
-from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
 
-from ..implementations import implementations, ops
+from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
-from . import callers, flax_state, identity, plain_grad
+from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
+from . import flax_state, identity, storage
 from .views import stored, view_codes, view_scales
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray(NoValues):
+class QuantizedArray(BlockScaledArray):
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
 
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
@@ -63,9 +62,9 @@ class QuantizedArray(NoValues):
     sharding: Sharding | None = None
     tangent: jax.Array | None = None
 
-    # The carrier of an array of which it isn't known whether it is differentiated, and who watches that; set on instances. It
-    # is no leaf, so that arrays that were made under jit are made like others.
-    _unsettled: ClassVar[tuple[jax.Array, Watch] | None] = None
+    # The carrier of an array that may turn out to be differentiated, and the watch over that; None beside a tangent. It is no
+    # leaf, so that arrays that were made under jit have the structure of others.
+    _watched: tuple[jax.Array, Watch] | None = None
 
     _remedy: ClassVar[str] = (
         "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
@@ -73,43 +72,14 @@ class QuantizedArray(NoValues):
     )
 
     def __post_init__(self):
-        flax_state.register(QuantizedArray)
+        if "flax.serialization" in sys.modules and not flax_state.registered:
+            flax_state.register(QuantizedArray)
 
     @classmethod
-    def from_parts(
-        cls,
-        codes: jax.Array,
-        scales: jax.Array,
-        tensor_scale: jax.Array | None = None,
-        *,
-        format: Format | str,
-        columns: int,
-        dtype,
-        origin: tuple[int, int] = (0, 0),
-    ) -> QuantizedArray:
-        """A quantized array of codes and scales that are already there, checked.
-
-        Args:
-            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
-            scales: as the format stores them, one for each block, or as `view_scales` gives them.
-            tensor_scale: float32 of shape () for NVFP4, else None.
-            format: a `Format` or its name.
-            columns: length of the last axis.
-            dtype: float32, float16 or bfloat16: the dtype of the original.
-            origin: (row, column) of the first element in the unsharded matrix.
-
-        Raises:
-            TypeError: codes, scales or dtype are of a wrong dtype.
-            ValueError: a shape doesn't fit, or the format is not known.
-        """
-        format = Format.parse(format)
+    def _from_parts(cls, codes, scales, tensor_scale, format: Format, columns: int, dtype, origin: tuple[int, int]):
         codes, scales = stored(codes, scales, format)
-        checks.check_place(columns, origin)
-        numerics.check_codes(codes, columns, format)
-        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
-        dtype = np.dtype(dtype)
-        if dtype not in DTYPES.values():
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        checks.check_parts(codes, scales, tensor_scale, format, columns, origin)
+        dtype = checks.nominal_dtype(dtype)
         tensor_scale = None if tensor_scale is None else _constant(tensor_scale)
         return cls(codes, _constant(scales), tensor_scale, format, columns, dtype, origin)
 
@@ -126,23 +96,8 @@ class QuantizedArray(NoValues):
         return (*self.codes.shape[:-1], self.columns)
 
     @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        """How many elements the array that was quantized has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        parts = (self.codes, self.scales, self.tensor_scale)
-        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
-
-    @property
     def mT(self) -> QuantizedArray:
-        """The array with its last two axes swapped, exact and without requantizing.
+        """The array with its last two axes swapped, exactly and without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
@@ -154,30 +109,18 @@ class QuantizedArray(NoValues):
         flipped = QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, origin, sharding)
         if self.tangent is not None:
             return flipped.replace(tangent=jnp.swapaxes(self.tangent, -1, -2))
-        if self._unsettled is None:
+        if self._watched is None:
             return flipped
-        carrier, watch = self._unsettled
-        return flipped._with_unsettled(jnp.swapaxes(carrier, -1, -2), watch)
-
-    @property
-    def T(self) -> QuantizedArray:
-        """`mT` of a matrix.
-
-        Raises:
-            ValueError: there are more than two axes, or the blocks are not square.
-        """
-        checks.check_matrix(self.shape)
-        return self.mT
+        carrier, watch = self._watched
+        return flipped.replace(_watched=(jnp.swapaxes(carrier, -1, -2), watch))
 
     @property
     def carrier(self) -> jax.Array | None:
-        """What has the derivative of the array that was quantized, where that may have one; or None."""
-        if self.tangent is not None or self._unsettled is None:
-            return self.tangent
-        return self._unsettled[0]
+        """The carrier of the derivative of the array that was quantized, or None where that has none."""
+        return self.tangent if self._watched is None else self._watched[0]
 
     def with_carrier(self) -> QuantizedArray:
-        """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
+        """Adds a leaf of no bytes, `tangent`, which takes the array's gradient across every boundary.
 
         What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
         `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
@@ -188,19 +131,19 @@ class QuantizedArray(NoValues):
         """
         if self.tangent is not None:
             return self
-        if self._unsettled is None:
+        if self._watched is None:
             zeros = jnp.zeros_like(self.codes, dtype=self.dtype, shape=self.shape)
             return self.replace(tangent=carrier_of(zeros))
-        carrier, watch = self._unsettled
+        carrier, watch = self._watched
         watch.live = True
-        return replace(self, tangent=carrier)
+        return self.replace(tangent=carrier)
 
     def without_carrier(self) -> QuantizedArray:
-        """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
-        return replace(self, tangent=None)
+        """Makes the array a constant, as `jax.lax.stop_gradient` does."""
+        return replace(self, tangent=None, _watched=None)
 
     def view_codes(self) -> jax.Array:
-        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+        """Views the codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
 
         float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
         copy; float4_e2m1fn is unpacked.
@@ -213,7 +156,7 @@ class QuantizedArray(NoValues):
         return view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> jax.Array:
-        """The scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+        """Views the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
 
         Raises:
             ValueError: this is stored in parts for a mesh.
@@ -227,7 +170,7 @@ class QuantizedArray(NoValues):
         self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The values, rounded once to `dtype` (default: the original's).
+        """Decodes the values, rounded once to `dtype` (default: the original's).
 
         Args:
             dtype: float32, float16 or bfloat16.
@@ -245,21 +188,12 @@ class QuantizedArray(NoValues):
             )
         self._check_whole()
         name = checks.output_dtype(self.dtype if dtype is None else dtype)
+        parts = self.codes, self.scales, self.tensor_scale
+        options = {"format": self.format, "dtype": name, "implementation": implementation}
         if self.sharding is not None:
-            from . import sharded
-
-            values = sharded.dequantize(self, name, implementation)
+            values = storage.dequantize(*parts, self.sharding, **options)
         else:
-            values = ops.dequantize(
-                self.codes,
-                self.scales,
-                self.tensor_scale,
-                format=self.format,
-                dtype=name,
-                columns=self.columns,
-                origin=self.origin,
-                choice=implementations.choose(implementation, "dequantize", self.format, origin=self.origin),
-            )
+            values = ops.dequantize(*parts, columns=self.columns, origin=self.origin, **options)
         return values if self.carrier is None else straight_through(values, self.carrier)
 
     def _check_whole(self) -> None:
@@ -277,19 +211,10 @@ class QuantizedArray(NoValues):
         )
 
     def replace(self, **changes) -> QuantizedArray:
-        """A copy with some attributes changed; nothing is checked."""
-        changed = replace(self, **changes)
-        if self._unsettled is None or changed.tangent is not None:
-            return changed
-        return changed._with_unsettled(*self._unsettled)
-
-    def _with_unsettled(self, carrier: jax.Array, watch: Watch) -> QuantizedArray:
-        object.__setattr__(self, "_unsettled", (carrier, watch))
-        return self
-
-    def _escapes(self) -> None:
-        if self._unsettled is not None and self.tangent is None:
-            self._unsettled[1].escaped = True
+        """Copies the array with some attributes changed; checks nothing."""
+        if changes.get("tangent") is not None:
+            changes["_watched"] = None
+        return replace(self, **changes)
 
     def __repr__(self) -> str:
         # JAX prints trees whose leaves are no arrays: shardings, paths, placeholders.
@@ -300,8 +225,8 @@ class QuantizedArray(NoValues):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype}{where})"
 
 
-def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
-    """The QuantizedArray of codes and scales that were made of x [..., columns]; unchecked."""
+def wrap_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
+    """Makes the QuantizedArray of codes and scales that x [..., columns] became; checks nothing."""
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
@@ -313,19 +238,20 @@ def _constant(scales: jax.Array) -> jax.Array:
     )
 
 
-def carried(q: QuantizedArray, x) -> QuantizedArray:
-    """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
-    q = q.without_carrier()
+def with_derivative(q: QuantizedArray, x) -> QuantizedArray:
+    """Gives q, made of x (or of what x is the carrier of), the derivative of x if that is traced."""
+    if q.tangent is not None or q._watched is not None:
+        q = q.without_carrier()
     if not isinstance(x, Tracer):
         return q
     watch = Watch()
     carrier = carrier_of(x, watch)
     watch.made()
-    return q.replace(tangent=carrier) if watch.live else q._with_unsettled(carrier, watch)
+    return q.replace(tangent=carrier) if watch.live else q.replace(_watched=(carrier, watch))
 
 
 def is_quantized(leaf: object) -> bool:
-    """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
+    """Returns True for a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
     return isinstance(leaf, QuantizedArray)
 
 
@@ -333,20 +259,26 @@ _REST = ("scales", "tensor_scale", "tangent")
 
 
 def _flatten(q: QuantizedArray):
-    plain_grad.refuse()
-    q._escapes()
-    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
-    caller = callers.known()
-    if caller is callers.OPTAX_ZEROS:
+    caller = flattening_caller()
+    if caller == JAX_GRAD:
+        raise TypeError(
+            "jax.grad can't differentiate with respect to a QuantizedArray, whose codes are integers: use "
+            "blockfp.jax.value_and_grad or blockfp.jax.grad, which give the gradient of the array that was quantized"
+        )
+    if q._watched is not None:
+        q._watched[1].escaped = True
+    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.static_of(q)
+    if caller == OPTAX_ZEROS:
         return (jax.ShapeDtypeStruct(q.shape, q.dtype),), None
-    return ((identity.to_leaf(static), *leaves) if caller is callers.EQUINOX_FILE else leaves), static
+    return ((identity.to_leaf(static), *leaves) if caller == EQUINOX_FILE else leaves), static
 
 
 def _flatten_with_keys(q: QuantizedArray):
-    q._escapes()
-    static = identity.of(q)
+    if q._watched is not None:
+        q._watched[1].escaped = True
+    static = identity.static_of(q)
     keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
-    if callers.known() is callers.EQUINOX_FILE:
+    if flattening_caller() == EQUINOX_FILE:
         keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
     return tuple(keyed), static
 
@@ -368,50 +300,5 @@ jax.export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="blockfp.jax.QuantizedArray",
     serialize_auxdata=identity.to_bytes,
-    deserialize_auxdata=identity.of_bytes,
+    deserialize_auxdata=identity.from_bytes,
 )
-
-
-def quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
-) -> QuantizedArray:
-    """Quantizes an array in blocks of its last two axes.
-
-    Args:
-        x: float32, float16 or bfloat16, two or more axes; a NumPy array or a traced one will do.
-        format: a `Format` or its name, see `blockfp.formats.NAMES`.
-        key: None rounds to nearest even; an integer seed, two uint32 words or a key of `jax.random.key` round
-            stochastically.
-        implementation: "ffi" (the CPU or CUDA library), "pallas" or "xla", all with the same bits; by default the first of
-            them that is there. In a program that XLA splits over several devices that is "xla"; inside shard_map any will do.
-
-    Raises:
-        TypeError: x is not an array of a supported dtype.
-        ValueError: x has fewer than two axes, or the format, key or implementation is not valid.
-        RuntimeError: `implementation` can't run on this machine.
-
-    Example:
-        >>> q = bfp.quantize(jnp.ones((4, 64)), "mxfp8_e4m3")
-        >>> q.codes.shape, q.scales.shape
-        ((4, 64), (4, 2))
-        >>> jax.grad(lambda x: (bfp.quantize(x, "nvfp4").dequantize() ** 2).sum())(x)  # straight-through
-    """
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(
-            f"x must be a JAX or NumPy array, got {type(x).__name__}: use jnp.asarray, or blockfp.torch.quantize for PyTorch"
-        )
-    # Before JAX sees it: jnp.asarray would silently make float64 to float32.
-    numerics.check_input(x)
-    format = Format.parse(format)
-    choice = implementations.choose(implementation, "quantize", format, stochastic=key is not None)
-    return carried(of_parts(ops.quantize(x, ops.key_array(key), format=format, choice=choice), format, x), x)
-
-
-def fake_quantize(
-    x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
-) -> jax.Array:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
-
-    Takes and raises what `quantize` does.
-    """
-    return quantize(x, format, key=key, implementation=implementation).dequantize(implementation=implementation)

@@ -15,27 +15,26 @@ from . import identity
 
 
 def register(kind: type) -> None:
-    """Tells Flax, where it is imported, how the arrays of this class go into its state dicts and come out."""
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is None or kind in _told:
-        return
-    # While Flax itself is being imported, it can't be told yet.
+    """Registers with Flax, which is imported, how the arrays of this class go into its state dicts and come out."""
+    serialization = sys.modules["flax.serialization"]
+    # While Flax itself is being imported, the function isn't there yet.
     if hasattr(serialization, "register_serialization_state"):
         serialization.register_serialization_state(kind, to_parts, of_state_dict, override=True)
-        _told.add(kind)
+        registered.add(kind)
 
 
-_told: set[type] = set()
+registered: set[type] = set()
+"""The classes that Flax knows."""
 
 
 def to_parts(q: Any) -> dict[str, Any]:
     """The parts by name, as `rebuild_params` takes them."""
-    parts = {identity.codes_name(identity.of(q)): q.codes, "scales": q.scales, "tensor_scale": q.tensor_scale}
+    parts = {identity.codes_name(identity.static_of(q)): q.codes, "scales": q.scales, "tensor_scale": q.tensor_scale}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def of_state_dict(target: Any, state: Mapping[str, Any]) -> Any:
-    """What `flax.serialization.from_state_dict` makes of a state dict where the target has a quantized array."""
+    """Restores a quantized array of a target from a state dict, for `flax.serialization.from_state_dict`."""
     from flax import serialization
 
     where = serialization.current_path()

@@ -13,13 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, dtypes
-from jax._src.earray import EArray
-from jax._src.interpreters import pxla
-from jax._src.interpreters.mlir import get_constant_handler
-from jax._src.sharding_impls import physical_sharding
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from .jax_internals import (
+    EArray,
+    ExtendedDType,
+    extended_scalar,
+    physical_aval,
+    physical_result_handler,
+    register_array,
+)
 
 
 class _Rules:
@@ -27,7 +32,7 @@ class _Rules:
 
     @staticmethod
     def physical_element_aval(dtype: CarrierDType):
-        return core.ShapedArray((0,), np.dtype(np.uint8))
+        return ShapedArray((0,), np.dtype(np.uint8))
 
     @staticmethod
     def tangent_dtype(dtype: CarrierDType) -> np.dtype:
@@ -43,24 +48,19 @@ class _Rules:
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
-        return _physical_handler(aval, out_sharding, committed).wrap(lambda buffer: _Concrete(aval, buffer))
+        return physical_result_handler(aval, out_sharding, committed).wrap(lambda buffer: _Concrete(aval, buffer))
 
     @staticmethod
     def make_sharded_array(aval, sharding, arrays, committed):
-        return _Concrete(aval, _physical_handler(aval, sharding, committed)([a._data for a in arrays]))
+        return _Concrete(aval, physical_result_handler(aval, sharding, committed)([a._data for a in arrays]))
 
 
-def _physical_handler(aval, sharding, committed):
-    make = pxla.global_result_handlers[core.ShapedArray]
-    return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
-
-
-class _carrier(dtypes.extended):
+class _carrier(extended_scalar):
     """Scalar type of carriers."""
 
 
 @dataclass(frozen=True, repr=False)
-class CarrierDType(dtypes.ExtendedDType):
+class CarrierDType(ExtendedDType):
     """The dtype of carriers of arrays of dtype `of`."""
 
     of: np.dtype
@@ -83,14 +83,11 @@ class _Concrete(EArray):
     nbytes = 0  # pyright: ignore[reportAssignmentType]
 
 
-# What JAX has for EArray itself.
-pxla.shard_arg_handlers[_Concrete] = pxla.shard_arg_handlers[EArray]
-core.pytype_aval_mappings[_Concrete] = lambda x: x.aval
-dtypes.register_canonicalize_value_handler(_Concrete, None)
+register_array(_Concrete)
 
 
 class Watch:
-    """Whether an array whose codes were made in a trace is differentiated there, and whether its codes went on without it.
+    """The fate of an array that was quantized in a trace: differentiated there or not, and its codes taken on or not.
 
     Attributes:
         live: the array is known to be differentiated, so that its carrier must stay beside its codes.
@@ -102,7 +99,7 @@ class Watch:
         self._making = True
 
     def made(self) -> Watch:
-        """This, once the carrier is there: what differentiates it from now on does so after its trace has ended."""
+        """Notes that the carrier is there: what differentiates it from now on does so after its trace has ended."""
         self._making = False
         return self
 
@@ -121,12 +118,12 @@ class Watch:
 
 
 def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
-    """The carrier of x, or of what x is the carrier of: its tangent is x's."""
+    """Makes the carrier of x, or of what x is the carrier of: its tangent is x's."""
     return _carrier_p.bind(x, watch=watch)
 
 
 def is_carrier(x: Any) -> bool:
-    """Whether x is a carrier, or stands for one (as a shape)."""
+    """Returns True for a carrier, or what stands for one (a shape)."""
     return isinstance(getattr(x, "dtype", None), CarrierDType)
 
 
@@ -135,13 +132,13 @@ def _dtype(x) -> CarrierDType:
 
 
 def _of_concrete(x, *, watch):
-    aval = core.ShapedArray(np.shape(x), _dtype(x))
+    aval = ShapedArray(np.shape(x), _dtype(x))
     return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.uint8))
 
 
 def _lowered(ctx, x, *, watch):
     (aval,) = ctx.avals_out
-    ctx = ctx.replace(avals_out=[core.physical_aval(aval)])
+    ctx = ctx.replace(avals_out=[physical_aval(aval)])
     return mlir.lower_fun(lambda x: jnp.zeros((*x.shape, 0), np.uint8), multiple_results=False)(ctx, x)
 
 
@@ -150,12 +147,6 @@ def _jvp(primals, tangents, *, watch):
         watch.differentiated()
     return carrier_of(primals[0], watch), tangents[0]
 
-
-def _as_constant(x: Any, aval: Any) -> Any:
-    return get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
-
-
-mlir.register_constant_handler(_Concrete, _as_constant)  # pyright: ignore[reportArgumentType]
 
 _carrier_p = Primitive("carrier")
 _carrier_p.def_impl(_of_concrete)

@@ -1,16 +1,15 @@
-"""The CPU kernel library in JAX, through jax-tvm-ffi: the kernels that NumPy and PyTorch run, in jitted programs.
+"""The CPU backend: the kernel library that NumPy and PyTorch run, in jitted programs through jax-tvm-ffi.
 
-Each operation is a primitive, because who carries it out is known only when a program is lowered. On a CPU that is the
-library; the definition, which XLA compiles, stands in for it where XLA splits the program over several devices, where it is
-exported (an exported program must not need the library) and on other devices. kernels/cpu/array_exports.cc says what the
-library's functions take. An array that is absent is one without elements.
+Its operations are one primitive, because the executor is known only when a program is lowered. On a CPU that is the library.
+The definition stands in for it where XLA splits the program over several devices, where the program is exported (it must not
+need the library then) and on other devices. kernels/cpu/array_exports.cc documents the arguments of the library's functions.
+An absent array is passed as one without elements.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
@@ -20,15 +19,16 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from blockfp.definition import bits, layout, numerics
+from blockfp.definition import bits, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
 from blockfp.kernels import native
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 
-from . import definition
+from .backend import Backend, keys_of_both
 from .replication import vary, varying
+from .xla import XLA
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _ATTRIBUTES = {
@@ -40,17 +40,9 @@ _ATTRIBUTES = {
 _TARGET = "blockfp_cpu_{}_1"
 
 
-@cache
-def missing() -> str | None:
-    """Why the library can't run in JAX's programs, or None."""
-    if importlib.util.find_spec("jax_tvm_ffi") is None:
-        return "the package jax-tvm-ffi is not installed"
-    return None if native.available() else native.status()
-
-
 @once
 def _register(operation: str) -> str:
-    """Makes a function of the library known to XLA, under the name returned."""
+    """Registers a function of the library with XLA and returns its name there."""
     import jax_tvm_ffi
 
     target = _TARGET.format(operation)
@@ -61,7 +53,7 @@ def _register(operation: str) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static about an operation on one tensor of `ndim` axes."""
+    """The static arguments of an operation on one tensor of `ndim` axes."""
 
     operation: str
     ndim: int
@@ -69,8 +61,8 @@ class _Call:
     asked: bool
     eps: float = 0.0
     nominal: str = "float32"
-    transposed: bool = False
-    rotated: bool = False
+    columnwise: bool = False
+    rotate: bool = False
     dtype: str = "float32"
     columns: int = 0
     origin: tuple[int, int] = (0, 0)
@@ -80,18 +72,18 @@ class _Call:
         if self.operation == "quantize":
             values["largest_bits"] = largest_multiplier(self.format, self.eps, self.nominal)
             values["eps_bits"] = bits.constant_bits(self.eps)
-            values |= {"transposed": self.transposed, "rotated": self.rotated}
+            values |= {"transposed": self.columnwise, "rotated": self.rotate}
         elif self.operation == "dequantize":
             values |= {"row": self.origin[0], "column": self.origin[1]}
         return {name: np.int64(value) for name, value in values.items()}
 
     def results(self, first) -> list[tuple[tuple[int, ...], Any]]:
-        """(shape, dtype) of each result, of one tensor whose first operand this is."""
+        """The (shape, dtype) of each result for one tensor, from its first operand."""
         format, shape = self.format, first.shape[first.ndim - self.ndim :]
         two_level = format.scale.two_level
         if self.operation == "dequantize":
             return [((*shape[:-1], self.columns), jnp.dtype(self.dtype))]
-        if self.transposed:
+        if self.columnwise:
             shape = (*shape[:-2], shape[-1], shape[-2])
         scales = layout.scales_shape(shape, format)
         if self.operation == "amax":
@@ -104,68 +96,68 @@ class _Call:
         ]
 
     def define(self, *operands: jax.Array) -> list[jax.Array]:
-        """The definition's results of one tensor."""
+        """Computes the definition's results of one tensor."""
         format, given = self.format, [x if x.size or i == 0 else None for i, x in enumerate(operands)]
         if self.operation == "dequantize":
             codes, scales, tensor_scale = operands
             tensor_scale = tensor_scale.reshape(()) if format.scale.two_level else None
-            values = definition.dequantize(codes, scales, tensor_scale, format, self.dtype, self.columns, self.origin)
-            return [values]
+            place = {"dtype": self.dtype, "columns": self.columns, "origin": self.origin}
+            return [XLA.dequantize(codes, scales, tensor_scale, format=format, **place)]
         if self.operation == "amax":
-            found = numerics.amax(operands[0], format)
+            found = XLA.amax(operands[0], format=format)
         else:
             x, amax, key = operands[0], given[1], given[2]
-            if self.transposed:
-                found = definition.quantize_columnwise(x, key, amax, format, self.eps, self.rotated)
+            if self.columnwise:
+                found = XLA.quantize_columnwise(x, key, amax, format=format, eps=self.eps, rotate=self.rotate)
             else:
-                found = definition.quantize(x, key, amax, format, self.eps, self.nominal)
+                found = XLA.quantize(x, key, amax, format=format, eps=self.eps, nominal=self.nominal)
         shapes = self.results(operands[0])
         return [jnp.zeros(s, d) if part is None else part for part, (s, d) in zip(found, shapes, strict=True)]
 
 
-_carry_out = Primitive("blockfp_cpu")
-_carry_out.multiple_results = True
+_operation_p = Primitive("blockfp_cpu")
+_operation_p.multiple_results = True
 
 
 def _own_axes(call: _Call) -> tuple[int, ...]:
-    """How many axes of each operand are one tensor's own; those before them are vmap's."""
+    """The number of trailing axes of each operand that belong to one tensor; those before them are vmap's."""
     if call.operation == "amax":
         return (call.ndim,)
     return (call.ndim, call.ndim, 1) if call.operation == "dequantize" else (call.ndim, 1, 1)
 
 
 def _stack_of(shapes, call: _Call) -> tuple[int, ...]:
-    """Lengths of vmap's axes."""
+    """The lengths of vmap's axes."""
     leading = [shape[: len(shape) - own] for shape, own in zip(shapes, _own_axes(call), strict=True)]
     return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*leading, strict=True))
 
 
-@_carry_out.def_abstract_eval
+@_operation_p.def_abstract_eval
 def _abstract(*operands, call: _Call):
     stack = _stack_of([x.shape for x in operands], call)
     return [ShapedArray((*stack, *shape), dtype) for shape, dtype in call.results(operands[0])]
 
 
-@_carry_out.def_impl
+@_operation_p.def_impl
 def _eager(*operands, call: _Call):
     # Under jax.disable_jit.
     with jax.disable_jit(False):
-        return jax.jit(lambda *operands: _carry_out.bind(*operands, call=call))(*operands)
+        return jax.jit(lambda *operands: _operation_p.bind(*operands, call=call))(*operands)
 
 
 def _batched(operands, axes, *, call: _Call):
     moved = [
         jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)
     ]
-    results = _carry_out.bind(*moved, call=call)
+    results = _operation_p.bind(*moved, call=call)
     return results, [0] * len(results)
 
 
-batching.primitive_batchers[_carry_out] = _batched
+batching.primitive_batchers[_operation_p] = _batched
 
 
 def _stacked(call: _Call):
-    """The definition of a stack of tensors."""
+    """Returns the definition for a stack of tensors."""
 
     def run(*operands):
         own = _own_axes(call)
@@ -191,91 +183,73 @@ def _lower(context, *operands, call: _Call):
 
 
 def _on_one_device(axes) -> bool:
-    """Whether a program, or the part of one that is inside shard_map, is one device's."""
+    """Returns True for a program of one device, or the part of one inside a shard_map over all axes."""
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices == 1
     return isinstance(axes, mlir.SPMDAxisContext) and axes.manual_axes == frozenset(axes.mesh.axis_names)
 
 
-mlir.register_lowering(_carry_out, _lower_definition)
-mlir.register_lowering(_carry_out, _lower, platform="cpu")
+mlir.register_lowering(_operation_p, _lower_definition)
+mlir.register_lowering(_operation_p, _lower, platform="cpu")
 
 
-def _absent(dtype) -> jax.Array:
-    return jnp.zeros((0,), dtype)
+def _or_absent(x: jax.Array | None, dtype) -> jax.Array:
+    return jnp.zeros((0,), dtype) if x is None else x
 
 
-def _over(*arrays: jax.Array | None) -> frozenset[str]:
-    """The mesh axes that what is made of these arrays varies over."""
+def _varying(*arrays: jax.Array | None) -> frozenset[str]:
+    """The mesh axes that a function of these arrays varies over."""
     return frozenset().union(*(varying(x) for x in arrays if x is not None))
 
 
-def amax(x: jax.Array, format: Format, *, asked: bool) -> Amax:
-    """`numerics.amax`."""
-    blocks, nan, tensor = (vary(part, varying(x)) for part in _carry_out.bind(x, call=_Call("amax", x.ndim, format, asked)))
-    return Amax(blocks, None if format.element.has_nan else nan, tensor if format.scale.two_level else None)
+class CpuLibrary(Backend):
+    """The CPU kernel library."""
+
+    name = "ffi"
+
+    def missing(self) -> str | None:
+        if jax.default_backend() != "cpu":
+            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
+        if importlib.util.find_spec("jax_tvm_ffi") is None:
+            return "the package jax-tvm-ffi is not installed"
+        return None if native.available() else native.status()
+
+    def amax(self, x, *, format: Format) -> Amax:
+        call = _Call("amax", x.ndim, format, self.asked)
+        blocks, nan, tensor = (vary(part, varying(x)) for part in _operation_p.bind(x, call=call))
+        return Amax(blocks, None if format.element.has_nan else nan, tensor if format.scale.two_level else None)
+
+    def quantize(self, x, key, amax, *, format: Format, eps: float = 0.0, nominal: str | None = None) -> Quantized:
+        call = _Call("quantize", x.ndim, format, self.asked, eps, nominal or bits.dtype_name(x))
+        return _quantize(call, x, key, amax)
+
+    def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
+        call = _Call("quantize", x.ndim, format, self.asked, eps, bits.dtype_name(x), columnwise=True, rotate=rotate)
+        return _quantize(call, x, key, amax)
+
+    def quantize_both(
+        self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
+    ) -> tuple[Quantized, Quantized]:
+        row_key, column_key = keys_of_both(key)
+        if amax is None and not rotate and format.has_tensor_scale:
+            found = self.amax(x, format=format)
+            amax = found.tensor if format.scale.two_level else found.blocks
+        row = self.quantize(x, row_key, amax, format=format, eps=eps)
+        return row, self.quantize_columnwise(x, column_key, amax, format=format, eps=eps, rotate=rotate)
+
+    def dequantize(
+        self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
+    ) -> jax.Array:
+        call = _Call("dequantize", codes.ndim, format, self.asked, dtype=dtype, columns=columns, origin=origin)
+        given = _or_absent(None if tensor_scale is None else tensor_scale.reshape(1), jnp.float32)
+        (values,) = _operation_p.bind(codes, scales, given, call=call)
+        return vary(values, _varying(codes, scales, tensor_scale))
 
 
-def quantize(
-    x: jax.Array,
-    key: jax.Array | None,
-    amax: jax.Array | None,
-    format: Format,
-    eps: float,
-    nominal: str | None,
-    *,
-    asked: bool,
-    transposed: bool = False,
-    rotated: bool = False,
-) -> Quantized:
-    """`numerics.quantize` of x, or of x.mT, rotated first where `rotated` says so; `amax` as for `ops.quantize`."""
-    call = _Call(
-        "quantize",
-        x.ndim,
-        format,
-        asked,
-        eps=eps,
-        nominal=nominal or bits.dtype_name(x),
-        transposed=transposed,
-        rotated=rotated,
-    )
-    operands = (
-        x,
-        _absent(jnp.int32) if amax is None else amax.reshape(1),
-        _absent(jnp.uint32) if key is None else key,
-    )
-    codes, scales, tensor_scale = _carry_out.bind(*operands, call=call)
-    whole = _over(x if amax is None else amax)
-    codes = vary(codes, _over(x, key, amax))
-    scales = vary(scales, whole if format.per_tensor else _over(x, amax))
-    return Quantized(codes, scales, vary(tensor_scale, whole) if format.scale.two_level else None)
-
-
-def quantize_both(
-    x: jax.Array, key: jax.Array | None, given: jax.Array | None, format: Format, eps: float, rotated: bool, *, asked: bool
-) -> tuple[Quantized, Quantized]:
-    """`quantize` of x and of x.mT; a key has two words for each."""
-    keys = (None, None) if key is None else (key[:2], key[2:])
-    if given is None and not rotated and (format.per_tensor or format.scale.two_level):
-        found = amax(x, format, asked=asked)
-        given = found.tensor if format.scale.two_level else found.blocks
-    row = quantize(x, keys[0], given, format, eps, None, asked=asked)
-    return row, quantize(x, keys[1], given, format, eps, None, asked=asked, transposed=True, rotated=rotated)
-
-
-def dequantize(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    format: Format,
-    dtype: str,
-    columns: int,
-    origin: tuple[int, int],
-    *,
-    asked: bool,
-) -> jax.Array:
-    """`numerics.dequantize`."""
-    call = _Call("dequantize", codes.ndim, format, asked, dtype=dtype, columns=columns, origin=origin)
-    given = _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1)
-    (values,) = _carry_out.bind(codes, scales, given, call=call)
-    return vary(values, _over(codes, scales, tensor_scale))
+def _quantize(call: _Call, x: jax.Array, key: jax.Array | None, amax: jax.Array | None) -> Quantized:
+    given = _or_absent(None if amax is None else amax.reshape(1), jnp.int32)
+    codes, scales, tensor_scale = _operation_p.bind(x, given, _or_absent(key, jnp.uint32), call=call)
+    format, of_tensor = call.format, _varying(x if amax is None else amax)
+    codes = vary(codes, _varying(x, key, amax))
+    scales = vary(scales, of_tensor if format.per_tensor else _varying(x, amax))
+    return Quantized(codes, scales, vary(tensor_scale, of_tensor) if format.scale.two_level else None)

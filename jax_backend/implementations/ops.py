@@ -1,119 +1,128 @@
-"""Jitted quantize, dequantize and transpose on plain arrays, without derivatives: whoever calls them attaches these.
+"""The operations on plain arrays, jitted and without derivatives, which their callers attach.
 
-`definition.numerics` runs on JAX's tracers as it is. Formats are static arguments, so each format is one compiled function per
-shape and dtype; a key is data, so a new seed compiles nothing.
+An `Op` picks the backend and runs it; `Backend` documents the arguments. Static arguments make each format one compiled
+function per shape and dtype. A key is data, so a new seed compiles nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from blockfp.definition import numerics
+from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key, key_words
 from blockfp.formats import Format
 
-from . import implementations
-from .choice import Choice
+from . import choice, explicit
+from .backend import Backend
+from .replication import vary, varying
+from .xla import XLA
+
+Result = TypeVar("Result")
 
 
-@partial(jax.jit, static_argnames=("format", "choice", "eps", "nominal"))
-def quantize(
-    x: jax.Array,
-    key: jax.Array | None,
-    amax: jax.Array | None = None,
-    *,
-    format: Format,
-    choice: Choice,
-    eps: float = 0.0,
-    nominal: str | None = None,
-) -> numerics.Quantized:
-    """`numerics.quantize`; x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent.
+class Op(Generic[Result]):
+    """An operation that every backend has.
 
-    Args:
-        x, key, format, eps, nominal: as there.
-        amax: of the whole tensor, for formats that have a scale for it: int32 bits, or float32 for the multiplier that stands
-            instead of it (delayed scaling); computed by default.
-        choice: who carries it out.
+    x has no gradient through it, because JAX's own derivative of a cast rounds the cotangent.
+
+    Attributes:
+        name: the name of the method of `Backend`.
     """
-    return implementations.quantize(choice, jax.lax.stop_gradient(x), key, amax, format, eps, nominal)
+
+    def __init__(self, name: str, specs: Callable[..., Any], *, keyed: bool = False) -> None:
+        """Makes the operation.
+
+        Args:
+            name: the name of the method of `Backend`.
+            specs: from the operation's arguments to the PartitionSpecs of its results on a mesh with Explicit axes.
+            keyed: True where the arrays are x, a key and an amax, of which the last two may be left out.
+        """
+
+        def run(*arrays, backend: Backend, **options):
+            arrays = lax.stop_gradient(arrays)
+            mesh = explicit.mesh_of(*arrays)
+            if mesh is None:
+                return self._on(backend, options, *arrays)
+            if mesh.size > 1 and not backend.asked:
+                backend = XLA
+            return explicit.left_to_xla(partial(self._on, backend, options), mesh, specs(*arrays, **options), *arrays)
+
+        self.name, self._keyed = name, keyed
+        run.__name__ = run.__qualname__ = name
+        static = ("backend", "format", "eps", "nominal", "rotate", "dtype", "columns", "origin")
+        self._jitted = jax.jit(run, static_argnames=static)
+
+    def __call__(self, *arrays: Any, implementation: str | None = None, **options: Any) -> Result:
+        """Runs the operation.
+
+        Args:
+            arrays: the arrays of the method of `Backend`; a key and an amax may be left out.
+            implementation: the name of a backend (`choice.NAMES`), or None for the first that this machine has.
+            options: the static arguments of the method.
+
+        Raises:
+            ValueError, RuntimeError: as `choice.choose`.
+        """
+        if self._keyed:
+            arrays = (*arrays, None, None)[:3]
+            backend = choice.choose(implementation, self.name, stochastic=arrays[1] is not None, **options)
+        else:
+            backend = choice.choose(implementation, self.name, **options)
+        return self._jitted(*arrays, backend=backend, **options)
+
+    def _on(self, backend: Backend, options: dict[str, Any], *arrays: Any) -> Any:
+        kernel = partial(getattr(backend, self.name), **options)
+        if backend.platform is None:
+            return kernel(*arrays)
+        definition = partial(getattr(XLA, self.name), **options)
+        kernel = _varying_like(definition, kernel)
+        if backend.asked:
+            return kernel(*arrays)
+        return lax.platform_dependent(*arrays, **{backend.platform: kernel}, default=definition)
 
 
-@partial(jax.jit, static_argnames=("format", "choice", "eps", "rotate"))
-def quantize_columnwise(
-    x: jax.Array,
-    key: jax.Array | None,
-    amax: jax.Array | None = None,
-    *,
-    format: Format,
-    choice: Choice,
-    eps: float = 0.0,
-    rotate: bool = False,
-) -> numerics.Quantized:
-    """`quantize` of x.mT, rotated along its last axis first where `rotate` says so; `amax` is of what is quantized."""
-    return implementations.quantize_columnwise(choice, jax.lax.stop_gradient(x), key, amax, format, eps, rotate)
+def _varying_like(definition: Callable, kernel: Callable) -> Callable:
+    """Returns the kernel with results that vary over the same mesh axes as the definition's inside shard_map."""
+
+    def run(*arrays):
+        results = kernel(*arrays)
+        if not any(map(varying, jax.tree.leaves(arrays))):
+            return results
+        types = jax.make_jaxpr(definition)(*arrays).out_avals
+        leaves, structure = jax.tree.flatten(results)
+        return structure.unflatten(vary(x, t.mat.varying) for x, t in zip(leaves, types, strict=True))
+
+    return run
 
 
-@partial(jax.jit, static_argnames=("format", "choice", "eps", "rotate"))
-def quantize_both(
-    x: jax.Array,
-    key: jax.Array | None = None,
-    amax: jax.Array | None = None,
-    *,
-    format: Format,
-    choice: Choice,
-    eps: float = 0.0,
-    rotate: bool = False,
-) -> tuple[numerics.Quantized, numerics.Quantized]:
-    """`quantize` and `quantize_columnwise`, of one read of x where the implementation has a kernel for that.
-
-    Args:
-        key: four words, two for each; or None.
-        amax: of both directions, so of no use where one is rotated.
-        x, format, choice, eps, rotate: as there.
-    """
-    return implementations.quantize_both(choice, jax.lax.stop_gradient(x), key, amax, format, eps, rotate)
-
-
-def amax(x: jax.Array, *, format: Format) -> numerics.Amax:
-    """`numerics.amax`."""
-    return _amax(x, format=format, choice=implementations.choose(None, "amax", format))
-
-
-@partial(jax.jit, static_argnames=("format", "choice"))
-def _amax(x: jax.Array, *, format: Format, choice: Choice) -> numerics.Amax:
-    return implementations.amax(choice, jax.lax.stop_gradient(x), format)
-
-
-@partial(jax.jit, static_argnames=("format", "dtype", "columns", "origin", "choice"))
-def dequantize(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    *,
-    format: Format,
-    dtype: str,
-    columns: int,
-    origin: tuple[int, int],
-    choice: Choice,
-) -> jax.Array:
-    """`numerics.dequantize`; no gradient goes to the scales."""
-    codes, scales, tensor_scale = jax.lax.stop_gradient((codes, scales, tensor_scale))
-    return implementations.dequantize(choice, codes, scales, tensor_scale, format, dtype, columns, origin)
+amax: Op[Amax] = Op("amax", explicit.specs_of_amax)
+quantize: Op[Quantized] = Op("quantize", explicit.specs_of_quantized, keyed=True)
+quantize_columnwise: Op[Quantized] = Op("quantize_columnwise", explicit.specs_of_columnwise, keyed=True)
+quantize_both: Op[tuple[Quantized, Quantized]] = Op("quantize_both", explicit.specs_of_both, keyed=True)
+dequantize: Op[jax.Array] = Op("dequantize", explicit.specs_of_values)
 
 
 @partial(jax.jit, static_argnames=("format", "columns"))
 def transpose(codes: jax.Array, scales: jax.Array, *, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
-    """`numerics.transpose`."""
-    return implementations.transpose(codes, scales, format, columns)
+    """Transposes codes and scales as `numerics.transpose` does, on every backend."""
+    run = partial(numerics.transpose, format=format, columns=columns)
+    mesh = explicit.mesh_of(codes, scales)
+    if mesh is None:
+        return run(codes, scales)
+    return explicit.left_to_xla(run, mesh, explicit.specs_of_transposed(codes, scales, format, columns), codes, scales)
 
 
 def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
-    """A key as an array of two uint32 words, or None.
+    """Returns a key as an array of two uint32 words, or None.
 
     Args:
         key: an integer seed, two uint32 words, or a typed key of `jax.random.key`.

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from blockfp import recipes
@@ -22,29 +20,14 @@ from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
-from ..implementations.carriers import carrier_of
-from ..implementations.derivatives import attach, either, linear_map
+from .arguments import check_state, check_tensors, stored_weight
 from .delayed import DelayedState
 from .grouped_products import by_columns, by_rows
+from .layer import Layer
 from .layer_placement import LayerPlacement
-from .linear import across, check_state, check_tensors, stored_weight
-from .products import Operand
-from .straight_through import (
-    DGRAD,
-    FORWARD,
-    WGRAD,
-    Points,
-    by_group,
-    carriers_of,
-    check_forward,
-    check_second,
-    of_each_group,
-    same_values,
-    tokens,
-    total,
-    values,
-)
-from .tiles import Scaling, Tiles, largest_amax, move, quantize_tiles, tile_rows
+from .operands import Pair
+from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
+from .tiles import Scaling, Tiles, gather_rows, largest_amax, quantize_tiles, tile_rows
 
 
 def grouped_linear(
@@ -59,7 +42,7 @@ def grouped_linear(
     data_axes: Sequence[str] = (),
     expert_axis: str | None = None,
 ) -> Any:
-    """`linear` of group after group of x's rows, each with a weight of its own.
+    """Computes `linear` of group after group of x's rows, each with a weight of its own.
 
     Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
     With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
@@ -112,32 +95,65 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    how = _How(recipe, placement, expert_axis, np.dtype(x.dtype), np.dtype(weight.dtype), tile_rows(recipe))
+    layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile_rows(recipe))
     sizes = group_sizes.astype(jnp.int32)
-    y, state_out = either(partial(_plain, how), partial(_differentiable, how), x, weight, carrier, bias, sizes, words, state)
+    y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
     return y if state is None else (y, state_out)
 
 
 @dataclass(frozen=True)
-class _How:
-    """What is static about a call."""
+class _GroupedLinear(Layer):
+    """A layer of one matrix for each group.
 
-    recipe: Recipe
-    placement: LayerPlacement
+    Attributes:
+        expert_axis: the mesh axis that divides the groups, or None.
+        tile: rows of a tile.
+    """
+
     expert_axis: str | None
-    dtype: np.dtype
-    weight_dtype: np.dtype
     tile: int
 
-    def scaling(self, multiplier: jax.Array | None, groups: int, key: jax.Array | None = None) -> Scaling:
-        """How an operand is quantized; `groups` are this rank's."""
+    def _scaling(self, multiplier: jax.Array | None, tiles: Tiles, key: jax.Array | None = None) -> Scaling:
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
+        groups = tiles.sizes.shape[0]
         first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
         return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first)
 
-    def input_scaling(self, state: DelayedState | None, tiles: Tiles) -> Scaling:
-        """How x is quantized."""
-        return self.scaling(None if state is None else state.input_scale, tiles.sizes.shape[0])
+    def tiles(self, x, sizes) -> Tiles:
+        return Tiles.of(sizes, x.shape[0], self.tile)
+
+    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
+        scaling = self._scaling(None if state is None else state.input_scale, tiles)
+        row = quantize_tiles(x, tiles, self.recipe.input, scaling, ROWWISE) if rowwise else None
+        return row, quantize_tiles(x, tiles, self.recipe.input_columnwise, scaling, COLUMNWISE) if columnwise else None
+
+    def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
+        scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key)
+        row = quantize_tiles(g, kept.tiles, self.recipe.gradient, scaling, ROWWISE) if rowwise else None
+        cast = self.recipe.gradient_columnwise
+        return row, quantize_tiles(g, kept.tiles, cast, scaling, COLUMNWISE) if columnwise else None
+
+    def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
+        return gather_rows(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
+
+    def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
+        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
+
+    def bias_rows(self, bias, tiles) -> jax.Array:
+        return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)
+
+    def sum_rows(self, g, tiles) -> jax.Array:
+        mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
+        return jax.ops.segment_sum(mine, tiles.group_of_token(), num_segments=tiles.sizes.shape[0])
+
+    def largest_amax(self, x, tiles) -> jax.Array:
+        return largest_amax(x, tiles)
+
+    def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
+        return token_values(operand, tiles, carrier, cast, transposed=transposed)
+
+    def products(self, tiles) -> tuple[Product, Product, Product]:
+        return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)
 
 
 def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
@@ -155,134 +171,3 @@ def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
             f"expert_axis = {expert_axis!r} is one of data_axes = {placement.data_axes} too: a rank on it has groups "
             "that no other has, so it divides no group's tokens"
         )
-
-
-class _Kept(NamedTuple):
-    """What a forward keeps for derivatives: as `linear`'s does, and where rows go."""
-
-    row: Operand | None
-    column: Operand | None
-    weight: Operand
-    tiles: Tiles
-    key: jax.Array | None
-    state: DelayedState | None
-    types: replication.Types
-
-
-def _plain(how: _How, x, weight, carrier, bias, sizes, key, state):
-    tiles = Tiles.of(sizes, x.shape[0], how.tile)
-    row = quantize_tiles(x, tiles, how.recipe.input, how.input_scaling(state, tiles), ROWWISE)
-    return _output(how, row, weight, bias, tiles), _seen(x, tiles, state)
-
-
-def _output(how: _How, row: Operand, weight: Operand, bias, tiles: Tiles) -> jax.Array:
-    y = by_rows(row, how.placement.gathered(weight), tiles, how.dtype, fast="forward" in how.recipe.fast_accum)
-    y = move(y, tiles.target)
-    if bias is not None:
-        added = bias[tiles.group_of_token()]
-        y = y + jnp.where((tiles.target >= 0)[:, None], added, 0).astype(y.dtype)
-    return y
-
-
-def _seen(x: jax.Array, tiles: Tiles, state: DelayedState | None) -> DelayedState | None:
-    return None if state is None else state.after_forward(largest_amax(x, tiles))
-
-
-def _differentiable(how: _How, x, weight, carrier, bias, sizes, key, state):
-    carriers, types = carriers_of(Points(x, carrier, bias, state)), replication.Types.of(x, carrier, bias, state)
-    x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
-    tiles, column = Tiles.of(sizes, x.shape[0], how.tile), None
-    scaling = how.input_scaling(state, tiles)
-    if carriers.weight is not None:
-        column = quantize_tiles(x, tiles, how.recipe.input_columnwise, scaling, COLUMNWISE)
-    row = quantize_tiles(x, tiles, how.recipe.input, scaling, ROWWISE)
-    results = _output(how, row, weight, bias, tiles), _seen(x, tiles, state)
-    row = None if column is None or how.placement.weight is not None or same_values(how.recipe) else row
-    kept = _Kept(row, column, weight, tiles, key, state, types)
-    like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
-
-    def rule(kept, carriers, tangents):
-        return linear_map(partial(_forward, how, like[0]), partial(_backward, how), (kept, carriers), tangents, like)
-
-    return attach(results, kept, carriers, rule)
-
-
-def _forward(how: _How, like, known: tuple[_Kept, Points], tangents: Points) -> list[Any]:
-    kept, carriers = known
-    check_forward(how.placement)
-    tiles = kept.tiles
-    weight, x = values(kept.weight, carriers.weight), None
-    if tangents.weight is not None:
-        assert kept.column is not None
-        cast, transposed = (how.recipe.input_columnwise, True) if kept.row is None else (how.recipe.input, False)
-        x = tokens(kept.column if kept.row is None else kept.row, tiles, carriers.x, cast, transposed=transposed)
-    forward = by_group(FORWARD, tiles)
-    y = total((forward, tangents.x, weight), (forward, x, tangents.weight))
-    y = jnp.zeros(like.shape, jnp.float32) if y is None else y
-    if tangents.bias is not None:
-        y = y + jnp.where((tiles.target >= 0)[:, None], tangents.bias[tiles.group_of_token()], 0).astype(y.dtype)
-    return [y.astype(how.dtype), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
-
-
-def _backward(how: _How, known: tuple[_Kept, Points], wanted: Points, cotangents) -> Points:
-    kept, carriers = known
-    g, *later = cotangents
-    g_carrier = carrier_of(g) if isinstance(g, Tracer) else None
-    kept, g = lax.stop_gradient((kept, g))
-    recipe, placement, tiles, types, state = how.recipe, how.placement, kept.tiles, kept.types, kept.state
-    scaling = how.scaling(None if state is None else state.gradient_scale, tiles.sizes.shape[0], kept.key)
-    row = column = dx = dw = db = ds = None
-    if wanted.x is not None:
-        row = quantize_tiles(g, tiles, recipe.gradient, scaling, ROWWISE)
-        weight = across(placement.gathered(kept.weight), recipe)
-        dx = move(by_rows(row, weight, tiles, how.dtype, fast="dgrad" in recipe.fast_accum), tiles.target)
-        dx = replication.sum_like(dx, types.x, ())
-    if wanted.weight is not None:
-        assert kept.column is not None
-        column = quantize_tiles(g, tiles, recipe.gradient_columnwise, scaling, COLUMNWISE)
-        dw = by_columns(column, kept.column, tiles, how.weight_dtype, fast="wgrad" in recipe.fast_accum)
-        dw = _sum_weight(how, types, dw)
-    if wanted.bias is not None:
-        db = _sum_bias(how, kept, g, wanted.bias.dtype)
-    if state is not None:
-        ds = state.cotangent(wanted.state, lambda: largest_amax(g, tiles), later, types.state)
-    made = Points(dx, dw, db, ds)
-    types_made = jax.tree.map(jax.typeof, made)
-    return attach(made, (row, column, kept), (carriers, g_carrier), partial(_second, how, types_made))
-
-
-def _second(how: _How, made: Points, kept: tuple, carriers: tuple[Points, Any], tangents: tuple[Points, Any]) -> list[Any]:
-    check_second(how.placement)
-    recipe = how.recipe
-    (row, column, forward), (points, g_carrier), (dots, g_dot) = kept, carriers, tangents
-    tiles, types = forward.tiles, forward.types
-    dx = dw = db = None
-    if made.x is not None:
-        weight = values(across(forward.weight, recipe), points.weight, transposed=True)
-        g = tokens(row, tiles, g_carrier, recipe.gradient)
-        dgrad = by_group(DGRAD, tiles)
-        dx = total((dgrad, g_dot, weight), (dgrad, g, dots.weight))
-        dx = None if dx is None else replication.sum_like(dx.astype(how.dtype), types.x, ())
-    if made.weight is not None:
-        x = tokens(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True)
-        g = tokens(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True)
-        wgrad = of_each_group(WGRAD, tiles)
-        dw = total((wgrad, g_dot, x), (wgrad, g, dots.x))
-        dw = None if dw is None else _sum_weight(how, types, dw.astype(how.weight_dtype))
-    if made.bias is not None and g_dot is not None:
-        db = _sum_bias(how, forward, g_dot, made.bias.dtype)
-    there = [dot for dot, result in ((dx, made.x), (dw, made.weight), (db, made.bias)) if result is not None]
-    return [*there, *(None for _ in jax.tree.leaves(made.state))]
-
-
-def _sum_weight(how: _How, types: replication.Types, dw: jax.Array) -> jax.Array:
-    placement = how.placement
-    rest = [name for name in placement.data_axes if name not in placement.fsdp]
-    return replication.sum_like(placement.scatter_weight(dw, how.recipe.weight.format), types.carrier, rest)
-
-
-def _sum_bias(how: _How, kept: _Kept, g: jax.Array, dtype) -> jax.Array:
-    tiles = kept.tiles
-    mine = jnp.where((tiles.target >= 0)[:, None], g.astype(jnp.float32), 0)
-    db = jax.ops.segment_sum(mine, tiles.group_of_token(), num_segments=tiles.sizes.shape[0]).astype(dtype)
-    return replication.sum_like(db, kept.types.bias, how.placement.data_axes)

@@ -1,4 +1,4 @@
-"""The products of `grouped_linear`: of spans of a group's rows, by what multiplies any two operands.
+"""The products of `grouped_linear`: spans of a group's rows go through `products.product`.
 
 How many rows a group has is known only at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with
 every weight. Here a loop goes over spans of so many tiles as the shapes alone say. A group's last span reaches beyond it:
@@ -16,7 +16,7 @@ from jax import lax
 from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..params.params import shares_scale
-from .products import Operand, product
+from .products import Matrix, product
 from .tiles import Tiles
 
 
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
     own: jax.Array  # how many of them are its group's
 
 
-def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
     vary = _varying(x, weight, tiles)
     of_groups = _of_groups(tiles)
@@ -44,7 +44,7 @@ def by_rows(x: Operand, weight: Operand, tiles: Tiles, dtype, *, fast: bool) -> 
     return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
 
 
-def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
     """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)
@@ -64,7 +64,7 @@ def by_columns(a: Operand, b: Operand, tiles: Tiles, dtype, *, fast: bool) -> ja
 
 
 def _varying(*operands: Any):
-    """What makes of an array one that varies over the mesh axes that any of these does."""
+    """Returns a function that makes an array vary over the mesh axes of all of these."""
     over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
     return lambda x: replication.vary(x, over)
 
@@ -80,8 +80,8 @@ def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -
     return _Span(of_groups.first[group] + before, of_groups.own[group] - before)
 
 
-def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """The tiles of a span as one matrix, side by side along an axis.
+def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
+    """Joins the tiles of a span to one matrix, side by side along an axis.
 
     Those of other groups are zeros where their rows would be summed over.
     """
@@ -109,8 +109,8 @@ def _side_by_side(x: Operand, span: _Span, tiles: Tiles, axis: int) -> Any:
     return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
 
 
-def _matrix(weight: Operand, group: jax.Array) -> Operand:
-    """One matrix of a stack, whose scale per tensor may be that of all."""
+def _matrix(weight: Matrix, group: jax.Array) -> Matrix:
+    """Takes one matrix of a stack, whose scale per tensor may be that of all."""
     if not isinstance(weight, QuantizedArray):
         return weight[group]
     shared, tensor_scale = shares_scale(weight), weight.tensor_scale

@@ -8,22 +8,22 @@ from jax import lax
 
 from blockfp.definition import layout
 from blockfp.definition.numerics import Quantized
-from blockfp.kernels.routes import Route, exact_in_bfloat16, has_tensor_scale, route
+from blockfp.kernels.routes import Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
 from ..arrays.array import QuantizedArray
 from ..arrays.views import view_codes, view_scales
-from ..implementations import implementations, replication
+from ..implementations import choice, cuda, replication
 from . import partitioned
 
-Operand = jax.Array | QuantizedArray
+Matrix = jax.Array | QuantizedArray
 
 TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 """The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
 
 
-def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
-    """a @ b^T, of shape [m, n].
+def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
+    """Multiplies a @ b^T, of shape [m, n].
 
     Args:
         a: [m, k].
@@ -43,13 +43,13 @@ def product(a: Operand, b: Operand, dtype, *, fast: bool) -> jax.Array:
 
         return run
 
-    if not implementations._has_gpu():
+    if not choice.has_gpu():
         run = on("cpu")
         if not partitioned.applies(a, b):
             return run(a, b)
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
-        return partitioned.product(a, b, run)
+        return partitioned.split_product(a, b, run)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 
@@ -58,7 +58,7 @@ def _capability() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _format(x: Operand):
+def _format(x: Matrix):
     return x.format if isinstance(x, QuantizedArray) else None
 
 
@@ -68,7 +68,7 @@ def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> 
 
 
 def _rounded(a: jax.Array, b: jax.Array, dtype, precision=None) -> jax.Array:
-    """The product, its sums in fp32 and rounded once to `dtype`; by the matrix units, where that is the operands' own."""
+    """Multiplies with sums in fp32, rounded once to `dtype`; by the matrix units, where that is the operands' own."""
     return _contract(a, b, dtype if a.dtype == b.dtype == dtype else jnp.float32, precision).astype(dtype)
 
 
@@ -78,7 +78,7 @@ def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.
 
 def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     # XLA would write the product in fp32 and read it again to scale it.
-    if implementations.missing_product(TENSOR_SCALES) is None:
+    if choice.missing_product(TENSOR_SCALES) is None:
         return _by_cublas(a, b, dtype, fast)
     codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
@@ -87,8 +87,8 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
 
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """FP8 blocks of 128, which XLA has no product for."""
-    missing = implementations.missing_product(BLOCK_SCALES)
+    """Multiplies FP8 blocks of 128, which XLA has no product for."""
+    missing = choice.missing_product(BLOCK_SCALES)
     if missing is None:
         # Fast accumulation is not offered.
         return _by_cublas(a, b, dtype, False)
@@ -97,15 +97,13 @@ def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: boo
 
 
 def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
-    from ..implementations import ffi
-
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
-    return replication.vary(ffi.product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
+    return replication.vary(cuda.cublas_product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """Blackwell's MX and NVFP4 modes."""
+    """Multiplies in Blackwell's MX and NVFP4 modes."""
     codes, scales = zip(*(_as_scaled(x) for x in (a, b)), strict=True)
     out = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=jnp.float32)[0]
     for x in (a, b):
@@ -114,7 +112,7 @@ def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bo
 
 
 def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales as `jax.nn.scaled_matmul` takes them: one scale for each row and block of columns."""
+    """Lays codes and scales out for `jax.nn.scaled_matmul`: one scale for each row and block of columns."""
     codes, scales = view_codes(x.codes, x.columns, x.format), view_scales(x.scales, x.format)
     block_rows = x.format.block[0] if x.format.block else 1
     if block_rows > 1:
@@ -122,7 +120,7 @@ def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return codes[None], scales[None]
 
 
-def _dequantized(a: Operand, b: Operand, dtype, chosen: Route, fast: bool) -> jax.Array:
+def _dequantized(a: Matrix, b: Matrix, dtype, chosen: Route, fast: bool) -> jax.Array:
     # High precision beside a quantized operand must not be rounded to what that operand is exact in.
     plain = {x.dtype.name for x in (a, b) if not isinstance(x, QuantizedArray)}
     working = "bfloat16" if chosen.dtype == "bfloat16" and plain <= {"bfloat16"} else "float32"
@@ -138,11 +136,11 @@ def _dequantized(a: Operand, b: Operand, dtype, chosen: Route, fast: bool) -> ja
     return out.astype(dtype)
 
 
-def _values(x: Operand, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
-    """(values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
+def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), None
-    if not apart or not has_tensor_scale(x.format):
+    if not apart or not x.format.has_tensor_scale:
         return x.dequantize(dtype), None
     if x.format.per_tensor:
         return x.replace(scales=jnp.ones_like(x.scales)).dequantize(dtype), x.scales.reshape(())

@@ -22,7 +22,7 @@ Y = jnp.asarray(sample("gaussian", (8, 4), seed=3))
 
 
 def quantized():
-    return bfp.quantize_params(WEIGHTS, "mxfp8", filter=lambda path, _: path == "w")
+    return bfp.quantize_params(WEIGHTS, "mxfp8", filter_fn=lambda path, _: path == "w")
 
 
 def loss(params):

@@ -32,7 +32,7 @@ def lora(**options):
 
 
 def convert_first(recipe):
-    model = bfp.convert(llama(), recipe, filter=lambda path, layer: path != "lm_head", keep_init=False)
+    model = bfp.convert(llama(), recipe, filter_fn=lambda path, layer: path != "lm_head", keep_init=False)
     torch.manual_seed(1)
     return get_peft_model(model, lora())
 
@@ -42,7 +42,9 @@ def lora_first(recipe):
     model = llama()
     torch.manual_seed(1)
     model = get_peft_model(model, lora())
-    return bfp.convert(model, recipe, filter=lambda path, layer: "lora_" not in path and "lm_head" not in path, keep_init=False)
+    return bfp.convert(
+        model, recipe, filter_fn=lambda path, layer: "lora_" not in path and "lm_head" not in path, keep_init=False
+    )
 
 
 ORDERS = pytest.mark.parametrize("made", [convert_first, lora_first])
@@ -111,7 +113,7 @@ def test_a_layer_is_its_base_and_its_adapter():
 def test_adapters_are_saved_and_loaded(made, tmp_path):
     model = made("nvfp4")
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    base = bfp.convert(llama(), "nvfp4", filter=lambda path, layer: path != "lm_head", keep_init=False)
+    base = bfp.convert(llama(), "nvfp4", filter_fn=lambda path, layer: path != "lm_head", keep_init=False)
     loaded = PeftModel.from_pretrained(base, tmp_path)
     assert equal(
         dict(sorted(get_peft_model_state_dict(loaded).items())), dict(sorted(get_peft_model_state_dict(model).items()))
@@ -166,11 +168,11 @@ def test_a_refused_merge_leaves_the_codes():
 
 
 def converted(dtype=torch.float32):
-    return bfp.convert(llama(dtype), "nvfp4", filter=lambda path, layer: path != "lm_head", keep_init=False)
+    return bfp.convert(llama(dtype), "nvfp4", filter_fn=lambda path, layer: path != "lm_head", keep_init=False)
 
 
 def test_high_precision_weights_take_merges():
-    model = bfp.convert(llama(), "mxfp8", filter=lambda path, layer: path != "lm_head", weights="high_precision")
+    model = bfp.convert(llama(), "mxfp8", filter_fn=lambda path, layer: path != "lm_head", weights="high_precision")
     model = get_peft_model(model, lora())
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     weight = layer.base_layer.weight.detach().values.clone()

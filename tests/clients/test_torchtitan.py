@@ -114,7 +114,7 @@ def test_initializers_of_the_configuration_are_those_that_draw(titan):
 
 
 def test_a_model_that_is_built_already_can_be_converted(titan):
-    model = bfp.convert(built(titan, None), "mxfp8", filter=lambda path, layer: path != "lm_head")
+    model = bfp.convert(built(titan, None), "mxfp8", filter_fn=lambda path, layer: path != "lm_head")
     from torchtitan.models.common.linear import Linear
 
     converted = [layer for layer in model.modules() if isinstance(layer, bfp.Linear)]

@@ -112,12 +112,12 @@ def test_tied_heads_are_left_with_a_warning_that_names_them(name, recipe):
 def test_a_tied_head_that_a_filter_chose_is_an_error_and_nothing_is_changed(name):
     model = made(TIED[name])
     with pytest.raises(ValueError, match="quantizing that would untie them"):
-        bfp.convert(model, "mxfp8", filter=lambda path, layer: True)
+        bfp.convert(model, "mxfp8", filter_fn=lambda path, layer: True)
     assert not bfp.summary(model).layers
     head = model.get_output_embeddings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bfp.convert(model, "mxfp8", filter=lambda path, layer: layer is not head)
+        bfp.convert(model, "mxfp8", filter_fn=lambda path, layer: layer is not head)
 
 
 def test_a_head_that_the_model_will_tie_again_is_tied():
@@ -127,7 +127,7 @@ def test_a_head_that_the_model_will_tie_again_is_tied():
     with pytest.warns(UserWarning, match="'lm_head' .with model.embed_tokens.weight."):
         bfp.convert(model, "mxfp8")
     assert type(model.lm_head) is nn.Linear
-    bfp.convert(other, "mxfp8", filter=lambda path, layer: True)
+    bfp.convert(other, "mxfp8", filter_fn=lambda path, layer: True)
     assert isinstance(other.lm_head, bfp.Linear)
 
 
@@ -168,7 +168,7 @@ def test_gpt2_is_the_layer_that_its_transposed_weight_would_be():
 
 def test_gpt2s_plain_weights_load_the_way_round_they_are():
     plain = made(TIED["gpt2"])
-    model = bfp.convert(made(TIED["gpt2"]), "nvfp4", filter=lambda path, layer: path != "lm_head")
+    model = bfp.convert(made(TIED["gpt2"]), "nvfp4", filter_fn=lambda path, layer: path != "lm_head")
     weight = plain.transformer.h[0].attn.c_proj.weight.detach()
     bfp.load_high_precision_(model.transformer.h[0].attn.c_proj.weight, weight)
     assert torch.equal(model.transformer.h[0].attn.c_proj.weight.codes, bfp.quantize(weight, "nvfp4_16x16").codes)
@@ -182,12 +182,12 @@ def test_gpt2_needs_formats_that_can_be_transposed():
     recipe = recipes.parse("mxfp8").replace(weight=recipes.Cast("mxfp8_e4m3"))
     model = made(TIED["gpt2"])
     with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn'.*no exact transpose"):
-        bfp.convert(model, recipe, filter=lambda path, layer: path != "lm_head")
+        bfp.convert(model, recipe, filter_fn=lambda path, layer: path != "lm_head")
     assert not bfp.summary(model).layers
 
 
 def test_gpt2_compiles():
-    model = bfp.convert(made(TIED["gpt2"]), "mxfp8", filter=lambda path, layer: path != "lm_head").transformer.h[0].mlp
+    model = bfp.convert(made(TIED["gpt2"]), "mxfp8", filter_fn=lambda path, layer: path != "lm_head").transformer.h[0].mlp
     x = torch.randn(2, 3, 64)
     eager = model(x)
     eager.sum().backward()
@@ -217,7 +217,7 @@ def converted_gpt2(recipe, weights):
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.linspace(-0.1, 0.1, param.numel()).sin().mul(40).sin().mul(0.05).view(param.shape))
-    return bfp.convert(model, recipe, filter=lambda path, layer: path != "lm_head", weights=weights)
+    return bfp.convert(model, recipe, filter_fn=lambda path, layer: path != "lm_head", weights=weights)
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
@@ -244,7 +244,7 @@ def test_gpt2_is_not_cut():
 
 @pytest.mark.parametrize("mean_resizing", [False, True])
 def test_embeddings_are_resized(mean_resizing):
-    model = bfp.convert(made(llama), "mxfp8", filter=lambda path, layer: path != "lm_head")
+    model = bfp.convert(made(llama), "mxfp8", filter_fn=lambda path, layer: path != "lm_head")
     before = model.lm_head.weight.detach().clone()
     model.resize_token_embeddings(160, mean_resizing=mean_resizing)
     assert model.lm_head.weight.shape == (160, 64)
@@ -274,7 +274,7 @@ def test_transformers_initializes_quantized_layers():
 @pytest.mark.parametrize("name", [*MODELS, "gpt2"])
 def test_floating_point_operations_are_those_of_the_plain_model(name):
     plain = made((MODELS | TIED)[name])
-    model = bfp.convert(copy.deepcopy(plain), "mxfp8", filter=lambda path, layer: path != "lm_head")
+    model = bfp.convert(copy.deepcopy(plain), "mxfp8", filter_fn=lambda path, layer: path != "lm_head")
     counts = []
     for each in (plain, model):
         with FlopCounterMode(display=False) as counter:

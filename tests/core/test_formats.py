@@ -57,6 +57,10 @@ def test_constants_are_the_named_formats():
     assert formats.MXFP8.name == "mxfp8_e4m3"
     assert formats.FP8_BLOCK_128x128.block == (128, 128)
     assert formats.NVFP4.scale.two_level
+    assert {f.name for f in FORMATS if f.has_tensor_scale and f.block} == {"nvfp4", "nvfp4_16x16"}
+    assert all(f.has_tensor_scale for f in FORMATS if f.block is None)
+    assert {f.scale.name for f in FORMATS if f.scale.power_of_two} == {"pow2", "e8m0_ceil", "e8m0_floor"}
+    assert all(f.scale.e8m0 == f.name.startswith("mx") for f in FORMATS)
     assert formats.MXFP4.bytes_per_element == 0.5 + 1 / 32
 
 

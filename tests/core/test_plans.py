@@ -49,7 +49,7 @@ def test_amax_axes_of_one_rank_are_left_out():
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_only_formats_with_a_tensor_scale_have_amax_axes(format):
     axes = plans.amax_axes(format, MESH, (Shard(0),) * 3, "weight")
-    assert axes == (("dp", "fsdp", "tp") if format.per_tensor or format.scale.two_level else ())
+    assert axes == (("dp", "fsdp", "tp") if format.has_tensor_scale else ())
 
 
 def test_amax_axes_refuses():

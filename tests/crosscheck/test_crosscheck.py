@@ -168,7 +168,7 @@ def test_pieces_follow_one_another_and_cut_no_block(small_pieces, shape):
 
 
 @pytest.mark.parametrize("shape", [(700, 64), (5, 70, 64), (40, 16, 33)])
-@pytest.mark.parametrize("format", [f for f in FORMATS if f.per_tensor or f.scale.two_level], ids=str)
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.has_tensor_scale], ids=str)
 def test_the_definition_in_pieces_is_the_definition(small_pieces, format, shape):
     x = sample("special", shape)
     assert_same_bits(tuple(Definition().quantize(x, format)), tuple(numerics.quantize(x, format)))

@@ -1,22 +1,26 @@
 """What the documents show runs, and says all formats."""
 
+import ast
+import pydoc
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import gloo
+import numpy
 import pytest
+from documented import PAGES, blocks, fences, program, run_documented
 
+import blockfp
+from blockfp.check import crosscheck
 from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = [
-    pytest.param(code, id=f"{path.name}-{i}")
-    for path in (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "other-libraries.md")
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
-    # Blocks with a name want a model or data of tests/clients, which runs them.
-    if not re.match(r"# [\w:, ]+\n", code)
-]
+RANKS = {"training.md": 2, "parallelism.md": 4, "checkpoints.md": 2}
+"""Pages whose programs run on several processes, with a default process group."""
+
 
 # What the training examples share, and what tests/jax/test_jax_examples.py runs.
 OTHERS = ("byte_text", "training_report", "flax_mlp", "equinox_mlp")
@@ -24,7 +28,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 
 def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,10 +39,50 @@ def _libraries():
     pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_snippets_run(tmp_path, code):
+@pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
+def test_pages_run(tmp_path, page):
+    """Each page is a program, from its first block to its last."""
     # The whole of inductor is for other tests: here the code has to be right, not fast.
-    run(tmp_path, "-c", code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"'))
+    code = program(page).replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
+    if page.name in RANKS:
+        file = tmp_path / "page.py"
+        file.write_text(
+            f"import os\n\nos.chdir({str(tmp_path)!r})\n\n\ndef page(rank):\n    exec({code!r}, {{'__name__': 'page'}})\n"
+        )
+        gloo.run(RANKS[page.name], file, "page", timeout=300)
+    else:
+        run(tmp_path, "-c", code)
+
+
+def test_every_named_block_is_run_by_a_test():
+    tests = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
+    names = [name for page in PAGES for name, _ in blocks(page) if name]
+    assert names
+    assert [name for name in names if f'"{name}"' not in tests] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_block_that_is_not_run_is_no_python(page):
+    for language, text in fences(page):
+        if language != "python":
+            with pytest.raises(SyntaxError):
+                ast.parse(text)
+
+
+def test_a_backend_of_your_own():
+    """The documented class, around kernels that give the definition's bits and around others."""
+    x = numpy.linspace(-3, 3, 4096, dtype="f4").reshape(32, 128)
+
+    def kernel(x, format):
+        q = blockfp.quantize(x, format)
+        return q.codes, q.scales
+
+    def inverse(codes, scales, format):
+        return blockfp.QuantizedArray.from_parts(codes, scales, format=format, columns=128, dtype="f4").dequantize()
+
+    for given, same in ((kernel, True), (lambda x, format: kernel(-x, format), False)):
+        mine = run_documented("a backend of your own", my_kernel=given, my_inverse=inverse)["Mine"]()
+        assert crosscheck.check(x, "mxfp8_e4m3", [crosscheck.Definition(), mine]).identical is same
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -56,8 +100,38 @@ def test_what_is_promised_is_held():
     assert promised <= there, promised - there
 
 
+def test_results_that_documents_name_are_kept():
+    named = {name for page in PAGES for name in re.findall(r"[\w-]+-20\d\d-\d\d-\d\d\.(?:json|log)", page.read_text())}
+    kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert named
+    assert named <= kept, named - kept
+
+
+def test_paths_that_documents_name_are_there():
+    """Folders and files of the repository, as `blockfp/check/crosscheck.py`; modules that moved are found."""
+    folders = "blockfp|jax_backend|torch_backend|kernels|tests|benchmarks|examples|docs"
+    for page in PAGES:
+        for path in re.findall(rf"`(?:python )?((?:{folders})/[\w/.-]*)", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_api_pages_name_what_is_there():
+    names = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+    assert {"blockfp", "blockfp.torch", "blockfp.jax"} <= set(names)
+    assert [name for name in names if pydoc.locate(name) is None] == []
+
+
 def test_the_numerics_describe_every_format():
     text = (ROOT / "docs" / "numerics.md").read_text()
     for name in NAMES:
         base = re.sub(r"(_floor|_32x32|_fp32)", "", name)
         assert f"`{base}`" in text, name
+
+
+def test_drawings_are_those_of_the_plans_and_results():
+    """Every picture of docs/ is, byte for byte, what docs/drawings.py draws now."""
+    drawn = {name: str(drawing) for name, drawing in runpy.run_path(str(ROOT / "docs" / "drawings.py"))["drawings"]().items()}
+    kept = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
+    assert drawn.keys() == kept.keys()
+    changed = [name for name in drawn if drawn[name] != kept[name]]
+    assert not changed, f"{changed}: run `python docs/drawings.py`"

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
+from blockfp.errors import BadFile  # noqa: E402
 from blockfp.files.export import contents  # noqa: E402
-from blockfp.files.modelfile import BadFile  # noqa: E402
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16"])

@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
-import untrusted_files
-from untrusted_files import STEP
+import bad_files
+import fuzz
+from bad_files import STEP
 
 import blockfp
 import blockfp.torch as bfp
@@ -26,7 +27,7 @@ from blockfp.files import manifest, modelfile
 @pytest.mark.parametrize("seed", [100_000, 200_000])
 def test_bad_files(seed):
     """About half a minute each, in a process of its own: what it reads may not allocate more than it is allowed."""
-    program = Path(untrusted_files.__file__)
+    program = Path(fuzz.__file__)
     command = [sys.executable, program, "--files", "400", "--seconds", "40", "--seed", str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +37,7 @@ def test_bad_files(seed):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    untrusted_files.samples(folder)
+    bad_files.samples(folder)
     return folder
 
 
@@ -56,11 +57,11 @@ def summed(checkpoint):
 
 def refused(checkpoint, match):
     """By loading, which leaves the model as it was, and by `blockfp export`, which writes nothing."""
-    load = untrusted_files.readers("checkpoint", checkpoint, checkpoint.parent)["load_checkpoint"]
+    load = fuzz.readers("checkpoint", checkpoint, checkpoint.parent)["load_checkpoint"]
     with pytest.raises(BadCheckpoint, match=match):
         load()
-    with pytest.raises(untrusted_files.Refused):
-        untrusted_files.command("export", checkpoint, checkpoint.parent / "m.safetensors")()
+    with pytest.raises(fuzz.Refused):
+        fuzz.command("export", checkpoint, checkpoint.parent / "m.safetensors")()
     assert not (checkpoint.parent / "m.safetensors").exists()
 
 
@@ -110,7 +111,7 @@ def test_an_index_that_leaves_something_out(checkpoint, change, match):
 
 def test_a_piece_of_another_dtype_than_its_index_says(checkpoint):
     damage_index(checkpoint, other_dtype)
-    load = untrusted_files.readers("checkpoint", checkpoint, checkpoint.parent)["load_checkpoint"]
+    load = fuzz.readers("checkpoint", checkpoint, checkpoint.parent)["load_checkpoint"]
     with pytest.raises(
         BadCheckpoint, match=r"cursor: it is torch\.int64 of shape \(3,\), and torch\.int32 of shape \(3,\) in the"
     ):
@@ -194,8 +195,8 @@ def test_files_of_a_checkpoint_are_files(checkpoint, tmp_path, kind):
     refused(checkpoint, r"__0_0\.distcp(: is no regular file|: is a directory| is a link out of the checkpoint's folder)")
     (checkpoint / manifest.MANIFEST).unlink()
     foreign = checkpoint.rename(tmp_path / "foreign")
-    with pytest.raises(untrusted_files.Refused):
-        untrusted_files.command("export", foreign, tmp_path / "m.safetensors")()
+    with pytest.raises(fuzz.Refused):
+        fuzz.command("export", foreign, tmp_path / "m.safetensors")()
 
 
 def test_a_step_without_a_manifest_is_not_exported(checkpoint, tmp_path):
@@ -203,8 +204,8 @@ def test_a_step_without_a_manifest_is_not_exported(checkpoint, tmp_path):
     (tmp_path / "latest").symlink_to(checkpoint)
     out = tmp_path / "m.safetensors"
     for source in (checkpoint, checkpoint.parent, tmp_path / "latest"):
-        with pytest.raises(untrusted_files.Refused):
-            untrusted_files.command("export", source, out)()
+        with pytest.raises(fuzz.Refused):
+            fuzz.command("export", source, out)()
     checkpoint.rename(tmp_path / "foreign")
     from exported import run
 

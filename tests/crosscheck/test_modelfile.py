@@ -12,7 +12,8 @@ from safetensors import safe_open
 from same_bits import assert_same_bits
 from samples import DTYPES, sample
 
-from blockfp.files.modelfile import BadFile, Entry, open_model, write_safetensors
+from blockfp.errors import BadFile
+from blockfp.files.modelfile import Entry, open_model, write_safetensors
 
 TENSORS = {
     "embeddings.weight": sample("bf16_valued", (7, 12)),

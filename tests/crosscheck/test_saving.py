@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import blockfp
+from blockfp.errors import BadFile
 from blockfp.files import saving
-from blockfp.files.modelfile import BadFile
 
 OLD = {f"w{i}": np.full((8, 32), i, np.float32) for i in range(4)}
 NEW = {name: value + 100 for name, value in OLD.items()}

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from adamw_cases import FUSED, KEY, Parameter
+from adamw_cases import FUSED, Parameter, table
 from cuda_arrays import to_gpu, to_numpy
 from same_bits import assert_same_bits
 
@@ -27,7 +27,7 @@ def run(parameters, steps=2, **settings):
         if on_gpu is None:
             tasks = [p.step(c, t) for p in parameters]
             on_gpu = [s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)}) for s in tasks]
-        cuda.adamw([s._replace(coefficients=c, step=t) for s in on_gpu], KEY)
+        cuda.adamw(table([s._replace(coefficients=c, step=t) for s in on_gpu]), on_gpu[0].weight)
         for p, s, e in zip(parameters, on_gpu, expected, strict=True):
             pairs = ((s.first, s.first_scales), (s.second, s.second_scales), (s.out, s.out_scales))
             state = (to_numpy(s.weight), *(tuple(None if x is None else to_numpy(x) for x in pair) for pair in pairs))
@@ -69,7 +69,7 @@ def test_nan_in_a_block():
             expected = p.expected(c, 1)
         s = p.step(c, 1)
         s = s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)})
-        cuda.adamw([s], KEY)
+        cuda.adamw(table([s]), s.weight)
         assert_same_bits((to_numpy(s.out), to_numpy(s.out_scales)), expected[3])
 
 

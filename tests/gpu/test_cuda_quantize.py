@@ -128,7 +128,7 @@ def test_origins_and_given_amaxes(format, origin):
     )
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if f.scale.name in ("fp32", "pow2")], ids=str)
+@pytest.mark.parametrize("format", [f for f in FORMATS if f.scale.dtype == "float32"], ids=str)
 def test_eps_and_nominal(format):
     for kind in ("subnormal", "exponents", "zeros"):
         check(sample(kind, (64, 256)), format, eps=1e-3)
@@ -192,7 +192,7 @@ def test_nothing_else_is_written(format):
                 inner[1], inner[3] = inner[1].view(torch.float32), inner[3].view(torch.float32)
             amax = torch.zeros(1, dtype=torch.int32, device="cuda")
             tensor_scale = torch.zeros((), device="cuda") if format.scale.two_level else None
-            per_tensor = format.per_tensor or format.scale.two_level
+            per_tensor = format.has_tensor_scale
             cuda_library.library().quantize(
                 to_gpu(x), amax if per_tensor else None, None, None, inner[0], inner[1], tensor_scale, inner[2], inner[3],
                 *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,

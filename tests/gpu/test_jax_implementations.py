@@ -13,7 +13,7 @@ from blockfp.formats import FORMATS, FP8_E4M3, MXFP8, Format
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
-implementations = pytest.importorskip("blockfp.jax_backend.implementations.implementations")
+choice = pytest.importorskip("blockfp.jax_backend.implementations.choice")
 ops = pytest.importorskip("blockfp.jax_backend.implementations.ops")
 SHAPE = (133, 150)
 
@@ -26,15 +26,19 @@ def same_parts(q, expected):
 
 
 def can(name, operation, format, stochastic=False):
-    asked = (operation, format, stochastic, False, 0.0, (0, 0))
-    return implementations._missing(name) is None and not implementations._refused(name, *asked)
+    if choice.missing(name) is not None:
+        return False
+    try:
+        return choice.choose(name, operation, format=format, stochastic=stochastic) is not None
+    except ValueError:
+        return False
 
 
-@pytest.mark.parametrize("name", implementations.NAMES)
+@pytest.mark.parametrize("name", choice.NAMES)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_bits(format, name):
-    if implementations._missing(name):
-        pytest.skip(implementations._missing(name))
+    if choice.missing(name):
+        pytest.skip(choice.missing(name))
     for kind in KINDS:
         x = sample(kind, SHAPE, "bfloat16")
         expected = numerics.quantize(x, format)
@@ -64,10 +68,6 @@ def test_directions(format, options):
     """Both directions, from one read and columnwise alone, with what training asks of them."""
     turned, eps, key = options.get("rotate", False), options.get("eps", 0.0), options.get("key")
     words = None if key is None else np.array([0, key], np.uint32)
-    choices = [
-        implementations.choose(None, operation, format, stochastic=key is not None, rotate=turned, eps=eps)
-        for operation in ("columnwise", "both")
-    ]
     for kind in ("gaussian", "special"):
         for shape in (SHAPE, (2, 40, 24)):
             x = sample(kind, shape, "bfloat16")
@@ -76,18 +76,18 @@ def test_directions(format, options):
                 flipped = rotate(flipped) if turned else flipped
             expected = [numerics.quantize(each, format, eps=eps, key=key) for each in (x, flipped)]
             how = {"format": format, "eps": eps, "rotate": turned}
-            same_parts(ops.quantize_columnwise(x, words, choice=choices[0], **how), expected[1])
-            both = ops.quantize_both(x, None if key is None else np.tile(words, 2), choice=choices[1], **how)
+            same_parts(ops.quantize_columnwise(x, words, **how), expected[1])
+            both = ops.quantize_both(x, None if key is None else np.tile(words, 2), **how)
             for got, want in zip(both, expected, strict=True):
                 same_parts(got, want)
             if eps:
-                same_parts(ops.quantize(x, None, format=format, choice=choices[1], eps=eps), expected[0])
+                same_parts(ops.quantize(x, None, format=format, eps=eps), expected[0])
 
 
-@pytest.mark.parametrize("name", [None, *implementations.NAMES])
+@pytest.mark.parametrize("name", [None, *choice.NAMES])
 def test_transformations(name):
-    if name and implementations._missing(name):
-        pytest.skip(implementations._missing(name))
+    if name and choice.missing(name):
+        pytest.skip(choice.missing(name))
     x = sample("bf16_valued", (3, 64, 96), "bfloat16")
 
     def loss(x):
@@ -112,5 +112,5 @@ def test_amax(shape):
 
 
 def test_what_is_chosen():
-    there = [name for name in implementations.NAMES if implementations._missing(name) is None]
-    assert implementations.choose(None, "quantize", MXFP8).name == (there[0] if jax.device_count() == 1 else "xla")
+    there = [name for name in choice.NAMES if choice.missing(name) is None]
+    assert choice.choose(None, "quantize", format=MXFP8).name == (there[0] if jax.device_count() == 1 else "xla")

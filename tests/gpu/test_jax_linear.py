@@ -19,7 +19,7 @@ from blockfp.recipes import PRODUCTS, RECIPES
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from blockfp.jax_backend.implementations import implementations
+from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.linear import products
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -125,7 +125,7 @@ def test_eps_and_no_tokens():
 
 
 def needs_cublas():
-    missing = implementations.missing_product(products.BLOCK_SCALES)
+    missing = choice.missing_product(products.BLOCK_SCALES)
     if missing:
         pytest.skip(missing)
 
@@ -167,7 +167,7 @@ def test_codes_go_to_the_matrix_units(recipe, count):
 
 def test_without_cublas_xla_gets_real_fp8(monkeypatch):
     """Per tensor; its own search may prefer Triton's kernel, so that is left out."""
-    monkeypatch.setattr(implementations, "missing_product", lambda version: "a test takes it away")
+    monkeypatch.setattr(choice, "missing_product", lambda version: "a test takes it away")
     x, w, g = sizes()
     lowered = jax.jit(partial(step, "fp8_current")).lower(x, bfp.quantize_params(w, "fp8_current"), g)
     compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})

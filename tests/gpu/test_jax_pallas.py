@@ -22,7 +22,7 @@ def inputs(format, dtype, shape):
     kinds = [sample(kind, shape, dtype) for kind in KINDS]
     if dtype != "float32" and shape == WHOLE:
         kinds.append(np.resize(all_patterns(dtype), shape))
-    if format.per_tensor or format.scale.two_level or shape != WHOLE:
+    if format.has_tensor_scale or shape != WHOLE:
         return kinds
     return [np.concatenate(kinds)]
 
@@ -65,7 +65,7 @@ def test_rowwise(format, dtype):
             same_parts(run(x), numerics.quantize(x, format))
 
 
-@every_case("columnwise")
+@every_case("quantize_columnwise")
 def test_columnwise(format, dtype):
     run = jax.jit(lambda x: arrays.columnwise_quantize(x, format, rows=False)[1])
     for shape in (WHOLE, RAGGED):
@@ -73,7 +73,7 @@ def test_columnwise(format, dtype):
             same_parts(run(x), numerics.quantize(np.swapaxes(x, 0, 1), format))
 
 
-@every_case("both")
+@every_case("quantize_both")
 def test_both(format, dtype):
     run = jax.jit(lambda x: arrays.columnwise_quantize(x, format, rows=True))
     for shape in (WHOLE, RAGGED):
@@ -115,7 +115,7 @@ def test_leading_axes_and_small_arrays(name):
         same_parts(got, numerics.quantize(x, format))
         values = arrays.dequantize_array(*got, format, "float32", columns=shape[-1])
         same(values, numerics.dequantize(*numerics.quantize(x, format), format, "float32", columns=shape[-1]))
-        if arrays.refusal("both", format) is None:
+        if arrays.refusal("quantize_both", format) is None:
             rows, columns = jax.jit(lambda x: arrays.columnwise_quantize(x, format, rows=True))(x)
             same_parts(rows, numerics.quantize(x, format))
             same_parts(columns, numerics.quantize(np.swapaxes(x, -1, -2), format))

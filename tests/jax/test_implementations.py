@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from blockfp.jax_backend.implementations import cpu, ffi, implementations
+from blockfp.jax_backend.implementations import choice, cuda
 from blockfp.jax_backend.linear import products
 
 import blockfp.jax as bfp
@@ -14,8 +14,8 @@ X = jnp.ones((4, 64))
 
 
 def test_the_cpu_library_is_chosen_where_it_is():
-    for operation in ("quantize", "dequantize", "columnwise", "both", "amax"):
-        assert implementations.choose(None, operation, MXFP8).name == ("xla" if cpu.missing() else "ffi")
+    for operation in ("quantize", "dequantize", "quantize_columnwise", "quantize_both", "amax"):
+        assert choice.choose(None, operation, format=MXFP8).name == ("xla" if choice.missing("ffi") else "ffi")
     q = bfp.quantize(X, "mxfp8_e4m3", implementation="xla")
     assert (q.codes == bfp.quantize(X, "mxfp8_e4m3").codes).all()
     assert (q.dequantize(implementation="xla") == X).all()
@@ -39,37 +39,38 @@ def test_an_unknown_name_raises():
 
 def test_kernels_that_are_not_there_are_named(monkeypatch):
     pytest.importorskip("absl", reason="Pallas of JAX 0.10 imports it") if jax.__version__.startswith("0.10") else None
-    monkeypatch.setattr(implementations, "_missing", lambda name: None)
+    monkeypatch.setattr(choice, "missing", lambda name: None)
     with pytest.raises(ValueError, match="no Pallas kernel does quantize of mxfp6_e3m2"):
-        implementations.choose("pallas", "quantize", MXFP6)
+        choice.choose("pallas", "quantize", format=MXFP6)
     with pytest.raises(ValueError, match="the Pallas kernels round to nearest"):
-        implementations.choose("pallas", "quantize", MXFP8, stochastic=True)
+        choice.choose("pallas", "quantize", format=MXFP8, stochastic=True)
     with pytest.raises(ValueError, match=r"origin \(0, 8\) lies inside one of mxfp8_e4m3"):
-        implementations.choose("pallas", "dequantize", MXFP8, origin=(0, 8))
-    assert implementations.choose("pallas", "dequantize", MXFP8, origin=(3, 64)).name == "pallas"
-    assert implementations.choose("pallas", "quantize", MXFP8) == ("pallas", True)
+        choice.choose("pallas", "dequantize", format=MXFP8, origin=(0, 8))
+    assert choice.choose("pallas", "dequantize", format=MXFP8, origin=(3, 64)).name == "pallas"
+    chosen = choice.choose("pallas", "quantize", format=MXFP8)
+    assert (chosen.name, chosen.asked) == ("pallas", True)
 
 
 def test_the_first_that_is_there_is_chosen(monkeypatch):
     pytest.importorskip("absl", reason="Pallas of JAX 0.10 imports it") if jax.__version__.startswith("0.10") else None
-    monkeypatch.setattr(implementations, "_has_gpu", lambda: True)
-    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: False)
-    monkeypatch.setattr(implementations, "_missing", lambda name: "not installed" if name == "ffi" else None)
-    assert implementations.choose(None, "quantize", MXFP8).name == "pallas"
-    assert implementations.choose(None, "quantize", MXFP6).name == "xla"
-    monkeypatch.setattr(implementations, "_missing", lambda name: None)
-    assert implementations.choose(None, "quantize", MXFP6).name == "ffi"
-    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: True)
-    assert implementations.choose(None, "quantize", MXFP8).name == "xla"
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "would_be_partitioned", lambda: False)
+    monkeypatch.setattr(choice, "missing", lambda name: "not installed" if name == "ffi" else None)
+    assert choice.choose(None, "quantize", format=MXFP8).name == "pallas"
+    assert choice.choose(None, "quantize", format=MXFP6).name == "xla"
+    monkeypatch.setattr(choice, "missing", lambda name: None)
+    assert choice.choose(None, "quantize", format=MXFP6).name == "ffi"
+    monkeypatch.setattr(choice, "would_be_partitioned", lambda: True)
+    assert choice.choose(None, "quantize", format=MXFP8).name == "xla"
 
 
 def test_only_inside_shard_map_are_kernels_run_on_several_devices():
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    assert implementations._would_be_partitioned() == (jax.device_count() > 1)
+    assert choice.would_be_partitioned() == (jax.device_count() > 1)
     seen = []
 
     def body(x):
-        seen.append(implementations._would_be_partitioned())
+        seen.append(choice.would_be_partitioned())
         return x
 
     spec = jax.sharding.PartitionSpec("x")
@@ -85,13 +86,13 @@ def test_kernels_inside_shard_map_vary_as_the_definition_does(monkeypatch):
     placed = bfp.shard_params(bfp.quantize_params(jnp.ones((512, 256), jnp.bfloat16), recipe), mesh, cut)
     state = bfp.delayed_state(recipe)
     for module, name, answer in (
-        (implementations, "_has_gpu", True),
-        (implementations, "_missing", None),
+        (choice, "has_gpu", True),
+        (choice, "missing", None),
         (products, "_capability", (9, 0)),
-        (ffi, "_register", None),
-        (ffi, "cublas_version", 120900),
+        (cuda, "cublas_version", 120900),
     ):
         monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(cuda, "_register", "blockfp_{}".format)
 
     def body(w, x):
         def loss(w, x):
@@ -105,13 +106,13 @@ def test_kernels_inside_shard_map_vary_as_the_definition_does(monkeypatch):
 
 
 def test_why_cublas_gets_no_product(monkeypatch):
-    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: False)
-    assert "it needs a CUDA device" in implementations.missing_product(120900)
-    monkeypatch.setattr(implementations, "_has_gpu", lambda: True)
-    monkeypatch.setattr(implementations, "_missing", lambda name: None)
+    monkeypatch.setattr(choice, "would_be_partitioned", lambda: False)
+    assert "it needs a CUDA device" in choice.missing_product(120900)
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "missing", lambda name: None)
     for found, says in ((0, "neither libcublasLt.so.13"), (120800, "cuBLASLt is 120800, and 120900 or later"), (130100, None)):
-        monkeypatch.setattr(ffi, "cublas_version", lambda found=found: found)
-        missing = implementations.missing_product(120900)
+        monkeypatch.setattr(cuda, "cublas_version", lambda found=found: found)
+        missing = choice.missing_product(120900)
         assert says in missing if says else missing is None
-    monkeypatch.setattr(implementations, "_would_be_partitioned", lambda: True)
-    assert implementations.missing_product(0) == "XLA may have to split the product over devices"
+    monkeypatch.setattr(choice, "would_be_partitioned", lambda: True)
+    assert choice.missing_product(0) == "XLA may have to split the product over devices"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from blockfp.jax_backend.linear.layer_placement import LayerPlacement
 from blockfp.jax_backend.linear.operands import gradient_operands, input_operands
+from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from blockfp.torch_backend.custom_ops.operand_ops import quantize_operand
 from blockfp.torch_backend.linear.linear import apply
-from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
 from samples import bits_of, sample
 
 import blockfp.jax as bfp

@@ -4,25 +4,25 @@ import subprocess
 import sys
 import textwrap
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.implementations import cpu, implementations, ops
-from blockfp.jax_backend.implementations.implementations import Choice
+from blockfp.jax_backend.implementations import choice, ops
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from samples import DTYPES, KINDS, bits_of, sample
+from same_bits import assert_same_bits, parts_of
+from samples import DTYPES, KINDS, sample
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import switch
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU library's programs"),
-    pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing())),
+    pytest.mark.skipif(choice.missing("ffi") is not None, reason=str(choice.missing("ffi"))),
 ]
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 FAMILIES = pytest.mark.parametrize(
@@ -32,15 +32,8 @@ KEY = np.array([0xDEADBEEF, 0x87654321], np.uint32)
 CALL = "blockfp_cpu_"
 
 
-def parts(q):
-    return tuple(None if part is None else np.asarray(part) for part in (q.codes, q.scales, q.tensor_scale))
-
-
 def assert_same(got, expected):
-    """Equal bits, NaN included."""
-    got, expected = (tuple(x for x in p if x is not None) for p in (got, expected))
-    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
-    chex.assert_trees_all_equal(*(tuple(bits_of(np.asarray(x)) for x in p) for p in (got, expected)))
+    assert_same_bits(tuple(got), tuple(expected))
 
 
 def text_of(function, *arguments):
@@ -48,54 +41,45 @@ def text_of(function, *arguments):
 
 
 @BY_NAME
-def test_every_format_dtype_and_direction(format):
+def test_every_format_in_both_directions(format):
     inputs = [np.stack([sample(kind, (71, 150), dtype) for kind in KINDS]) for dtype in DTYPES]
 
     @jax.jit
     def run(inputs):
-        made = []
-        for x in inputs:
-            q = bfp.quantize(x, format, implementation="ffi")
-            values = [q.dequantize(dtype, implementation="ffi") for dtype in DTYPES]
-            column = bfp.quantize_columnwise(x, format, implementation="ffi")
-            both = bfp.quantize_both(x, format, implementation="ffi")
-            made.append((q, values, column, both, bfp.quantize(x, format, key=KEY, implementation="ffi")))
-        return made
+        column = [bfp.quantize_columnwise(x, format, implementation="ffi") for x in inputs]
+        return column, [bfp.quantize_both(x, format, implementation="ffi") for x in inputs]
 
-    for x, (q, values, column, both, stochastic) in zip(inputs, run(inputs), strict=True):
+    for x, column, both in zip(inputs, *run(inputs), strict=True):
         expected, turned = numerics.quantize(x, format), numerics.quantize(np.swapaxes(x, -1, -2), format)
-        assert_same(parts(q), expected)
-        assert_same(values, [numerics.dequantize(*expected, format, dtype, columns=150) for dtype in DTYPES])
         for got, want in ((column, turned), (both[0], expected), (both[1], turned)):
-            assert_same(parts(got), want)
-        assert_same(parts(stochastic), numerics.quantize(x, format, key=KEY))
+            assert_same(parts_of(got), want)
 
 
 @FAMILIES
 def test_keys_rotation_eps_and_given_amaxes(format):
-    format, choice = Format.parse(format), Choice("ffi", True)
+    format, named = Format.parse(format), {"implementation": "ffi"}
     x = sample("bf16_valued", (48, 80), "bfloat16")
     turned = np.swapaxes(x, 0, 1)
     keys = np.concatenate([KEY, KEY[::-1]])
-    row, column = ops.quantize_both(x, keys, None, format=format, choice=choice, rotate=True)
+    row, column = ops.quantize_both(x, keys, None, format=format, **named, rotate=True)
     assert_same(row, numerics.quantize(x, format, key=keys[:2]))
     assert_same(column, numerics.quantize(rotate(turned), format, key=keys[2:]))
     got = bfp.quantize_columnwise(x, format, key=KEY, rotate=True, implementation="ffi")
-    assert_same(parts(got), numerics.quantize(rotate(turned), format, key=KEY))
+    assert_same(parts_of(got), numerics.quantize(rotate(turned), format, key=KEY))
     found, expected = (run(x, format=format) for run in (ops.amax, numerics.amax))
     assert_same(found, expected)
-    if format.scale.name in ("fp32", "pow2"):
-        got = ops.quantize(x, None, format=format, choice=choice, eps=64.0, nominal="float16")
+    if format.scale.dtype == "float32":
+        got = ops.quantize(x, None, format=format, **named, eps=64.0, nominal="float16")
         assert_same(got, numerics.quantize(x, format, eps=64.0, nominal="float16"))
     if format.per_tensor:
         multiplier = np.float32(3.7)
-        got = ops.quantize(x, None, jnp.float32(multiplier), format=format, choice=choice)
+        got = ops.quantize(x, None, jnp.float32(multiplier), format=format, **named)
         assert_same(got, numerics.quantize(x, format, multiplier=np.full((1,), multiplier)))
-    if format.per_tensor or format.scale.two_level:
+    if format.has_tensor_scale:
         larger = np.int32(0x44000000)
         amax = expected._replace(**{"blocks" if format.per_tensor else "tensor": np.full((1, 1), larger)})
         amax = amax if format.per_tensor else amax._replace(tensor=larger)
-        got = ops.quantize(x, None, jnp.full((1, 1), larger), format=format, choice=choice)
+        got = ops.quantize(x, None, jnp.full((1, 1), larger), format=format, **named)
         assert_same(got, numerics.quantize(x, format, amax=amax))
 
 
@@ -108,7 +92,7 @@ def test_vmap_of_every_axis(format, axis):
     stacked = [None if p[0] is None else np.stack(p) for p in zip(*each, strict=True)]
     run = jax.jit(jax.vmap(lambda x: bfp.quantize(x, format, key=KEY), in_axes=axis))
     q = run(x)
-    assert_same(parts(q), stacked)
+    assert_same(parts_of(q), stacked)
     assert text_of(run, x).count(f"@{CALL}quantize_1(") == 1  # one call, no loop
     if axis == 0:
         values = np.stack([numerics.dequantize(*e, format, "float32", columns=48) for e in each])
@@ -124,7 +108,7 @@ def test_nested_vmap_over_values_and_keys_apart(format):
     for i in range(2):
         for j in range(3):
             expected = numerics.quantize(np.asarray(x[i]), format, key=np.asarray(keys[j]))
-            assert_same(parts(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], q)), expected)
+            assert_same(parts_of(jax.tree.map(lambda leaf, i=i, j=j: leaf[i, j], q)), expected)
     # Codes that are the same for all, scales that are not.
     if Format.parse(format).scale.two_level:
         scales = jnp.stack([q.scales[0, 0], q.scales[1, 1]])
@@ -143,14 +127,14 @@ def test_scan_cond_checkpoint_and_no_jit(format):
     x = sample("bf16_valued", (3, 32, 48), "bfloat16")
     expected = [numerics.quantize(each, format) for each in x]
     stacked = [None if p[0] is None else np.stack(p) for p in zip(*expected, strict=True)]
-    assert_same(parts(jax.lax.scan(lambda c, x: (c, bfp.quantize(x, format)), 0, x)[1]), stacked)
+    assert_same(parts_of(jax.lax.scan(lambda c, x: (c, bfp.quantize(x, format)), 0, x)[1]), stacked)
     chosen = jax.lax.cond(True, lambda x: bfp.quantize(x, format), lambda x: bfp.quantize(-x, format), x[0])
-    assert_same(parts(chosen), expected[0])
-    assert_same(parts(jax.checkpoint(lambda x: bfp.quantize(x, format))(x[0])), expected[0])
+    assert_same(parts_of(chosen), expected[0])
+    assert_same(parts_of(jax.checkpoint(lambda x: bfp.quantize(x, format))(x[0])), expected[0])
     with jax.disable_jit():
         q = bfp.quantize(x[0], format)
         values = q.dequantize()
-    assert_same(parts(q), expected[0])
+    assert_same(parts_of(q), expected[0])
     assert_same((values,), (numerics.dequantize(*expected[0], format, "bfloat16", columns=48),))
 
 
@@ -159,7 +143,7 @@ def test_no_elements(format):
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 4, 5), (1, 1)):
         x = np.zeros(shape, np.float32)
         q = bfp.quantize(x, format, implementation="ffi", key=3)
-        assert_same(parts(q), numerics.quantize(x, format, key=3))
+        assert_same(parts_of(q), numerics.quantize(x, format, key=3))
         assert q.dequantize(implementation="ffi").shape == shape
     assert jax.vmap(lambda x: bfp.quantize(x, format))(jnp.zeros((0, 4, 32))).shape == (0, 4, 32)
 
@@ -169,7 +153,7 @@ def test_double_precision_and_default_strictness():
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         for format in ("fp8_e4m3", "nvfp4"):
             q = bfp.quantize(x, format, key=7)
-            assert_same(parts(q), numerics.quantize(x, format, key=7))
+            assert_same(parts_of(q), numerics.quantize(x, format, key=7))
             assert q.dequantize().dtype == np.float32
 
 
@@ -179,7 +163,7 @@ def test_ranks_are_never_promoted(implementation):
     with jax.numpy_rank_promotion("raise"):
         for format in ("fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4"):
             q = bfp.quantize_columnwise(x, format, key=7, rotate=True, implementation=implementation)
-            assert_same(parts(q), numerics.quantize(rotate(np.swapaxes(x, -1, -2)), format, key=7))
+            assert_same(parts_of(q), numerics.quantize(rotate(np.swapaxes(x, -1, -2)), format, key=7))
             assert q.dequantize(implementation=implementation).shape == (2, 48, 24)
         jax.grad(lambda x, w, b: bfp.linear(x, w, b, recipe="mxfp8").sum(), (0, 1, 2))(jnp.asarray(x), jnp.ones((32, 48)), b)
 
@@ -201,7 +185,7 @@ def test_kernels_run_in_programs_of_one_device_and_inside_shard_map():
     )
     assert CALL not in text_of(partly, x)
     for q in (jax.jit(mapped)(placed), jax.jit(partly)(x)):
-        assert_same(parts(q), numerics.quantize(np.asarray(x), "mxfp8_e4m3"))
+        assert_same(parts_of(q), numerics.quantize(np.asarray(x), "mxfp8_e4m3"))
 
 
 @FAMILIES
@@ -253,11 +237,10 @@ def test_a_cached_program_finds_the_library_in_a_new_process(tmp_path):
     assert told[0][1] == told[1][1]
 
 
-def test_without_the_library_xla_runs_and_asking_for_it_says_why(monkeypatch):
-    why = "the package jax-tvm-ffi is not installed"
-    monkeypatch.setattr(implementations, "_missing", lambda name: why if name == "ffi" else None)
+def test_without_the_library_xla_runs_and_asking_for_it_says_why():
     x = sample("gaussian", (32, 64))
-    assert implementations.choose(None, "quantize", Format.parse("nvfp4")).name == "xla"
-    assert_same(parts(bfp.quantize(x, "mxint8")), numerics.quantize(x, "mxint8"))
-    with pytest.raises(RuntimeError, match=f"'ffi' can't run here: {why}; use implementation='xla'"):
-        bfp.quantize(x, "mxint8", implementation="ffi")
+    with switch.definition_only():
+        assert choice.choose(None, "quantize", format=Format.parse("nvfp4")).name == "xla"
+        assert_same(parts_of(bfp.quantize(x, "mxint8")), numerics.quantize(x, "mxint8"))
+        with pytest.raises(RuntimeError, match=r"'ffi' can't run here: .*definition_only\(\).*; use implementation='xla'"):
+            bfp.quantize(x, "mxint8", implementation="ffi")

@@ -17,7 +17,7 @@ from samples import sample
 import blockfp
 import blockfp.jax as bfp
 import blockfp.torch as bfp_torch
-from blockfp.files.modelfile import BadFile
+from blockfp.errors import BadFile
 
 FSDP, TP = CASES["FSDP 8"], CASES["FSDP 4 x TP 2, row"]
 

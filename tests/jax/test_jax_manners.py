@@ -143,7 +143,7 @@ def test_export_of_a_step_on_a_mesh():
     """Where parameters lie and what an optimizer keeps are in the file too."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     optimizer = bfp.adamw(0.1)
-    whole = bfp.quantize_params({"w": X, "plain": jnp.ones(3)}, "mxfp8", filter=lambda path, _: path == "w")
+    whole = bfp.quantize_params({"w": X, "plain": jnp.ones(3)}, "mxfp8", filter_fn=lambda path, _: path == "w")
     params = bfp.shard_params(whole, mesh, {"w": P("d"), "plain": P()})
     state = bfp.shard_state(optimizer.init(whole), params)
     exported = jax.export.export(jax.jit(lambda params, state: (params, state)))(params, state)

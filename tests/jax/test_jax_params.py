@@ -28,7 +28,7 @@ def only_weights(path, leaf):
 
 @BY_FAMILY
 def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
-    q = bfp.quantize_params(params, recipe, filter=only_weights)
+    q = bfp.quantize_params(params, recipe, filter_fn=only_weights)
     format = recipes.parse(recipe).weight.format
     assert q["layers"]["gain"] is params["layers"]["gain"]
     for i, matrix in enumerate(params["layers"]["up"]):
@@ -40,11 +40,11 @@ def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
     assert jax.tree.structure(values) == jax.tree.structure(params)
     np.testing.assert_array_equal(values["layers"]["up"][2], want.dequantize())
     assert bfp.dequantize_params(q, "bfloat16")["head"][0].dtype == jnp.bfloat16
-    assert_same_tree(bfp.quantize_params(q, recipe), bfp.quantize_params(q, recipe, filter=lambda *_: True))
+    assert_same_tree(bfp.quantize_params(q, recipe), bfp.quantize_params(q, recipe, filter_fn=lambda *_: True))
 
 
 def test_a_recipe_by_path(params):
-    q = bfp.quantize_params(params, {"layers.up": "mxfp6"}.get, filter=only_weights)
+    q = bfp.quantize_params(params, {"layers.up": "mxfp6"}.get, filter_fn=only_weights)
     assert q["layers"]["up"].format.name == "mxfp6_e3m2_32x32"
     assert q["head"][0] is params["head"][0]
     with pytest.raises(ValueError, match=r"head\.0: recipe for 'head\.0': recipe 'mxfp9' is not known"):
@@ -61,7 +61,7 @@ def loss(params, x):
 
 def test_gradients_are_those_of_the_arrays_that_were_quantized(params):
     x = jnp.asarray(sample("gaussian", (8, 64), seed=1))
-    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=only_weights)
     value, gradients = jax.jit(bfp.value_and_grad(loss))(q, x)
     assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
     again, plain = jax.jit(jax.value_and_grad(loss))(params, x)
@@ -110,8 +110,8 @@ def test_messages_name_the_leaf(params):
     with pytest.raises(TypeError, match=r"a\.1: gradients are taken of float and quantized arrays, got int32 \(2,\)"):
         bfp.grad(lambda tree: 0.0)({"a": [jnp.zeros(2), jnp.zeros(2, jnp.int32)]})
     with pytest.raises(TypeError, match=r"layers\.0: a weight must be a float32, float16 or bfloat16 array"):
-        bfp.quantize_params({"layers": [jnp.zeros((4, 4), jnp.int8)]}, "mxfp8", filter=lambda *_: True)
-    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+        bfp.quantize_params({"layers": [jnp.zeros((4, 4), jnp.int8)]}, "mxfp8", filter_fn=lambda *_: True)
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=only_weights)
     with pytest.raises(ValueError, match=r"head\.0: dtype must be one of float32, float16, bfloat16, got 'int8'"):
         bfp.dequantize_params(q, "int8")
 
@@ -127,14 +127,14 @@ def test_messages_name_the_leaf(params):
     ],
 )
 def test_gradients_that_do_not_fit(head, message, params):
-    q = jax.eval_shape(lambda tree: bfp.quantize_params(tree, "mxfp8", filter=only_weights), params)
+    q = jax.eval_shape(lambda tree: bfp.quantize_params(tree, "mxfp8", filter_fn=only_weights), params)
     optimizer = bfp.adamw(0.1)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(optimizer.update, at(params, head=head), jax.eval_shape(optimizer.init, q), q)
 
 
 def test_what_does_not_fit_an_optimizer(params):
-    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=only_weights)
     optimizer, other = bfp.adamw(0.1), {"layers": q["layers"], "head": [jnp.ones((3, 3), "bfloat16")]}
     state = jax.eval_shape(optimizer.init, q)
     with pytest.raises(TypeError, match="b: an optimizer moves float and quantized arrays, got str"):
@@ -150,7 +150,7 @@ def test_what_does_not_fit_an_optimizer(params):
 
 
 def test_updates_that_do_not_fit(params):
-    q, other = (bfp.quantize_params(params, recipe, filter=only_weights) for recipe in ("mxfp8", "mxfp4"))
+    q, other = (bfp.quantize_params(params, recipe, filter_fn=only_weights) for recipe in ("mxfp8", "mxfp4"))
     updates = jax.eval_shape(lambda q: bfp.adamw(0.1).update(params, bfp.adamw(0.1).init(q), q)[0], q)
     with pytest.raises(TypeError, match=r"head\.0: codes can't be added to"):
         bfp.apply_updates(q, params)
@@ -190,7 +190,7 @@ def steps(optimizer, params, state, count):
 def test_codes_are_those_of_the_masters(make, params):
     optimizer = make()
     params["head"][0] = params["head"][0].astype("bfloat16")
-    q = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path == "layers.up")
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path == "layers.up")
     state = optimizer.init(q, params)
     np.testing.assert_array_equal(state.masters["layers"]["up"], params["layers"]["up"])
     assert state.masters["layers"]["gain"] is None
@@ -224,14 +224,14 @@ def test_adamw_follows_the_core_formulas():
 @pytest.mark.parametrize("make", [lambda: bfp.adamw(0.0), lambda: bfp.with_masters(optax.sgd(0.0))])
 def test_a_step_that_moves_nothing_keeps_codes_and_scales(make, params):
     # Codes of the values that these codes stand for would have other scales.
-    q = bfp.quantize_params(params, "fp8_block", filter=only_weights)
+    q = bfp.quantize_params(params, "fp8_block", filter_fn=only_weights)
     optimizer = make()
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(q), q)
     assert_same_tree(bfp.apply_updates(q, updates), q)
 
 
 def test_optax_refuses_replacements_and_chains_go_inside(params):
-    q = bfp.quantize_params(params, "mxfp8", filter=only_weights)
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=only_weights)
     optimizer = bfp.with_masters(optax.chain(optax.clip_by_global_norm(1.0), optax.lion(1e-3)))
     updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(q), q)
     with pytest.raises(ValueError):  # noqa: PT011  JAX's own, about the trees' structures

@@ -128,7 +128,7 @@ def test_plain_leaves_and_states_lie_beside_quantized_ones():
     case = CASES["FSDP 4 x TP 2, row"]
     w = jnp.asarray(sample("gaussian", SHAPES["uneven"]))
     params = {"w": w, "gain": jnp.ones(84), "half": jnp.ones((8, 4), "bfloat16")}
-    q = bfp.quantize_params(params, "mxfp8", filter=lambda path, leaf: path == "w")
+    q = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path == "w")
     placed = bfp.shard_params(q, case.mesh, {"w": case.weight, "gain": P("tp"), "half": P("fsdp")})
     assert bfp.partition_specs(placed)["gain"] == P("tp")
     for whole in (bfp.adamw(1e-3).init(q, params), bfp.with_masters(bfp.adamw(1e-3)).init(q, params)):

@@ -36,10 +36,10 @@ class Driver:
 def devices(monkeypatch, tmp_path):
     """Makes devices of these capabilities visible; libraries are looked for in an empty cache alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda_build, "_installed", lambda metadata: None)
+    monkeypatch.setattr(cuda_build, "installed", lambda name: None)
     monkeypatch.setattr(cuda_build, "LIBRARY", "libblockfp_cuda_of_a_test.so")
-    monkeypatch.setattr(cuda_library, "_library", None)
-    monkeypatch.setattr(cuda_library, "_why_not", "")
+    monkeypatch.setattr(cuda_library._cuda, "loaded", None)
+    monkeypatch.setattr(cuda_library._cuda, "why_not", "")
 
     def visible(*capabilities):
         monkeypatch.setattr(cuda_build, "_driver", lambda: Driver(*capabilities))

@@ -151,9 +151,9 @@ def test_without_a_library(monkeypatch):
     def missing():
         raise FileNotFoundError("it was not built")
 
-    monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "_find", missing)
-    monkeypatch.setattr(native, "_why_not", "")
+    monkeypatch.setattr(native._cpu, "loaded", None)
+    monkeypatch.setattr(native._cpu, "_find", missing)
+    monkeypatch.setattr(native._cpu, "why_not", "")
     assert not native.available()
     assert "it was not built; the definition runs instead" in native.status()
     with pytest.raises(RuntimeError, match="it was not built"):

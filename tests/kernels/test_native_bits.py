@@ -1,9 +1,10 @@
 """The CPU kernels against the definition, bit for bit: every format, dtype, instruction set and kind of input."""
 
+import executors
 import numpy as np
 import pytest
 from same_bits import assert_same_bits
-from samples import DTYPES, KINDS, all_patterns, sample
+from samples import DTYPES, sample
 
 from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
@@ -38,6 +39,23 @@ def assert_defined(x, format, *, origin=(0, 0), **options):
     assert_dequantized(parts, format, columns=x.shape[-1], origin=origin)
 
 
+@pytest.fixture(params=executors.of("kernels"), ids=str)
+def executor(request):
+    with request.param.ready() as executor:
+        yield executor
+
+
+class TestEveryInput(executors.EveryInput, executors.EveryShape):
+    """Each instruction set."""
+
+
+@BY_NAME
+def test_amaxes(format):
+    for dtype in DTYPES:
+        for x in executors.inputs(dtype):
+            assert_each(lambda x=x: native.amax(x, format), numerics.amax(x, format))
+
+
 @pytest.mark.parametrize("name", ["avx512", "avx2", "scalar"])
 def test_instruction_sets(name):
     """Says which of them the other tests of this file could not run."""
@@ -45,13 +63,6 @@ def test_instruction_sets(name):
         pytest.skip(f"this processor has no {name}")
     native.use_instruction_set(name)
     assert native.instruction_set() == name
-
-
-@BY_NAME
-def test_every_kind_of_input(format):
-    for dtype in DTYPES:
-        for kind in KINDS:
-            assert_defined(sample(kind, (34, 150), dtype), format)
 
 
 @BY_NAME
@@ -108,28 +119,6 @@ def test_every_half_way_point(format):
     amax = numerics.Amax(np.full_like(amax.blocks, unit), amax.nan, tensor)
     for key in (None, 3):
         assert_quantized(x, format, amax=amax, key=key)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@BY_NAME
-def test_all_patterns_of_16_bits(format, dtype):
-    x = all_patterns(dtype)
-    shuffled = np.random.default_rng(1).permutation(x.reshape(-1)).reshape(x.shape)
-    for array in (x, shuffled):
-        assert_quantized(array, format)
-
-
-@BY_NAME
-def test_foreign_codes_and_scales(format):
-    """Every code under every scale byte, or under scales of any bits: data that quantize would not write."""
-    rng = np.random.default_rng(2)
-    shape = (256, 128)
-    codes = numerics.quantize(np.zeros(shape, np.float32), format).codes
-    codes = rng.integers(0, 256, codes.shape, dtype=np.uint8)
-    _, scales, tensor_scale = numerics.quantize(sample("gaussian", shape), format)
-    scales = rng.integers(0, 256, (*scales.shape, scales.itemsize), dtype=np.uint8).view(scales.dtype)[..., 0]
-    for tensor in [tensor_scale] if tensor_scale is None else np.array([1.0, 1e-40, 3e38, np.nan, -2.5], np.float32):
-        assert_dequantized((codes, scales, None if tensor is None else np.asarray(tensor)), format, columns=128)
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2_128x128_fp32", "mxfp6_e2m3", "nvfp4_16x16"])

@@ -7,10 +7,12 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear import activations
-from blockfp.torch_backend.linear.activations import Direction
-from blockfp.torch_backend.linear.place import COLUMNS, ROWS, Place, sharding_of
+from blockfp.torch_backend.linear import operand_plans
+from blockfp.torch_backend.linear.operand_plans import operand_plan
 from blockfp.torch_backend.quantized_tensor.quantize import quantize
+from blockfp.torch_backend.sharded.gather import gather
+from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
+from blockfp.torch_backend.sharded.shard import COLUMNS, ROWS, TensorParallelShard
 from samples import KINDS, sample
 
 from blockfp.definition import numerics
@@ -55,33 +57,32 @@ def whole_quantized(x, cast, across, key):
 def part_of(x, place, ranks, rank):
     return (
         x.view(place.runs, -1, x.shape[1]).chunk(ranks, 1)[rank].reshape(-1, x.shape[1])
-        if place.axis == ROWS
+        if place.dim == ROWS
         else (x.chunk(ranks, 1)[rank].contiguous())
     )
 
 
 def gathered(x, cast, place, columnwise, key, operand="input"):
-    """The whole's codes and scales on this rank, by the way the plan says, and what way that was."""
-    way = activations.way_of(x.shape, cast, place, columnwise=columnwise, operand=operand)
-    if way.by_codes:
-        parts = activations.quantize_part(x, [Direction(cast, way, key)], place)[0]
+    """The whole's codes and scales on this rank, as the plan says, and that plan."""
+    plan = operand_plan(x.shape, cast, place, columnwise=columnwise, operand=operand)
+    if plan.by_codes:
+        parts = quantize_operand_shard(x, [Direction(cast, plan.quantize, key)], place)[0]
     else:
         parts = [x]
-    parts = activations.join(way, place, activations.start(place, activations.padded(way, parts)))
-    if not way.by_codes:
+    parts = gather(plan, place, parts)
+    if not plan.by_codes:
         assert parts[0].is_contiguous()
         assert parts[0].dtype == x.dtype
-        parts = whole_quantized(parts[0], cast, way.across, key)
-    if way.transposes:
-        codes, scales = numerics.transpose(
-            parts[0], parts[1], cast.format, columns=x.shape[1] if place.axis == ROWS else way.size
-        )
+        parts = whole_quantized(parts[0], cast, plan.quantize.columnwise, key)
+    if plan.transposes:
+        columns = x.shape[1] if place.dim == ROWS else plan.quantize.shape[1]
+        codes, scales = numerics.transpose(parts[0], parts[1], cast.format, columns=columns)
         parts[:2] = codes.contiguous(), scales.contiguous()
-    return parts, way
+    return parts, plan
 
 
 def place_on(rank, ranks, axis, **more):
-    return Place(dist.group.WORLD.group_name, ranks, rank, axis, **more)
+    return TensorParallelShard(dist.group.WORLD.group_name, ranks, rank, axis, **more)
 
 
 def same(got, expected, format=None, x=None):
@@ -121,9 +122,9 @@ def test_what_is_gathered_is_the_quantization_of_the_whole(format, axis):
     def on_rank(rank, ranks, across, shape, cast, kind):
         x, key = values(kind, shape), torch.tensor(KEY, dtype=torch.int32) if cast.stochastic else None
         place = place_on(rank, ranks, axis)
-        parts, way = gathered(part_of(x, place, ranks, rank), cast, place, across, key)
-        same(parts, whole_quantized(x, cast, across, key), format, encoded(x, cast, across) if way.by_codes else None)
-        return way.by_codes
+        parts, plan = gathered(part_of(x, place, ranks, rank), cast, place, across, key)
+        same(parts, whole_quantized(x, cast, across, key), format, encoded(x, cast, across) if plan.by_codes else None)
+        return plan.by_codes
 
     for i, (ranks, across, name, shape, cast) in enumerate(cases):
         by_codes = threaded.run(ranks, on_rank, ranks, across, shape, cast, KINDS[i % len(KINDS)])
@@ -138,12 +139,12 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
     def on_rank(rank, ranks, axis, length, columnwise, operand, key):
         x = values(KINDS[length % len(KINDS)], (length, 40) if axis == ROWS else (24, length))
         place = place_on(rank, ranks, axis, length=length)
-        local = sharding_of(place._replace(length=length), local_shape(x, place))
+        local = place.sharding(local_shape(x, place))
         own = x[local.region(rank).slices].contiguous()
         cast = Cast(format, stochastic=key is not None)
-        way = activations.way_of(own.shape, cast, place, columnwise=columnwise, operand=operand, gathers=False)
+        plan = operand_plan(own.shape, cast, place, columnwise=columnwise, operand=operand, gathers=False)
         words = None if key is None else torch.tensor(key, dtype=torch.int32)
-        return activations.quantize_part(own, [Direction(cast, way, words)], place)[0], local, x
+        return quantize_operand_shard(own, [Direction(cast, plan.quantize, words)], place)[0], local, x
 
     for i, (axis, length, ranks) in enumerate(cases):
         for columnwise in (False, True):
@@ -157,14 +158,14 @@ def test_parts_that_stay_share_the_blocks_that_straddle(format):
                 numbers = [n for n in (local.codes, local.scales, local.tensor_scale) if n is not None]
                 expected_parts = [torch.from_numpy(np.array(n)) for n in numbers]
                 # Of formats with blocks each part is marked by itself; an empty one needs no mark.
-                whole = part.numel() and (format.per_tensor or format.scale.two_level)
+                whole = part.numel() and format.has_tensor_scale
                 same(parts, expected_parts, format, x if whole else part)
 
 
 def local_shape(x, place):
     chunk = -(-place.length // place.ranks)
     own = max(0, min(chunk, place.length - place.rank * chunk))
-    return (own, x.shape[1]) if place.axis == ROWS else (x.shape[0], own)
+    return (own, x.shape[1]) if place.dim == ROWS else (x.shape[0], own)
 
 
 @pytest.mark.filterwarnings("ignore:all-gather of the")
@@ -176,9 +177,9 @@ def test_several_sequences_are_gathered_each(name):
     def on_rank(rank, tokens, columnwise, cast):
         x, key = values("bf16_valued", (3 * tokens, 64)), torch.tensor(KEY, dtype=torch.int32) if cast.stochastic else None
         place = place_on(rank, 2, ROWS, runs=3)
-        parts, way = gathered(part_of(x, place, 2, rank), cast, place, columnwise, key)
+        parts, plan = gathered(part_of(x, place, 2, rank), cast, place, columnwise, key)
         same(parts, whole_quantized(x, cast, columnwise, key))
-        return way.by_codes
+        return plan.by_codes
 
     for tokens in (256, 20):
         for columnwise in (False, True):
@@ -208,8 +209,8 @@ def test_one_warning_names_the_plans_reason():
         x = torch.ones(rows, 64)
         return gathered(x, Cast("mxfp8_e4m3"), place_on(rank, 2, ROWS), True, None, operand="gradient")[1].by_codes
 
-    activations._answer.cache_clear()
-    activations._told.clear()
+    operand_plans._rank_plan.cache_clear()
+    operand_plans._told.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
@@ -226,7 +227,7 @@ def test_one_warning_names_the_plans_reason():
 
 def test_a_part_of_the_wrong_shape_is_refused_on_every_rank():
     def on_rank(rank):
-        activations.way_of((7, 8), Cast("mxfp8_e4m3"), Place("", 2, rank, ROWS, length=10))
+        operand_plan((7, 8), Cast("mxfp8_e4m3"), TensorParallelShard("", 2, rank, ROWS, length=10))
 
     for error in threaded.errors(2, on_rank):
         assert isinstance(error, ValueError)

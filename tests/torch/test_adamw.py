@@ -1,31 +1,22 @@
 """The optimizers on parameters of one rank: against torch's own, against quantizing the masters, and what changes nothing."""
 
 import copy
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
-from blockfp.torch_backend.optimizer import optimizer_step as module
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.definition import adamw, numerics
 from blockfp.formats import FORMATS
-from blockfp.kernels import native
+from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.
 TOLERANCE = 4e-7
-
-
-@pytest.fixture(params=["kernels", "definition"])
-def route(request, monkeypatch):
-    """Both ways a step can go, which must not differ in a bit."""
-    if request.param == "definition":
-        monkeypatch.setattr(module, "_kernels", lambda device: None)
-    elif not native.available():
-        pytest.skip(native.status())
-    return request.param
 
 
 @pytest.mark.parametrize(("ours", "torchs"), [(bfp.AdamW, torch.optim.AdamW), (bfp.Adam, torch.optim.Adam)])
@@ -65,18 +56,18 @@ def test_codes_are_those_of_the_master(format):
     assert_quantizes(p, optimizer.state[p]["master"])
 
 
-def test_both_routes_give_the_same_bits(monkeypatch):
+def test_both_routes_give_the_same_bits():
     if not native.available():
         pytest.skip(native.status())
     results = []
-    for kernels in (module._kernels, lambda device: None):
-        monkeypatch.setattr(module, "_kernels", kernels)
+    for which in (nullcontext, switch.definition_only):
         for options in ({}, {"moments": "bfloat16"}, {"moments": "fp8", "weight_decay": 0.1}):
             params = mixed()
             optimizer = bfp.AdamW(params, lr=1e-2, key=5, **options)
             for step in range(3):
                 give_gradients(params, step)
-                optimizer.step()
+                with which():
+                    optimizer.step()
             results.append([x.clone() for p in params for x in optimizer.state[p].values()])
     for a, b in zip(results[:3], results[3:], strict=True):
         for x, y in zip(a, b, strict=True):
@@ -286,3 +277,85 @@ def test_it_trains():
         losses[kind] = loss.item()
     assert losses["float32"] == pytest.approx(losses["torch"], rel=0.01)
     assert losses["fp8"] < 0.05 * (x @ (target - normal((32, 64), 3)).t()).square().mean().item()
+
+
+def calls_of_a_step(params):
+    """Python calls in blockfp's own code."""
+    optimizer = bfp.AdamW(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    files = []
+    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return sum("blockfp" in file or "torch_backend" in file for file in files)
+
+
+@pytest.mark.parametrize("make", [lambda: weight((64, 64), "mxfp8_e4m3_32x32"), lambda: nn.Parameter(normal((64, 64), 0))])
+def test_a_step_calls_no_more_functions_than_a_parameter_has_tensors(make):
+    if not native.available():
+        pytest.skip(native.status())
+    one, many = (calls_of_a_step([make() for _ in range(count)]) for count in (1, 11))
+    assert many - one <= 10 * 8
+    assert one <= 50
+
+
+def test_whatever_changes_between_steps_is_seen(route):
+    """Memory, dtypes, formats and states: a step goes by what is there, not by what was there before."""
+    params = [
+        weight((64, 96), "mxfp8_e4m3_32x32"),
+        nn.Parameter(normal((64, 96), 1)),
+        nn.Parameter(normal((9, 33), 2).bfloat16()),
+    ]
+    reference = copy.deepcopy(params)
+    optimizer, other = bfp.AdamW(params), bfp.AdamW(reference)
+    for step in range(4):
+        give_gradients(params, step)
+        give_gradients(reference, step)
+        optimizer.step()
+        other.step()
+        if step == 0:  # other memory
+            for p in params:
+                p.data = p.detach().clone()
+        if step == 1:  # other states, as tools have them that move states between devices
+            for state in optimizer.state.values():
+                for name in state:
+                    state[name] = state[name].clone()
+        if step == 2:  # other moments
+            for group in (*optimizer.param_groups, *other.param_groups):
+                group["moments"] = "bfloat16"
+            optimizer.load_state_dict(optimizer.state_dict())
+            other.load_state_dict(other.state_dict())
+            assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
+    for p, q in zip(params, reference, strict=True):
+        assert torch.equal(values_of(optimizer, p), values_of(other, q))
+    for x, y in zip(parts_of(params[0]), parts_of(reference[0]), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("exp_avg", lambda x: x[:4], ValueError, "exp_avg of parameter 1.*hold 320 elements"),
+        ("exp_avg_sq", lambda x: x.t().contiguous().t(), ValueError, "exp_avg_sq of parameter 1.*contiguous"),
+        ("exp_avg_sq", lambda x: x.bfloat16(), TypeError, "exp_avg_sq of parameter 1.*float32"),
+        ("exp_avg", lambda x: x.half(), TypeError, "moments must be of"),
+        ("master", lambda x: x.to("meta"), ValueError, "master of parameter 1.*on cpu"),
+    ],
+)
+def test_arrays_that_do_not_fit(name, change, error, message):
+    if not native.available():
+        pytest.skip(native.status())
+    params = [weight((8, 40), "mxfp8_e4m3") for _ in range(2)]
+    optimizer = bfp.AdamW(params)
+    give_gradients(params, 0)
+    optimizer.step()
+    state = optimizer.state[params[1]]
+    state[name] = change(state[name])
+    before = [x.clone() for x in parts_of(params[0])]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    for x, y in zip(parts_of(params[0]), before, strict=True):
+        assert torch.equal(x, y)

@@ -9,14 +9,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.optimizer.adamw import AdamW
+from blockfp.torch_backend.quantized_tensor.dtensors import offloaded, placed
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from blockfp.torch_backend.weights.state_dict import offloaded, placed, stored
+from blockfp.torch_backend.weights.state_dict import stored
 from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 from blockfp.formats import FORMATS
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]

@@ -19,11 +19,12 @@ from blockfp.torch_backend.checkpoint import plain_values
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.checkpoint.index import read_index
 from blockfp.torch_backend.optimizer.adamw import AdamW
+from processes import environment
 from resumed import assert_is_part_of, model_of, shard, train
 
 import blockfp.torch as bfp
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
-from blockfp.files.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"
@@ -231,10 +232,9 @@ def test_an_index_that_would_run_something_is_refused(saved):
 
 def test_kills_at_random_moments(tmp_path):
     """After each, of one process and of two, the last whole checkpoint loads, and is the one of its step to the bit."""
-    program = Path(__file__).with_name("killed_while_saving.py")
-    environment = {**os.environ, "PYTHONPATH": str(program.parents[1]), "OMP_NUM_THREADS": "1"}
+    program = Path(__file__).parent / "support" / "killed_while_saving.py"
     command = [sys.executable, program, tmp_path, "--kills", "6", "--both"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     rounds = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(rounds) == 12

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import blockfp.torch as bfp
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 
 _one_at_a_time = threading.Lock()
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import blockfp.torch as bfp
-from blockfp.files.manifest import BadCheckpoint
+from blockfp.errors import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"

@@ -19,7 +19,7 @@ def test_linear_layers_become_quantized_ones():
     model = Model()
     weights = {path: layer.weight.detach().clone() for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     bias = model.layers[0][0].bias
-    assert bfp.convert(model, "mxfp8", filter=lambda path, layer: path != "head") is model
+    assert bfp.convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head") is model
     assert type(model.head) is nn.Linear
     for path in ("layers.0.0", "layers.1.0"):
         layer = model.get_submodule(path)
@@ -98,5 +98,5 @@ def test_what_cannot_be_converted(model, recipe, error, message):
 
 
 def test_a_filter_is_a_function():
-    with pytest.raises(TypeError, match="filter must be a function of a layer's path and of the layer, got 'head'"):
-        bfp.convert(Model(), "mxfp8", filter="head")
+    with pytest.raises(TypeError, match="filter_fn must be a function of a layer's path and of the layer, got 'head'"):
+        bfp.convert(Model(), "mxfp8", filter_fn="head")

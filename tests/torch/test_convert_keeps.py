@@ -181,7 +181,7 @@ def test_what_would_be_lost_is_refused_before_anything_is_changed(layer, message
         bfp.convert(model, "mxfp8")
     assert "'1'" in str(raised.value)
     assert type(model[0]) is nn.Linear
-    bfp.convert(model, "mxfp8", filter=lambda path, _: path == "0")
+    bfp.convert(model, "mxfp8", filter_fn=lambda path, _: path == "0")
     assert isinstance(model[0], bfp.Linear)
 
 

@@ -4,7 +4,7 @@ import pytest
 import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
-from blockfp.torch_backend.weights.requantize import amaxes, requantize_
+from blockfp.torch_backend.weights.requantize import requantize_
 from small_model import (
     Side,
     assert_gathered,
@@ -268,20 +268,21 @@ def test_tied_and_frozen_weights():
         torch.testing.assert_close(gradient, total, rtol=1e-5, atol=1e-5 * total.abs().max().item())
 
 
-def partial_amaxes(rank, weight, format):
-    model = Side([bfp.quantize(weight, format)])
+def requantized_scales(rank, weight, format):
+    model = Side([bfp.quantize(torch.zeros_like(weight), format)])
     shard(model, device_mesh((4,)))
     param = model.layers[0].weight
-    (amax,) = amaxes([param], [weight[region_of(param).slices]])
-    return amax
+    requantize_([param], [weight[region_of(param).slices]])
+    local = local_of(param)
+    return local.scales if local.tensor_scale is None else local.tensor_scale
 
 
 def test_amaxes_are_those_of_the_whole():
     weight = weights_for([(50, 64)])[0]
-    for amax in threaded.run(4, partial_amaxes, weight, "nvfp4_16x16"):
-        assert amax.tensor.view(torch.float32) == weight.abs().max()
-    for amax in threaded.run(4, partial_amaxes, weight, "fp8_e4m3"):
-        assert amax.blocks.view(torch.float32) == weight.abs().max()
+    for format in ("nvfp4_16x16", "fp8_e4m3"):
+        whole = bfp.quantize(weight, format)
+        for scale in threaded.run(4, requantized_scales, weight, format):
+            assert torch.equal(scale, whole.scales if whole.tensor_scale is None else whole.tensor_scale)
 
 
 def initial_values(rank, weights, expected):

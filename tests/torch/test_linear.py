@@ -3,7 +3,7 @@
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops import operand_ops, products
-from blockfp.torch_backend.quantized_tensor.keys import gradient_keys
+from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
 from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of, values
 
 import blockfp.torch as bfp
@@ -91,6 +91,8 @@ def test_opcheck():
     q = bfp.quantize(values((24, 80), 1), "mxfp8_e4m3_32x32")
     arguments = ([x], None, [q.codes, q.scales], "mxfp8_e4m3_32x32", 24, 80, torch.ones(24), torch.float32)
     torch.library.opcheck(products.product, arguments)
+    arguments = ([x], None, q, "mxfp8_e4m3_32x32", 24, 80, torch.ones(24), torch.float32)
+    torch.library.opcheck(products.weight_product, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -146,14 +148,13 @@ def test_only_codes_and_scales_are_saved(name):
 def test_products_nobody_wants_are_not_run(monkeypatch):
     ran = []
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         ran.append(arguments)
-        return product(*arguments)
+        return products.multiply(*arguments, **options)
 
-    product = products.product
     from blockfp.torch_backend.linear import linear_function
 
-    monkeypatch.setattr(linear_function, "product", counted)
+    monkeypatch.setattr(linear_function, "multiply", counted)
     weight = bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32")
     for x_wants, weight_wants, count in ((True, True, 3), (False, True, 2), (True, False, 2), (False, False, 1)):
         ran.clear()
@@ -311,7 +312,7 @@ def test_matrix_units_get_what_they_read(monkeypatch):
         # Rows of a square block are rows of a 1-D one once their scales are repeated.
         formats = [Format.parse(name.removesuffix("_32x32").removesuffix("_16x16")) for name in names]
         operands = [
-            products.Operand(q.format, q.codes, q.scales, q.tensor_scale, 64)
+            products.Matrix(q.parts, q.format)
             for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
         ]
         y = run(*operands, torch.ones(48), torch.float32, False)

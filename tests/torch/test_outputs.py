@@ -5,7 +5,7 @@ import threaded
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.linear import outputs
-from blockfp.torch_backend.linear.place import ROWS, Place
+from blockfp.torch_backend.sharded.shard import ROWS, TensorParallelShard
 from samples import sample
 
 import blockfp.torch as bfp
@@ -17,7 +17,7 @@ def terms(ranks, rows, columns):
 
 
 def scattered(rank, ranks, rows, columns, runs, format):
-    place = Place(dist.group.WORLD.group_name, ranks, rank, ROWS, runs)
+    place = TensorParallelShard(dist.group.WORLD.group_name, ranks, rank, ROWS, runs=runs)
     format = outputs.check_reduce_format(format)
     pending = outputs.begin(terms(ranks, rows, columns)[rank], place, format)
     return outputs.finish(pending, place, columns, torch.bfloat16, format)
@@ -55,7 +55,7 @@ def test_an_overflow_reaches_the_sum(format):
     y[3, 5] = torch.inf
 
     def on_rank(rank):
-        place, parsed = Place(dist.group.WORLD.group_name, 2, rank, ROWS), outputs.check_reduce_format(format)
+        place, parsed = TensorParallelShard(dist.group.WORLD.group_name, 2, rank, ROWS), outputs.check_reduce_format(format)
         return outputs.finish(outputs.begin(y, place, parsed), place, 144, torch.float16, parsed)
 
     assert [bool(got.isfinite().all()) for got in threaded.run(2, on_rank)] == [True, False]

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import blockfp.torch as bfp
+from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
-from blockfp.files.manifest import BadCheckpoint
 
 SHAPES = [(64, 128), (37, 40)]
 FORMAT = "mxfp8_e4m3_32x32"

@@ -30,7 +30,7 @@ def model():
 
 
 def test_the_table():
-    done = bfp.summary(bfp.convert(model(), "mxfp8", filter=lambda path, layer: path != "head"))
+    done = bfp.summary(bfp.convert(model(), "mxfp8", filter_fn=lambda path, layer: path != "head"))
     assert [one.path for one in done.layers] == [f"layers.{i}.{j}" for i in range(3) for j in range(2)]
     first = done.layers[0]
     assert (first.kind, first.recipe, first.stored, first.shape) == ("Linear", "mxfp8", "mxfp8_e4m3_32x32", (64, 32))
@@ -47,7 +47,7 @@ def test_the_table():
     lines = str(done).splitlines()
     assert lines[2].split() == ["layers.*.0", "(3", "times)", "Linear", "mxfp8", "mxfp8_e4m3_32x32", "6,144", "6,150"]
     assert "quantized: 12,288 of 12,800 parameters in matrices (96.0%; embeddings aside)" in lines
-    assert "left: head.weight [16, 32]: filter or recipe left it, or it came after convert" in lines
+    assert "left: head.weight [16, 32]: filter_fn or recipe left it, or it came after convert" in lines
     assert repr(done) == str(done)
 
 
@@ -104,7 +104,7 @@ def test_a_tenth_is_said():
 
 def test_what_a_recipe_or_filter_leaves_is_not():
     bfp.convert(model(), {"layers.0.0": "mxfp8"}.get)
-    bfp.convert(model(), "mxfp8", filter=lambda path, layer: path == "head")
+    bfp.convert(model(), "mxfp8", filter_fn=lambda path, layer: path == "head")
 
 
 def test_a_model_is_wanted():

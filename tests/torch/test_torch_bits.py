@@ -1,64 +1,38 @@
 """PyTorch, eager and compiled, has the bits of the definition on NumPy: codes, scales, dequantized values."""
 
-from functools import cache
-
+import executors
 import numpy as np
 import pytest
 import torch
-from samples import DTYPES, KINDS, all_patterns, bits_of, sample
+from arrays import to_numpy, to_torch
+from executors import BY_NAME, SHAPE
+from executors import KEY as WORDS
+from same_bits import assert_same_bits, parts_of
+from samples import DTYPES, sample
 
 import blockfp.torch as bfp
-from blockfp.definition import layout, numerics
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels import native
 
-BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 FAMILIES = ("fp8_e4m3", "fp8_e5m2_128x128_fp32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1_floor", "mxint8", "nvfp4_16x16")
-SHAPE = (133, 150)  # ragged along both axes for every block, and more than one block of each
-WORDS = (0xDEADBEEF, 0x87654321)
 
 
-@pytest.fixture(params=["kernel", "definition"])
-def run(request, monkeypatch):
-    """Both of what can stand behind the custom ops on the CPU."""
-    if request.param == "definition":
-        monkeypatch.setattr(native, "available", lambda: False)
-    elif not native.available():
-        pytest.skip("the kernel library isn't built")
+@pytest.fixture(params=executors.of("torch"), ids=str)
+def executor(request):
+    with request.param.ready() as executor:
+        yield executor
 
 
-def to_torch(x: np.ndarray) -> torch.Tensor:
-    name = x.dtype.name
-    if name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+class TestEveryInput(executors.EveryInput, executors.EveryShape):
+    """Eager, by the kernels and by the definition."""
 
 
-def to_numpy(x: torch.Tensor) -> np.ndarray:
-    if x.dtype is torch.bfloat16:
-        return x.view(torch.int16).numpy().view(DTYPES["bfloat16"])
-    return x.numpy()
-
-
-def assert_same(got: torch.Tensor, expected: np.ndarray):
-    """Equal bits; if not, the first difference."""
-    values = to_numpy(got)
-    assert (values.shape, values.dtype) == (expected.shape, expected.dtype)
-    different = np.argwhere(bits_of(values) != bits_of(expected))
-    if len(different):
-        at = tuple(different[0])
-        pytest.fail(f"{len(different)} differ, first at {at}: {bits_of(values)[at]:#x}, not {bits_of(expected)[at]:#x}")
+def assert_same(got, expected):
+    assert_same_bits(to_numpy(got), expected)
 
 
 def assert_same_parts(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_same(a, b)
-
-
-def parts(q):
-    return q.codes, q.scales, q.tensor_scale
+    assert_same_bits(tuple(map(to_numpy, got)), tuple(expected))
 
 
 def assert_bits_of_the_definition(x: np.ndarray, format: Format, quantize=bfp.quantize, dequantize=None, key=None):
@@ -66,70 +40,31 @@ def assert_bits_of_the_definition(x: np.ndarray, format: Format, quantize=bfp.qu
     expected = numerics.quantize(x, format, key=key)
     q = quantize(to_torch(x), format, key=key)
     assert q.shape == x.shape
-    assert_same_parts(parts(q), expected)
+    assert_same_parts(parts_of(q), expected)
     for dtype in DTYPES:
         values = numerics.dequantize(*expected, format, dtype, columns=x.shape[-1])
         name = getattr(torch, dtype)
         assert_same(q.dequantize(name) if dequantize is None else dequantize(q, name), values)
 
 
-@cache
-def inputs(dtype: str) -> list[np.ndarray]:
-    arrays = [sample(kind, SHAPE, dtype) for kind in KINDS]
-    return arrays if dtype == "float32" else [*arrays, all_patterns(dtype)]
-
-
 @BY_NAME
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.usefixtures("run")
-def test_eager(format, dtype):
-    for x in inputs(dtype):
-        assert_bits_of_the_definition(x, format)
-
-
-@BY_NAME
-@pytest.mark.usefixtures("run")
-def test_leading_axes_ragged_and_empty(format):
-    for shape in ((2, 3, 33, 47), (1, 1), (3, 1, 129), (130, 3), (0, 32), (4, 0), (2, 0, 5), (0, 0), (0, 3, 4)):
-        assert_bits_of_the_definition(sample("exponents", shape, "bfloat16"), format)
-
-
-@BY_NAME
-@pytest.mark.usefixtures("run")
+@pytest.mark.usefixtures("route")
 def test_strided_input(format):
     x = sample("exponents", (70, 140))
     expected = numerics.quantize(np.ascontiguousarray(x.T[3:, ::2]), format)
     strided = torch.from_numpy(x).mT[3:, ::2]
-    assert_same_parts(parts(bfp.quantize(strided, format)), expected)
+    assert_same_parts(parts_of(bfp.quantize(strided, format)), expected)
 
 
-@BY_NAME
-@pytest.mark.usefixtures("run")
-def test_stochastic_rounding(format):
+@pytest.mark.parametrize("format", FAMILIES)
+@pytest.mark.usefixtures("route")
+def test_every_form_of_a_key(format):
     words = torch.tensor(WORDS, dtype=torch.int64)
     for kind in ("bf16_valued", "exponents", "special"):
         x = sample(kind, (19, 150), "bfloat16")
         expected = numerics.quantize(x, format, key=WORDS)
         for key in (WORDS, WORDS[0] << 32 | WORDS[1], words, words.to(torch.uint32), words.to(torch.int32)):
-            assert_same_parts(parts(bfp.quantize(to_torch(x), format, key=key)), expected)
-
-
-@BY_NAME
-@pytest.mark.usefixtures("run")
-def test_foreign_codes_and_scales(format):
-    """Every byte in codes and scales: codes that are never written, Inf and NaN scales, negative and subnormal ones."""
-    rng = np.random.default_rng(3)
-    shape = (70, 300)
-    codes = rng.integers(0, 256, layout.codes_shape(shape, format), dtype=np.uint8)
-    size = 4 if format.scale.dtype == "float32" else 1
-    *leading, last = layout.scales_shape(shape, format)
-    scales = rng.integers(0, 256, (*leading, last * size), dtype=np.uint8).view(format.scale.dtype)
-    tensor_scale = np.array(3e-41, np.float32) if format.scale.two_level else None
-    given = [None if part is None else torch.from_numpy(part) for part in (codes, scales, tensor_scale)]
-    q = bfp.QuantizedTensor.from_parts(*given, format=format, columns=shape[1], dtype=torch.float32)
-    for dtype in DTYPES:
-        expected = numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=shape[1])
-        assert_same(q.dequantize(getattr(torch, dtype)), expected)
+            assert_same_parts(parts_of(bfp.quantize(to_torch(x), format, key=key)), expected)
 
 
 def compiled(function, backend):

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import ops
+from blockfp.torch_backend.custom_ops import cuda, ops
 
 import blockfp.torch as bfp
+from blockfp.definition import numerics
 from blockfp.formats import FORMATS, Format
 
 ONE_OF_EACH = ("fp8_e4m3", "fp8_e5m2_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "mxfp4_e2m1", "mxint8_floor", "nvfp4")
@@ -130,6 +131,30 @@ def test_meta_tensors_have_the_shapes():
         q, real = bfp.quantize(torch.empty(37, 80, device="meta"), format), bfp.quantize(values(), format)
         assert (q.codes.shape, q.scales.shape) == (real.codes.shape, real.scales.shape)
         assert q.dequantize().shape == (37, 80)
+
+
+def test_the_cuda_kernels_take_tensors_of_one_gpu():
+    """Another index of the same type is another device; each call checks before it looks for the library."""
+    with torch._subclasses.FakeTensorMode():
+        first, second = (torch.empty((4, 4), device=f"cuda:{index}") for index in (0, 1))
+        codes = torch.empty((4, 4), dtype=torch.uint8, device="cuda:0")
+        words = torch.empty(2, dtype=torch.int32, device="cuda:1")
+        cuda.check_beside(first, "x", scales=first, tensor_scale=None)
+        amax, into = numerics.Amax(words, None, None), numerics.Quantized(codes, second, None)
+        for name, beside, call in (
+            ("scales", "codes", lambda: cuda.dequantize(codes, second, None, "fp8_e4m3_128x128", "float32", columns=4)),
+            ("tensor_scale", "codes", lambda: cuda.dequantize(codes, first, second, "nvfp4", "float32", columns=4)),
+            ("scales", "codes", lambda: cuda.transpose(codes, second, "fp8_e4m3_128x128", columns=4)),
+            ("key", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", key=words)),
+            ("amax.blocks", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", amax=amax)),
+            ("out.scales", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", out=into)),
+            ("multiplier", "x", lambda: cuda.quantize_scaled(first, "fp8_e4m3", multiplier=second)),
+            ("amax", "x", lambda: cuda.quantize_scaled(first, "fp8_e4m3", amax=words)),
+            ("scales", "x", lambda: cuda.encode(first, "fp8_e4m3_128x128", second)),
+            ("step", "key", lambda: cuda.gradient_keys(codes, second, 0, -1)),
+        ):
+            with pytest.raises(ValueError, match=rf"^{name} is on cuda:1 and {beside} on cuda:0: pass {name}\.to\({beside}"):
+                call()
 
 
 def test_the_face_does_not_import_jax():

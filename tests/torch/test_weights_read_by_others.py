@@ -72,7 +72,7 @@ def test_encoders_multiply_in_evaluation_as_in_training(weights):
 def test_encoders_without_converted_layers_keep_their_path():
     encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
     with pytest.raises(ValueError, match="to convert"):
-        bfp.convert(encoder, "mxfp8", filter=lambda path, layer: False)
+        bfp.convert(encoder, "mxfp8", filter_fn=lambda path, layer: False)
     assert encoder.activation_relu_or_gelu == 1
 
 

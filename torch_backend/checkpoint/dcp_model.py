@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from blockfp.errors import BadCheckpoint, BadFile
 from blockfp.files import manifest, untrusted
-from blockfp.files.export import TIED
-from blockfp.files.manifest import BadCheckpoint
-from blockfp.files.modelfile import BadFile, Model, Tensor
+from blockfp.files.modelfile import Model, Tensor
+from blockfp.files.names import EXTRA, TIED
 
 from .checkpoint_files import problems
 from .index import INDEX, read_index, read_tensor
@@ -22,7 +22,7 @@ from .plain_values import read_plain
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """A checkpoint's tensors; of what is no tensor only the names of tied weights (`export.TIED`), as the metadata.
+    """Opens a checkpoint: its tensors, and as the metadata the further names of tied weights (`names.TIED`).
 
     Args:
         folder: a run's folder, a checkpoint that `save_checkpoint` wrote (its checksums are looked at, and one
@@ -38,7 +38,7 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Model:
         if manifest.is_own(folder) and (found := problems(folder)):
             raise BadFile(folder, "; ".join(found))
         index = read_index(folder)
-        tied = {name: str(first) for name, first in read_plain(folder, index, (TIED,)).items()}
+        tied = {name: str(first) for name, first in read_plain(folder, index, (f"{EXTRA}.{TIED}.",)).items()}
     except BadCheckpoint as error:
         raise BadFile(folder, error) from error
     tensors = []

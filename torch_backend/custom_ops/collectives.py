@@ -10,18 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define("following(Tensor x, Tensor other) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from ..torch_internals import functional_collectives as collectives
+from .library import define, fake, impl
 
-following = torch.ops.blockfp.following.default
+following = define("following(Tensor x, Tensor other) -> Tensor")
 
 
-@torch.library.impl(_library, "following", "CompositeExplicitAutograd")
+@impl(following)
 def _following(x: Tensor, other: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("blockfp::following", lib=_library)
+@fake(following)
 def _following_fake(x: Tensor, other: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -34,7 +34,7 @@ def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:
         groups: names of process groups (`sharding.group_name`); none returns the tensor itself.
     """
     for name in groups:
-        tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "max", name))
+        tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "max", name))
     return tensor
 
 

@@ -6,9 +6,8 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +19,6 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
-
-if TYPE_CHECKING:
-    from blockfp.kernels.step_table import Step
 
 
 class Both(NamedTuple):
@@ -40,10 +36,22 @@ class Both(NamedTuple):
 
 
 def _check(x: Array) -> None:
+    """Raises TypeError or ValueError where x can't be quantized, or is no CUDA tensor."""
     check_input(x)
     if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
         where = f" on {x.device}" if hasattr(x, "device") else ""
         raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
+
+
+def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> None:
+    """Raises ValueError where another argument lies on another device than x, which the message calls `name`.
+
+    The kernels run on x's device, and one GPU reads the memory of another wrongly or slowly.
+    """
+    device = x.device
+    for other, tensor in others.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{other} is on {tensor.device} and {name} on {device}: pass {other}.to({name}.device)")
 
 
 def _stack(x: Array) -> Array:
@@ -57,22 +65,16 @@ def _key(key: Any, x: Array) -> Any:
     if key is None:
         return None
     if isinstance(key, torch.Tensor):
-        if key.device != x.device:
-            raise ValueError(f"key is on {key.device} and x on {x.device}: pass key.to(x.device)")
+        check_beside(x, "x", key=key)
         return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
     words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
 
-@lru_cache(maxsize=4096)
-def _shapes(shape: tuple[int, ...], format: Format, origin: Origin) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return layout.codes_shape(shape, format), layout.scales_shape(shape, format, origin)
-
-
 def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
     """Codes and scales of an array of this shape, beside x and not filled."""
-    codes, scales = _shapes(shape, format, origin)
-    scale_dtype = torch.float32 if format.scale.dtype == "float32" else torch.uint8
+    (codes, _), (scales, dtype) = layout.parts(shape, format, origin)[:2]
+    scale_dtype = torch.float32 if dtype == "float32" else torch.uint8
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=scale_dtype)
 
 
@@ -115,6 +117,10 @@ def quantize(
         out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
     """
     _check(x)
+    if amax is not None:
+        check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
+    if out is not None:
+        check_beside(x, "x", **{f"out.{field}": part for field, part in out._asdict().items()})
     format = Format.parse(format)
     return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
 
@@ -147,9 +153,9 @@ def quantize_both(
 
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    run, two_level = library(), format.scale.two_level
     eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
+    run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
     codes = scales = tensor_scale = None
     if out is not None:
@@ -219,6 +225,7 @@ def quantize_scaled(
         Both directions, and with a multiplier the amax of x as int32 [1], else None.
     """
     _check(x)
+    check_beside(x, "x", amax=amax, multiplier=multiplier)
     format, run = Format.parse(format), library()
     given = multiplier if amax is None else amax
     if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
@@ -247,6 +254,7 @@ def encode(
 ) -> Array:
     """Codes of x for scales that are already there; see `numerics.encode`."""
     _check(x)
+    check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
@@ -269,6 +277,7 @@ def dequantize(
 ) -> Array:
     """The values of codes and scales on a CUDA device; see `numerics.dequantize`."""
     format = Format.parse(format)
+    check_beside(codes, "codes", scales=scales, tensor_scale=tensor_scale)
     check_output_dtype(dtype)
     shape = (*codes.shape[:-1], columns)
     check_codes(codes, columns, format)
@@ -281,6 +290,7 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
+    check_beside(codes, "codes", scales=scales)
     check_square(format)
     check_codes(codes, columns, format)
     run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
@@ -312,6 +322,7 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Arr
     Returns:
         int32 [groups or 1, 2, 2].
     """
+    check_beside(key, "key", step=step)
     out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
     library().fold_keys(key.contiguous(), step, rank, groups, out)
     return out
@@ -332,24 +343,13 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
     return out
 
 
-def adamw(steps: Sequence[Step], key: tuple[int, int]) -> None:
-    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`, whose arguments and errors these are.
+def adamw(table: Any, on: Any) -> None:
+    """AdamW steps in place, of torch tensors on one CUDA device; see `native.adamw`.
 
-    Constants and step numbers may be tensors on the device. Pointers are part of what a CUDA graph captures.
+    Constants and step numbers may be tensors on the device. Addresses are part of what a CUDA graph captures.
+
+    Args:
+        table: of `step_table.pack`.
+        on: any of the tensors, whose device and stream are used.
     """
-    from blockfp.kernels.step_table import pack
-
-    if steps:
-        weight = steps[0].weight
-        library().adamw(pack(steps, key, partial(_address, weight.device)), weight.detach())
-
-
-def _address(device: Any, x: Array, dtype: str | tuple[str, ...], count: int) -> int:
-    """Where a contiguous tensor of so many elements lies on the device."""
-    if x.device != device:
-        raise ValueError(f"a step's tensors must all be on {device}, got one on {x.device}")
-    if bits.dtype_name(x) not in ((dtype,) if isinstance(dtype, str) else dtype):
-        raise TypeError(f"a step's tensor must be of {dtype if isinstance(dtype, str) else ' or '.join(dtype)}, got {x.dtype}")
-    if x.numel() != count or not x.is_contiguous():
-        raise ValueError(f"a step's tensor must be contiguous and hold {count} elements, got shape {tuple(x.shape)}")
-    return x.data_ptr()
+    library().adamw(table, on.detach())

@@ -15,24 +15,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics, rotation
+from blockfp.definition import numerics
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library, native
 
-from . import cuda
-from .ops import empty_parts, kernels_for
+from . import cuda, kernels
+from .kernels import kernels_for
+from .library import define, empty_parts, fake, impl
 from .overflow import mark
 
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define(
+_op = define(
     "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? row_key=None, "
-    "Tensor? column_key=None, bool rotate=False, float eps=0.0) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "Tensor? column_key=None, bool rotate=False, float eps=0.0) -> Tensor[]"
 )
-
-_op = torch.ops.blockfp.quantize_operand.default
 
 
 class Directions(NamedTuple):
@@ -69,9 +65,13 @@ def quantize_operand(
     """
     names = [None if format is None else format.name for format in (row, column)]
     parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps)
-    first = 0 if row is None else part_count(row)
-    second = first + (0 if column is None else part_count(column))
-    return Directions(parts[:first], parts[first:second], None if multiplier is None else parts[second])
+    recorded = None
+    if multiplier is not None:
+        parts, recorded = parts[:-1], parts[-1]
+    if row is None or column is None:
+        return Directions(parts if column is None else [], parts if row is None else [], recorded)
+    first = part_count(row)
+    return Directions(parts[:first], parts[first:], recorded)
 
 
 def part_count(format: Format) -> int:
@@ -92,80 +92,83 @@ def tensor_amax(x: Tensor) -> Tensor:
     return largest.view(x.dtype).to(torch.float32).view(torch.int32).view(1)
 
 
-def _both(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[Quantized]:
+@impl(_op)
+def _quantize_operand(
+    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
+) -> list[Tensor]:
+    first, second = (None if name is None else Format.parse(name) for name in (row, column))
+    if multiplier is not None and len({first, second} - {None}) != 1:
+        raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
+    run = kernels_for(x)
+    if run is cuda:
+        return _in_one_read(x, first, second, amax, multiplier, row_key, column_key, rotate, eps)
+    recorded: list[Tensor] = []
+    if multiplier is None:
+        results = _one_by_one(run, x, first, second, amax, row_key, column_key, rotate, eps)
+    else:
+        results = _multiplied(x, first, second, multiplier)
+        amax = run.amax(x, first or second).blocks.reshape(1)
+        recorded = [amax]
+    directions = _unshared(results)
+    mark(x, directions, amax)
+    return [*(part for _, parts in directions for part in parts), *recorded]
+
+
+@fake(_op)
+def _quantize_operand_fake(
+    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
+) -> list[Tensor]:
+    directions = ((row, x.shape), (column, (x.shape[1], x.shape[0])))
+    parts = [part for name, shape in directions if name is not None for part in empty_parts(x, shape, Format.parse(name))]
+    return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]
+
+
+def _one_by_one(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[tuple[Format, Quantized]]:
     """One direction after the other, by the definition or the CPU kernels."""
     results = []
     given = None if amax is None or not (row or column).per_tensor else Amax(amax.reshape(1, 1), None, None)
     if row is not None:
-        results.append(run.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=given))
+        results.append((row, run.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=given)))
     if column is not None:
         if row is not None and column is row and row.square and row_key is column_key is None and not rotate:
-            codes, scales = numerics.transpose(results[0].codes, results[0].scales, row, columns=x.shape[-1])
-            results.append(Quantized(codes, scales, results[0].tensor_scale))
+            found = results[0][1]
+            codes, scales = kernels.transpose(found.codes, found.scales, row, columns=x.shape[-1])
+            results.append((column, Quantized(codes, scales, found.tensor_scale)))
         else:
-            turned = x.mT
-            if rotate:
-                turned = (native if run is native else rotation).rotate(turned)
-            results.append(run.quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=given))
+            turned = kernels.rotate(x.mT) if rotate else x.mT
+            results.append((column, run.quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=given)))
     return results
 
 
-def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier: Tensor) -> list[Quantized]:
-    """With a given multiplier, by the definition."""
+def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier: Tensor) -> list[tuple[Format, Quantized]]:
+    """Both directions with a given multiplier, by the definition."""
     format = row or column
     assert format is not None
     quantized = numerics.quantize(x, format, multiplier=multiplier)
     turned = quantized._replace(codes=quantized.codes.mT)
-    return [result for result, wanted in ((quantized, row), (turned, column)) if wanted is not None]
+    return [(format, result) for result, wanted in ((quantized, row), (turned, column)) if wanted is not None]
 
 
-def _flat(results: list[Quantized]) -> list[Tensor]:
-    """The parts as outputs of an op, none of which may share memory with another."""
-    parts: list[Tensor] = []
-    for part in (part for result in results for part in result if part is not None):
-        shared = any(part.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() for other in parts)
-        parts.append(part.clone(memory_format=torch.contiguous_format) if shared else part.contiguous())
-    return parts
+def _unshared(results: list[tuple[Format, Quantized]]) -> list[tuple[Format, list[Tensor]]]:
+    """Each direction's parts as outputs of an op, none of which may share memory with another."""
+    directions: list[tuple[Format, list[Tensor]]] = []
+    taken: set[int] = set()
+    for format, result in results:
+        parts = []
+        for part in result:
+            if part is not None:
+                shared = part.untyped_storage().data_ptr() in taken
+                part = part.clone(memory_format=torch.contiguous_format) if shared else part.contiguous()
+                taken.add(part.untyped_storage().data_ptr())
+                parts.append(part)
+        directions.append((format, parts))
+    return directions
 
 
-def _run(run, x, row, column, amax, multiplier, row_key, column_key, rotate, eps) -> list[Tensor]:
-    row, column = _formats(row, column, multiplier)
-    largest = amax if multiplier is None else run.amax(x, row or column).blocks.reshape(1)
-    if multiplier is None:
-        parts = _flat(_both(run, x, row, column, amax, row_key, column_key, rotate, eps))
-    else:
-        parts = _flat(_multiplied(x, row, column, multiplier))
-    mark(x, _directions(row, column, parts), largest)
-    return parts if multiplier is None else [*parts, largest]
-
-
-def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
-    """Each direction's format and parts."""
-    if row is None or column is None:
-        return [(row or column, parts)]  # pyright: ignore[reportReturnType]
-    first = part_count(row)
-    return [(row, parts[:first]), (column, parts[first:])]
-
-
-def _formats(row: str | None, column: str | None, multiplier: Tensor | None) -> tuple[Format | None, Format | None]:
-    first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    if multiplier is not None and len({first, second} - {None}) != 1:
-        raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
-    return first, second
-
-
-@torch.library.impl(_library, "quantize_operand", "CompositeExplicitAutograd")
-def _elsewhere(
-    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
+def _in_one_read(
+    x: Tensor, first: Format | None, second: Format | None, amax, multiplier, row_key, column_key, rotate, eps
 ) -> list[Tensor]:
-    return _run(kernels_for(x), x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
-
-
-@torch.library.impl(_library, "quantize_operand", "CUDA")
-def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
-    if not cuda_library.available():
-        return _run(numerics, x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
-    first, second = _formats(row, column, multiplier)
+    """Both directions by the CUDA kernels: from one read of x where they share a format."""
     # Gradients of sums come as expanded scalars.
     x = x if x.stride(-1) == 1 else x.contiguous()
     format = first or second
@@ -203,6 +206,13 @@ def _on_gpu(x, row, column, amax=None, multiplier=None, row_key=None, column_key
     return parts
 
 
+def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
+    """Each direction's format and parts."""
+    count = len(parts) if row is None or column is None else part_count(row)
+    directions = ((row, parts[:count]), (column, parts[count:] or parts))
+    return [(format, own) for format, own in directions if format is not None]
+
+
 def _plain(amax: Tensor | None, both: cuda.Both) -> Tensor | None:
     """The amax of x itself, if it was given or measured."""
     return both.amax[:1] if amax is None and both.amax is not None else amax
@@ -222,10 +232,3 @@ def _written(*results: Quantized) -> list[Tensor]:
 def _second(key: Tensor | None) -> Tensor | None:
     """The key where the kernel looks for that of the transposed direction."""
     return None if key is None else torch.cat([key, key])
-
-
-@torch.library.register_fake("blockfp::quantize_operand", lib=_library)
-def _fake(x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0) -> list[Tensor]:
-    directions = ((row, x.shape), (column, (x.shape[1], x.shape[0])))
-    parts = [part for name, shape in directions if name is not None for part in empty_parts(x, shape, Format.parse(name))]
-    return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]

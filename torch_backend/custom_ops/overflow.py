@@ -33,7 +33,8 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 
     Args:
         x: the operand, or this rank's part of it.
-        directions: format and parts of each direction, the parts new memory.
+        directions: format and parts of each direction, the parts new memory. The last part, the tensor scale or else the scales,
+            goes into every element of a product.
         amax: int32 of one element, fp32 bits: the largest magnitude of the whole operand, where it is known.
     """
     if not x.numel() or not directions:
@@ -41,7 +42,7 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
     if x.device.type == "cpu":
         if _overflows(x, directions[0], amax):
             for format, parts in directions:
-                _factor(format, parts).fill_(_NAN if _bytes(format) else math.nan)
+                parts[-1].fill_(_NAN if _bytes(format) else math.nan)
         return
     if amax is not None:
         # Times zero: NaN of an Inf, nothing of all else.
@@ -53,17 +54,12 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 
 
 def _bytes(format: Format) -> bool:
-    return format.scale.name.startswith("e8m0")
-
-
-def _factor(format: Format, parts: Sequence[Tensor]) -> Tensor:
-    """The scale that goes into every element of a product."""
-    return parts[2] if format.scale.two_level else parts[1]
+    return format.scale.e8m0
 
 
 def scales_tell(format: Format | None) -> bool:
     """Whether no finite value has the scale of an Inf, or the kernels know the amax; nothing is to be known of no format."""
-    if format is None or format.per_tensor or format.scale.two_level:
+    if format is None or format.has_tensor_scale:
         return True
     return _bytes(format) and format.element.max >= 2
 
@@ -71,8 +67,7 @@ def scales_tell(format: Format | None) -> bool:
 def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tensor | None) -> bool:
     if amax is not None:
         return int(amax) >= INFINITY
-    format, parts = direction
-    factor = parts[2] if format.scale.two_level else parts[1]
+    factor = direction[1][-1]
     if factor.dtype is torch.uint8:
         suspect = int(factor.max()) >= _OF_INF
     elif factor.numel() == 1:
@@ -85,7 +80,7 @@ def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tens
 def _spoil(directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor) -> None:
     """Adds zero times the amax to all scales."""
     for format, parts in directions:
-        factor = _factor(format, parts)
+        factor = parts[-1]
         if _bytes(format):
             factor.masked_fill_(~amax.isfinite().view(()), _NAN)
         else:

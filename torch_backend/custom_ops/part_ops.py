@@ -12,47 +12,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp.definition import layout, numerics
+from blockfp.definition import layout
 from blockfp.definition.numerics import Amax
-from blockfp.definition.rotation import rotate as rotated
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
 
-from . import cuda
-from .ops import empty_parts, kernels_for
+from . import kernels
+from .kernels import kernels_for
+from .library import define, empty_parts, fake, impl
 from .overflow import mark
 
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define(
-    "part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
+part_amaxes = define("part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]")
+quantize_part = define(
     "quantize_part(Tensor x, Tensor[]? amaxes, Tensor? key, str format, bool columnwise, bool rotate, int[] origin, "
-    "SymInt[] shape, float eps) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "SymInt[] shape, float eps) -> Tensor[]"
 )
-_library.define("turned(Tensor codes, Tensor scales, str format, int columns) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-
-part_amaxes = torch.ops.blockfp.part_amaxes.default
-quantize_part = torch.ops.blockfp.quantize_part.default
-turned = torch.ops.blockfp.turned.default
+turned = define("turned(Tensor codes, Tensor scales, str format, int columns) -> Tensor[]")
 
 
 def _encoded(x: Tensor, columnwise: bool, rotate: bool) -> Tensor:
     values = x.mT if columnwise else x
-    return rotated(values) if rotate else values
+    return kernels.rotate(values) if rotate else values
 
 
-@torch.library.impl(_library, "part_amaxes", "CompositeExplicitAutograd")
+@impl(part_amaxes)
 def _part_amaxes(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
     values = _encoded(x, columnwise, rotate)
     found = kernels_for(values).amax(values, Format.parse(format), origin=tuple(origin))
     return [x.new_empty(0, dtype=torch.int32) if field is None else field for field in found]
 
 
-@torch.library.impl(_library, "quantize_part", "CompositeExplicitAutograd")
+@fake(part_amaxes)
+def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
+    parsed = Format.parse(format)
+    grid = layout.scales_shape((x.mT if columnwise else x).shape, parsed, (origin[0], origin[1]))
+    nan = (0,) if parsed.element.has_nan else grid
+    tensor = () if parsed.scale.two_level else (0,)
+    return [x.new_empty(size, dtype=torch.int32) for size in (grid, nan, tensor)]
+
+
+@impl(quantize_part)
 def _quantize_part(
     x: Tensor,
     amaxes: list[Tensor] | None,
@@ -72,36 +71,27 @@ def _quantize_part(
     options = {"key": key, "eps": eps_for(parsed, eps), "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
     parts = [part.contiguous() for part in kernels_for(values).quantize(values, parsed, **options) if part is not None]
     known = None
-    if amax is not None and (parsed.per_tensor or parsed.scale.two_level):
+    if amax is not None and parsed.has_tensor_scale:
         known = amax.blocks if parsed.per_tensor else amax.tensor
     mark(x, [(parsed, parts)], known)
     return parts
 
 
-@torch.library.impl(_library, "turned", "CompositeExplicitAutograd")
-def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
-    run = cuda if codes.is_cuda and cuda_library.available() else numerics
-    # Copies: an op may not return what it was given.
-    return [part.clone(memory_format=torch.contiguous_format) for part in run.transpose(codes, scales, format, columns=columns)]
-
-
-@torch.library.register_fake("blockfp::part_amaxes", lib=_library)
-def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
-    parsed = Format.parse(format)
-    grid = layout.scales_shape((x.mT if columnwise else x).shape, parsed, (origin[0], origin[1]))
-    nan = (0,) if parsed.element.has_nan else grid
-    tensor = () if parsed.scale.two_level else (0,)
-    return [x.new_empty(size, dtype=torch.int32) for size in (grid, nan, tensor)]
-
-
-@torch.library.register_fake("blockfp::quantize_part", lib=_library)
+@fake(quantize_part)
 def _quantize_part_fake(
     x: Tensor, amaxes, key, format: str, columnwise: bool, rotate: bool, origin, shape, eps
 ) -> list[Tensor]:
     return empty_parts(x, (x.mT if columnwise else x).shape, Format.parse(format), (origin[0], origin[1]))
 
 
-@torch.library.register_fake("blockfp::turned", lib=_library)
+@impl(turned)
+def _turned(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
+    # Copies: an op may not return what it was given.
+    found = kernels.transpose(codes, scales, Format.parse(format), columns=columns)
+    return [part.clone(memory_format=torch.contiguous_format) for part in found]
+
+
+@fake(turned)
 def _turned_fake(codes: Tensor, scales: Tensor, format: str, columns: int) -> list[Tensor]:
     packed = layout.packed_columns(codes.shape[0], Format.parse(format).element.bits)
     return [codes.new_empty((columns, packed)), scales.new_empty((scales.shape[1], scales.shape[0]))]

@@ -1,11 +1,14 @@
-"""The custom op that multiplies two operands, quantized or not, as the core's table says (`kernels.routes`).
+"""The custom ops that multiply two quantized operands; `kernels.routes` says how.
 
-    blockfp::product   (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin) -> [m, n]
+    blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin)
+    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin)
 
-a @ b^T + bias, for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe tensor_scale, or the
-values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a weight, of which only
-the rowwise codes exist, in the product that contracts its rows. What that needs is derived here and freed with the call.
-`index` takes one matrix of a stack. b may also be one `QuantizedTensor`: the op table takes it apart, after dynamo has gone.
+Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
+tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
+weight, of which only the rowwise codes exist, in the product that contracts its rows. What that needs is derived here and
+freed with the call. `index` takes one matrix of a stack.
+
+The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
 """
 
 from __future__ import annotations
@@ -21,51 +24,90 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from blockfp.definition import layout, numerics
+from blockfp.definition import layout
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
-from blockfp.kernels.routes import Route, has_tensor_scale, route
+from blockfp.kernels.routes import Route, route
 
-from . import cuda, ops
-from .views import view_codes, view_scales
+from ..torch_internals import scaled_mm
+from . import cuda, kernels
+from .dtypes import view_codes, view_scales
+from .kernels import kernels_for
+from .library import define, fake, impl
+from .ops import dequantize_parts
 
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define(
+product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0]) "
-    "-> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "-> Tensor"
+)
+weight_product = define(
+    "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0]) -> Tensor"
 )
 
-product = torch.ops.blockfp.product.default
 
+class Matrix(NamedTuple):
+    """An operand of a product, [size, contracted].
 
-class Operand(NamedTuple):
-    """[size, k]: the values, or codes and scales of a format."""
+    Attributes:
+        parts: codes, scales and maybe tensor scale; the values alone; or a `QuantizedTensor`, which knows its own origin.
+        format: of the codes; None for values.
+        origin: (row, column) of its first element in the matrix whose blocks are counted.
+        transposed: whether it is stored as [contracted, size].
+    """
 
+    parts: Sequence[Tensor]
     format: Format | None
-    data: Tensor
-    scales: Tensor | None
-    tensor_scale: Tensor | None
-    k: int
     origin: tuple[int, int] = (0, 0)
+    transposed: bool = False
+
+    @property
+    def is_one_tensor(self) -> bool:
+        """Whether it is a `QuantizedTensor`, not its parts."""
+        return self.format is not None and len(self.parts) == 1
 
     @property
     def factor(self) -> Tensor:
-        """The scale of the whole tensor, float32 of one element."""
-        factor = self.scales if self.format is not None and self.format.per_tensor else self.tensor_scale
-        assert factor is not None
-        return factor
+        """The scale of the whole tensor, float32 of one element, of formats that have one."""
+        return self.parts[-1]
 
-    def values(self, dtype: torch.dtype, *, factored: bool = False) -> Tensor:
+    def values(self, dtype: torch.dtype, columns: int, *, factored: bool = False) -> Tensor:
         """The values in `dtype`; `factored` leaves out the scale of the whole tensor."""
-        if self.format is None or self.scales is None:
-            return self.data.to(dtype)
-        scales, tensor_scale = self.scales, self.tensor_scale
-        if factored and has_tensor_scale(self.format):
-            scales = torch.ones_like(scales) if self.format.per_tensor else scales
-            tensor_scale = None if tensor_scale is None else torch.ones_like(tensor_scale)
-        return ops.dequantize(self.data, scales, tensor_scale, self.format.name, dtype, self.k, list(self.origin))
+        if self.format is None:
+            return self.parts[0].to(dtype)
+        parts = self.parts
+        if factored and self.format.has_tensor_scale:
+            parts = [*parts[:-1], torch.ones_like(parts[-1])]
+        return dequantize_parts(parts, self.format, dtype, columns, self.origin)
+
+
+def multiply(
+    a: Matrix,
+    b: Matrix,
+    size: Sequence[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    fast_accum: bool = False,
+    index: int | None = None,
+) -> Tensor:
+    """Calls the op that gives a @ b^T + bias.
+
+    Args:
+        a: [m, k].
+        b: [n, k], or a stack of such.
+        size: rows of b, and the contracted length: (n, k).
+        bias: [n], or None.
+        dtype: of the result.
+        fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
+        index: which of a stack b is; None of a single matrix.
+    """
+    a_format = None if a.format is None else a.format.name
+    b_format = None if b.format is None else b.format.name
+    options = (*size, bias, dtype, fast_accum, b.transposed, index)
+    if b.is_one_tensor:
+        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin)
+    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin)
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +119,7 @@ def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n
     return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order)
 
 
-@torch.library.impl(_library, "product", "CompositeExplicitAutograd")
+@impl(product)
 def _product(
     a: Sequence[Tensor],
     a_format: str | None,
@@ -93,55 +135,76 @@ def _product(
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
 ) -> Tensor:
-    left = _operand(a, a_format, k, (a_origin[0], a_origin[1]))
+    formats = [None if name is None else Format.parse(name) for name in (a_format, b_format)]
+    right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise)
+    return multiply_parts(Matrix(a, formats[0], (a_origin[0], a_origin[1])), right, n, k, bias, dtype, fast_accum, index)
+
+
+@fake(product)
+def _product_fake(a, a_format, b, b_format, n, k, bias, dtype, *_, **__) -> Tensor:
+    return a[0].new_empty((a[0].shape[0], n), dtype=dtype)
+
+
+@impl(weight_product)
+def _weight_product(a, a_format, weight: Tensor, *_, **__) -> Tensor:
+    raise TypeError(f"weight must be a QuantizedTensor, got a tensor of {weight.dtype}")
+
+
+@fake(weight_product)
+def _weight_product_fake(a, a_format, weight, format, n, k, bias, dtype, *_, **__) -> Tensor:
+    return a[0].new_empty((a[0].shape[0], n), dtype=dtype)
+
+
+@register_flop_formula([torch.ops.blockfp.product, torch.ops.blockfp.weight_product])
+def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
+    """Counts what torch's counters count of the same product in high precision."""
+    return 2 * math.prod(out_shape) * k
+
+
+def multiply_parts(
+    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, index: int | None
+) -> Tensor:
+    """What `product` does, outside of a graph; arguments as for `multiply`, but that b is given by its parts."""
     if index is not None:
-        b = [part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b]
-    right = _operand(b, b_format, n if columnwise else k, (origin[0], origin[1]))
-    m = left.data.shape[0]
+        b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
+    device, m = a.parts[0].device, a.parts[0].shape[0]
     if 0 in (m, n, k):
-        out = torch.zeros((m, n), dtype=dtype, device=left.data.device)
+        out = torch.zeros((m, n), dtype=dtype, device=device)
         return out if bias is None else out + bias
-    across = columnwise and right.format is not None and not right.format.square
-    chosen = route_on(left.data.device, left.format, right.format, m, n, k, not (across or _cut(right) or _cut(left)))
+    across = b.transposed and b.format is not None and not b.format.square
+    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)))
     if chosen.mode in ("dequantize", "plain"):
-        return _dequantized(left, right, bias, dtype, chosen, columnwise)
-    if columnwise:
-        right = _turned(right, n, k)
-    return _MODES[chosen.mode](left, right, bias, dtype, fast_accum)
+        return _dequantized(a, b, n, k, bias, dtype, chosen)
+    return _MODES[chosen.mode](a, _transposed(b, n) if b.transposed else b, bias, dtype, fast_accum)
 
 
-def _operand(parts: Sequence[Tensor], format: str | None, k: int, origin: tuple[int, int] = (0, 0)) -> Operand:
-    if format is None:
-        return Operand(None, parts[0], None, None, k)
-    return Operand(Format.parse(format), parts[0], parts[1], parts[2] if len(parts) > 2 else None, k, origin)
-
-
-def _cut(x: Operand) -> bool:
+def _cut(x: Matrix) -> bool:
     """Whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
-def _turned(b: Operand, n: int, k: int) -> Operand:
+def _transposed(b: Matrix, n: int) -> Matrix:
     """[n, k] of what is stored as [k, n]."""
     assert b.format is not None
-    run = cuda if cuda_library.available() and b.data.is_cuda else numerics
-    codes, scales = run.transpose(b.data, b.scales, b.format, columns=n)
-    return b._replace(data=codes.contiguous(), scales=scales.contiguous(), k=k)
+    codes, scales, *tensor_scale = b.parts
+    codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
+    return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
 
 
-def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, chosen: Route, columnwise: bool) -> Tensor:
+def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
     """Values multiplied in a dtype that holds all of them; the sums are fp32."""
-    working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.data.dtype, b.data.dtype)
+    working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.parts[0].dtype, b.parts[0].dtype)
     for x in (a, b):
         if x.format is None:
-            working = torch.promote_types(working, x.data.dtype)
-    left, right = (x.values(working, factored=chosen.scale_product) for x in (a, b))
-    right = right if columnwise else right.mT
+            working = torch.promote_types(working, x.parts[0].dtype)
+    left = a.values(working, k, factored=chosen.scale_product)
+    right = b.values(working, n if b.transposed else k, factored=chosen.scale_product)
+    right = right if b.transposed else right.mT
     if chosen.scale_product:
         wide = working is not torch.float32
         out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-        factors = [x.factor for x in (a, b) if x.format is not None and has_tensor_scale(x.format)]
+        factors = [x.factor for x in (a, b) if x.format is not None and x.format.has_tensor_scale]
         # One factor, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
         factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
         if bias is None:
@@ -154,51 +217,48 @@ def _dequantized(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype
     return (out if bias is None else out + bias).to(dtype)
 
 
-def _per_tensor(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _per_tensor(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     (left, right), _ = _elements(a, b)
     # cuBLAS adds a bias of 16 bits only.
     fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
-    # F.scaled_mm comes to the same call of cuBLAS, after a third more of the host's time.
-    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    out = multiply(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
+    out = scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
     return out if bias is None or fused is not None else (out + bias).to(dtype)
 
 
-def _block(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _block(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     codes, formats = _elements(a, b)
     kinds, scales = [], []
     for x, format in zip((a, b), formats, strict=True):
-        assert x.scales is not None
         if format.block == (1, 128):
             kinds.append(ScalingType.BlockWise1x128)
             # Strides (1, m).
-            turned = cuda.transpose_words(x.scales) if cuda_library.available() else x.scales.t().contiguous()
-            scales.append(turned.t())
+            by_kernel = kernels_for(x.parts[1]) is cuda
+            scales.append((cuda.transpose_words(x.parts[1]) if by_kernel else x.parts[1].t().contiguous()).t())
         else:
             kinds.append(ScalingType.BlockWise128x128)
             # Padded to four blocks along k, and k first.
-            scales.append(layout.pad_scales(x.scales, 1, 4).t())
+            scales.append(layout.pad_scales(x.parts[1], 1, 4).t())
     # Fast accumulation is not offered.
     out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype)
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _elements(a: Operand, b: Operand) -> tuple[list[Tensor], list[Format]]:
+def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
     formats = [x.format for x in (a, b) if x.format is not None]
-    return [view_codes(x.data, f) for x, f in zip((a, b), formats, strict=True)], formats
+    return [view_codes(x.parts[0], f) for x, f in zip((a, b), formats, strict=True)], formats
 
 
-def _interleaved(x: Operand) -> Tensor:
+def _interleaved(x: Matrix) -> Tensor:
     """One scale for each row and block along k, in the order of the matrix units."""
     assert x.format is not None
     assert x.format.block is not None
-    assert x.scales is not None
-    rows = x.data.shape[0]
-    scales = layout.repeat_scales(x.scales, x.format.block[0], rows) if x.format.block[0] > 1 else x.scales
+    codes, scales = x.parts[:2]
+    if x.format.block[0] > 1:
+        scales = layout.repeat_scales(scales, x.format.block[0], codes.shape[0])
     return layout.interleave_scales(scales)
 
 
-def _mx(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     codes, formats = _elements(a, b)
     scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
     kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
@@ -206,9 +266,9 @@ def _mx(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_ac
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _nvfp4(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     codes, formats = _elements(a, b)
-    scales = [[view_scales(_interleaved(x), f), x.tensor_scale] for x, f in zip((a, b), formats, strict=True)]
+    scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=dtype)
@@ -216,16 +276,3 @@ def _nvfp4(a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast
 
 
 _MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
-
-
-@register_flop_formula(torch.ops.blockfp.product)
-def _product_flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
-    """What torch's counters count of the same product in high precision."""
-    return 2 * math.prod(out_shape) * k
-
-
-@torch.library.register_fake("blockfp::product", lib=_library)
-def _product_fake(
-    a, a_format, b, b_format, n, k, bias, dtype, fast_accum=False, columnwise=False, index=None, origin=(0, 0), a_origin=(0, 0)
-):
-    return a[0].new_empty((a[0].shape[0], n), dtype=dtype)

@@ -18,14 +18,14 @@ Run = Callable[..., Tensor]
 
 
 def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
-    """`run(x, weight, bias)`, which may be differentiated, mapped and differentiated again."""
+    """Calls `run(x, weight, bias)` so that torch.func can differentiate it, map it and differentiate it again."""
     return _Linear.apply(x, weight, bias, run)  # pyright: ignore[reportReturnType]
 
 
 class _Mapped(torch.autograd.Function):
     @classmethod
     def each(cls, info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-        """The results for one example after another, and the axes of the batch in them."""
+        """Returns the results for one example after another, stacked, and the axis of the batch in each."""
         results = []
         for i in range(info.batch_size):
             own = [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
@@ -63,7 +63,7 @@ class _Linear(_Mapped):
 
 
 class _Gradients(_Mapped):
-    """Those of x, weight and bias that are wanted."""
+    """Gradients of x, weight and bias, as far as they are wanted."""
 
     @staticmethod
     def forward(x, weight, bias, gradient, wanted, run):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -87,7 +87,7 @@ class _Gradients(_Mapped):
 
 
 class _Seconds(_Mapped):
-    """Gradients of those gradients, of x, weight, bias and the gradient that they were made of."""
+    """Gradients of `_Gradients` with respect to x, weight, bias and the output's gradient."""
 
     @staticmethod
     def forward(x, weight, bias, gradient, wanted, needs, run, *along):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,14 +15,14 @@ from blockfp.recipes import Compute, Recipe
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from .call import Call
 from .functional import transformed
-from .linear_function import Call, LinearFunction
+from .linear_function import LinearFunction
 from .parallel import Parallel
-from .parallel_function import ParallelFunction
 
 
 class LinearState(NamedTuple):
-    """What a layer remembers between steps, in tensors that are written in place; None what its recipe doesn't use.
+    """Tensors that a layer keeps between steps, written in place; None for those that its recipe doesn't use.
 
     Attributes:
         input_amax_history, gradient_amax_history: float32 [steps], newest first, of delayed scaling.
@@ -53,7 +53,7 @@ def linear(
     key: Key | None = None,
     compute: Compute = "quantized",
 ) -> Tensor:
-    """x @ weight^T + bias, forward and backward in the formats of a recipe.
+    """Computes x @ weight^T + bias, forward and backward in the formats of a recipe.
 
     Args:
         x: float32, float16 or bfloat16, [.., in]; quantized as [tokens, in], so that columnwise blocks run along tokens.
@@ -95,19 +95,19 @@ def apply(
     key: Key | None = None,
     counts: Sequence[int] | None = None,
     parallel: Parallel | None = None,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Tensor:
-    """`linear` with a recipe from `recipes.for_linear`.
+    """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
-    With `turned`, weight is [in, out], in a format whose transpose is exact.
+    With `transposed`, weight is [in, out], in a format whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    _check_tensors(x, weight, bias, grouped=counts is not None, turned=turned)
+    _check_tensors(x, weight, bias, grouped=counts is not None, transposed=transposed)
     # Not reshape: of no elements it can't infer a length.
     rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
-    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared, turned)
+    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared, transposed)
     leading = list(x.shape[:-1])
     if parallel is not None and shared is not None and shared.sequence:
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
@@ -115,16 +115,16 @@ def apply(
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
 
 
-def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, turned: bool) -> None:
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
-    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if turned else -1]:
-        lies = "[groups, out, in]" if grouped else "[in, out]" if turned else "[out, in]"
+    if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:
+        lies = "[groups, out, in]" if grouped else "[in, out]" if transposed else "[out, in]"
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if turned else weight.shape[:-1]):
+    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if transposed else weight.shape[:-1]):
         raise ValueError(f"bias must have shape {tuple(outputs)}, got {tuple(bias.shape)}")
     if x.device != weight.device or (bias is not None and x.device != bias.device):
         lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")
@@ -143,11 +143,11 @@ def _run(
     key: Key | None,
     counts: Sequence[int] | None,
     parallel: Parallel | None,
-    turned: bool,
+    transposed: bool,
 ) -> Tensor:
     device = x.device.type
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, turned)  # noqa: E731
+        run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, transposed)  # noqa: E731
         return transformed(x, weight, bias, run)
     # torch has none for meta.
     autocast = device != "meta" and torch.is_autocast_enabled(device)
@@ -159,7 +159,7 @@ def _run(
         stored = weight.format if parallel is None else recipe.weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
-    if turned:
+    if transposed:
         weight = weight.mT
     if autocast:
         bias = None if bias is None else bias.to(dtype)
@@ -168,20 +168,20 @@ def _run(
         other = weight.dtype if weight.dtype != dtype else bias is not None and bias.dtype
         raise TypeError(f"x is {dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
     training = torch.is_grad_enabled()
-    needs = tuple(training and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    needs_bias = training and bias is not None and bias.requires_grad
+    needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
     _check_state(recipe, state, key, any(needs))
     words = state.rng_key if key is None else key_tensor(key, x.device)
     call = Call(recipe, stored, counts is not None, needs, training, None if key is not None else state.rank, parallel)
     delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
     tensors = delayed if recipe.delayed else (None,) * 4
     arguments = (call, counts, *tensors, words, state.step, state.observed)
-    function = LinearFunction if parallel is None else ParallelFunction
     if not autocast:
-        outputs: Any = function.apply(x, weight, bias, *arguments)
+        outputs: Any = LinearFunction.apply(x, weight, bias, *arguments)
     else:
         # Products choose their dtypes themselves.
         with torch.autocast(device, enabled=False):
-            outputs = function.apply(x, weight, bias, *arguments)
+            outputs = LinearFunction.apply(x, weight, bias, *arguments)
     # Beside y there may be what gradients of gradients need.
     return outputs[0] if isinstance(outputs, tuple) else outputs
 

@@ -1,56 +1,52 @@
-"""The autograd function behind `linear`.
+"""The autograd function behind `linear`, of one rank or of a tensor-parallel group.
 
     forward   y  = x w^T     x rowwise      weight rowwise
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
     wgrad     dw = g^T x     g columnwise   x columnwise: made in the forward, from the same read as rowwise, and saved
 
 It runs over the custom ops of operand_ops.py and products.py, so that eager and compiled code carry out the same ones. What it
-saves for the backward is the codes and scales of x columnwise, and the weight.
+saves for the backward is the codes and scales of x columnwise, and the weight. A group (`Parallel`) shares the products:
+
+                  weight [out, in]   input              output              gradient of the output
+    column        rows cut           whole              columns cut         columns cut
+      + sequence                     rows cut: gathered
+    row           columns cut        columns cut        terms: all-reduced  whole
+      + sequence                                        reduce-scattered    rows cut: gathered
+    experts       groups cut         each rank has the tokens of its own experts
+
+Operands are quantized as parts of the whole (operands.py), so every rank multiplies codes and scales that one process would.
+What is gathered travels as codes: rowwise in the forward, columnwise (for the weight's gradient) in the backward, begun before
+the products that don't need it and freed after the last that does. Sums of terms over the ranks are begun as soon as their
+product is done, and waited for last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
-from blockfp.recipes import HIGH_PRECISION, Cast, Product, Recipe
+from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 
-from ..custom_ops.operand_ops import part_count, quantize_operand, tensor_amax
-from ..custom_ops.overflow import scales_tell
-from ..custom_ops.products import product
-from ..quantized_tensor.keys import gradient_keys
-from .delayed import record
-from .observe import observe_operand
+from ..custom_ops.collectives import max_reduce_together
+from ..custom_ops.products import Matrix, multiply
+from ..sharded.shard import TensorParallelShard
+from . import outputs
+from .call import Call, bias_gradient, groups_of, keys_of_gradient
+from .operands import (
+    Scaling,
+    columnwise_weight,
+    gathered_gradient,
+    gathered_input,
+    kept_inputs,
+    quantized,
+    regathered_input,
+    weight_operand,
+)
 from .parallel import Parallel
-from .second_order import OfInput, StraightThrough, columnwise_values, taken, values_of
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a call knows before it sees a value; equal calls compile to one graph.
-
-    Attributes:
-        recipe: from `recipes.for_linear`.
-        stored: format of the weight, or None for values.
-        grouped: whether there is a weight for each of several groups.
-        needs: whether x, weight and bias want gradients.
-        training: whether amaxes are recorded.
-        rank: folded into the key of the gradients; None for a key that was given for this call.
-        parallel: how a tensor-parallel group shares the call, or None.
-    """
-
-    recipe: Recipe
-    stored: Format | None
-    grouped: bool
-    needs: tuple[bool, ...]
-    training: bool
-    rank: int | None
-    parallel: Parallel | None = None
+from .second_order import backward_with_graph, plus, taken, without_derivative
 
 
 class LinearFunction(torch.autograd.Function):
@@ -70,269 +66,209 @@ class LinearFunction(torch.autograd.Function):
         step: Tensor | None,
         observed: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        recipe = call.recipe
-        format, parts = _weight_parts(weight, call)
+        recipe, parallel = call.recipe, call.parallel
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
-        columns: list[Tensor] = []
-        outputs = []
+        shard = None if parallel is None else parallel.cut_input
+        gathers = parallel is not None and parallel.gathers_input
+        # What terms add up to gets its bias once.
+        added = None if parallel is not None and parallel.style == "row" else bias
+        w = weight_operand(weight, call.stored, recipe.weight, parallel)
+        kept: list[Tensor] = []
+        ctx.x_origin = (0, 0)
+        terms = []
         for index, group in groups_of(x, counts):
-            row, column = quantized_whole(group, "input", recipe.input, columnwise, scaling)
-            columns += column
-            added = bias if bias is None or index is None else bias[index]
-            operands = (row, recipe.input.format, parts, format)
-            outputs.append(_product("forward", operands, weight.shape[-2:], recipe, x.dtype, bias=added, index=index))
-            del row, column, operands
-        if call.needs[1] and columnwise.format is None:
-            columns = [x]
-        kept = parts if call.needs[0] else []
-        ctx.call, ctx.counts, ctx.format, ctx.columns, ctx.parts = call, counts, format, len(columns), len(kept)
-        y = outputs[0] if counts is None else torch.cat(outputs)
+            if parallel is not None and gathers:
+                row, columns = gathered_input(group, recipe.input, columnwise, scaling, parallel.tokens)
+                kept = columns if call.needs[1] else kept
+            else:
+                row, columns = quantized(group, "input", recipe.input, columnwise, scaling, shard)
+                if columns is not None:
+                    ctx.x_origin = columns.origin
+                    kept += columns.parts
+            own = added if added is None or index is None else added[index]
+            terms.append(_times("forward", row, w, weight.shape[-2:], recipe, x.dtype, bias=own, index=index))
+            del row, columns
+        if call.needs[1] and columnwise.format is None and not gathers:
+            kept = [x]
+        y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
+        del terms
+        if parallel is not None and parallel.style == "row":
+            y = _summed_output(y, bias, counts, parallel)
+        parts = w.parts if call.needs[0] else []
+        ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
+        ctx.format, ctx.origin = w.format, w.origin
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(*columns, *kept)
+        if parallel is not None:
+            ctx.x_shape = (x.shape[0], x.shape[1])
+        if parallel is not None or torch.compiler.is_compiling():
+            ctx.save_for_backward(*kept, *parts)
             return y
-        # What gradients of gradients go to: a weight of which `kept` are the codes alone, and x.
-        ctx.weight_beside = bool(kept) and call.stored is None and format is not None
-        own = [weight] if ctx.weight_beside else []
+        # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
+        ctx.weight_beside = bool(parts) and call.stored is None and w.format is not None
+        beside = [weight] if ctx.weight_beside else []
         if not (call.needs[0] and call.needs[1]):
-            ctx.save_for_backward(*columns, *kept, *own)
+            ctx.save_for_backward(*kept, *parts, *beside)
             return y
         anchor = x.new_empty(0)
         ctx.waiting = []
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*columns, *kept, *own, anchor)
+        ctx.save_for_backward(*kept, *parts, *beside, anchor)
         return y, anchor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
         if gradient is None:
             return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _with_graph(ctx, gradient)
+            if parallel is None:
+                return backward_with_graph(ctx, gradient)
+            return without_derivative(
+                LinearFunction.backward,
+                ctx,
+                gradient,
+                "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out "
+                "create_graph",
+            )
         saved = list(ctx.saved_tensors)
-        inputs = _columns(saved[: ctx.columns], recipe.input_columnwise.format, ctx.counts)
-        parts = saved[ctx.columns : ctx.columns + ctx.parts]
+        kept, w = saved[: ctx.kept], Matrix(saved[ctx.kept : ctx.kept + ctx.parts], ctx.format, ctx.origin)
         del saved
         if not torch.compiler.is_compiling():
             # From here on each copy lives until its product is done.
             ctx.maybe_clear_saved_tensors()
+        pending = None
+        if parallel is not None and parallel.gathers_input and needs_weight:
+            pending = regathered_input(kept, ctx.x_shape, recipe.input_columnwise, parallel.tokens, gradient)
+        inputs = [] if pending is not None else kept_inputs(kept, recipe.input_columnwise.format, ctx.counts, ctx.x_origin)
+        del kept
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
         scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+        d_bias = _shared_bias_gradient(gradient, ctx, parallel) if needs_bias and parallel is not None else None
+        shard = None if parallel is None else parallel.cut_gradient
+        gathers = parallel is not None and parallel.gathers_gradient
+        # One rank frees x first. A group's sum is under way while the weight's gradient is made.
+        order: tuple[Product, ...] = ("wgrad", "dgrad") if parallel is None else ("dgrad", "wgrad")
         d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
-        d_inputs = []
-        for index, group in groups_of(gradient, ctx.counts):
+        d_inputs: list[Tensor] = []
+        pending_sum = None
+        groups = groups_of(gradient, ctx.counts) if needs_x or needs_weight else []
+        overflows = [None] * len(groups) if parallel is None else _overflows([group for _, group in groups], parallel)
+        for (index, group), overflow in zip(groups, overflows, strict=True):
             key = None if keys is None else keys[index or 0]
-            row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
-            if needs_weight:
-                across = column if columnwise.format is not None else [group.mT]
-                operands = (across, columnwise.format, inputs.pop(0), recipe.input_columnwise.format)
-                size = (ctx.shape[-1], group.shape[0])
-                each = _product("wgrad", operands, size, recipe, ctx.dtype)
-                del operands, across
-                if d_weight is None:
-                    d_weight = each
-                else:
-                    d_weight[index].copy_(each)
-                del each
-            del column
-            if needs_x:
-                d_inputs.append(_dgrad(row, group, parts, index, ctx, recipe))
-            del row
+            if parallel is not None and gathers:
+                wanted = (rowwise if needs_x else None, columnwise if needs_weight else None)
+                row, column = gathered_gradient(group, *wanted, scaling, parallel.scattered(ctx.x_shape[0]), key)
+            else:
+                row, column = quantized(group, "gradient", rowwise, columnwise, scaling, shard, key)
+            for name in order:
+                if name == "wgrad" and needs_weight:
+                    column = Matrix([group.mT], None) if column is None else column
+                    x = inputs.pop(0) if pending is None else pending.finish(scaling)
+                    size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
+                    each = _times("wgrad", column, x, size, recipe, ctx.dtype)
+                    del column, x
+                    each = each if overflow is None else _passing_overflow(each, overflow)
+                    if d_weight is None:
+                        d_weight = each
+                    else:
+                        d_weight[index].copy_(each)
+                    del each
+                if name == "dgrad" and needs_x:
+                    each = _dgrad(row, w, ctx, recipe, group.dtype, index)
+                    d_inputs.append(each if overflow is None else _passing_overflow(each, overflow))
+                    del row, each
+                    if parallel is not None and parallel.style == "column" and ctx.counts is None:
+                        pending_sum = outputs.begin(d_inputs.pop(), _summed_by(parallel), parallel.reduce_format)
         d_x = None
-        if needs_x:
-            d_x = d_inputs[0] if ctx.counts is None else torch.cat(d_inputs)
+        if parallel is not None and pending_sum is not None:
+            to = _summed_by(parallel)
+            d_x = outputs.finish(pending_sum, to, ctx.shape[-1], gradient.dtype, parallel.reduce_format)
+        elif needs_x:
+            d_x = _joined(d_inputs) if d_inputs else gradient.new_empty(ctx.x_shape)
+            if parallel is not None and parallel.style == "column":
+                d_x = _summed(d_x, parallel)
             if carried is not None:
-                d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
-        d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+                d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
+        if needs_bias and parallel is None:
+            d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
         return d_x, d_weight, d_bias, *([None] * 9)
 
 
-def _plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
-    return d_x if carried is None else d_x + carried
+def _joined(groups: list[Tensor]) -> Tensor:
+    return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
-def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The backward where it is to be differentiated (`second_order`)."""
-    call: Call = ctx.call
-    recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
-    saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
-    columns, parts = saved[: ctx.columns], saved[ctx.columns : ctx.columns + ctx.parts]
-    with torch.no_grad():
-        rows, across = _gradient_values(ctx, gradient.detach())
-        x = [
-            columnwise_values(one, recipe.input_columnwise, length)
-            for one, length in zip(_columns(columns, recipe.input_columnwise.format, ctx.counts), lengths, strict=needs_weight)
-        ]
-        w = _weight_values(parts, ctx, recipe) if needs_x else None
-    d_x = d_weight = None
-    # Products choose their dtypes themselves.
-    with torch.autocast(gradient.device.type, enabled=False):
-        if w is not None:
-            w = StraightThrough.apply(saved[ctx.columns + ctx.parts] if ctx.weight_beside else parts[0], w)
-            weights = [w] if ctx.counts is None else w.unbind()
-            g = StraightThrough.apply(gradient, torch.cat(rows)).split(lengths)
-            d_x = torch.cat([one @ weight for one, weight in zip(g, weights, strict=True)]).to(gradient.dtype)
-        if needs_weight:
-            whole = torch.cat(x)
-            x = (OfInput.apply(saved[-1], whole, ctx.waiting) if needs_x else whole).split(lengths)
-            g = StraightThrough.apply(gradient, torch.cat(across)).split(lengths)
-            each = [one.mT @ other for one, other in zip(g, x, strict=True)]
-            d_weight = (each[0] if ctx.counts is None else torch.stack(each)).to(ctx.dtype)
-    if d_x is not None and needs_weight:
-        d_x = _plus(d_x, taken(ctx.waiting, d_x.dtype))
-    d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
-    return d_x, d_weight, d_bias, *([None] * 9)
-
-
-def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; those that are not wanted are of no use."""
-    recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
-    rowwise = recipe.gradient if needs_x else HIGH_PRECISION
-    columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
-    keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-    scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
-    rows, across = [], []
-    for index, group in groups_of(gradient, ctx.counts):
-        key = None if keys is None else keys[index or 0]
-        row, column = quantized_whole(group, "gradient", rowwise, columnwise, scaling, key)
-        rows.append(values_of(row, rowwise.format, group.shape[1]))
-        across.append(columnwise_values(column if columnwise.format else [group.mT], columnwise, group.shape[0]))
-    return rows, across
-
-
-def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
-    """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
-    columnwise = recipe.weight_columnwise.format
-    if ctx.format is not None or columnwise is None:
-        return values_of(parts, ctx.format, ctx.shape[-1])
-    matrices = parts[0].unbind() if parts[0].ndim > 2 else (parts[0],)
-    each = [values_of(quantize_operand(one, None, columnwise).column, columnwise, ctx.shape[-2]).mT for one in matrices]
-    return torch.stack(each) if parts[0].ndim > 2 else each[0]
-
-
-class Scaling(NamedTuple):
-    """How amaxes become scales: eps, or with delayed scaling the multiplier, and the history to record in (None: don't)."""
-
-    eps: float
-    multiplier: Tensor | None = None
-    history: Tensor | None = None
-    observed: Tensor | None = None
-
-
-def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
-    """(index, rows) of each group; one group without index where there are no counts."""
-    return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
-
-
-def _weight_parts(weight: Tensor, call: Call) -> tuple[Format | None, list[Tensor]]:
-    """The weight as an operand: itself, or what it is quantized to here."""
-    format = call.recipe.weight.format
-    if call.stored is not None or format is None:
-        return call.stored, [weight]
-    return format, quantize_operand(weight, format, None).row
-
-
-def quantized_whole(
-    x: Tensor, operand: str, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Parts of x [tokens, size] rowwise and columnwise, from one read. Without a format: the values, and nothing columnwise."""
-    row, column = rowwise.format, columnwise.format
-    if row is None and column is None:
-        return [x], []
-    per_tensor = {format.per_tensor for format in (row, column) if format is not None}
-    row_key = key[0] if key is not None and rowwise.stochastic else None
-    column_key = key[1] if key is not None and columnwise.stochastic else None
-    amax = None
-    # The kernel that takes an amax rounds to nearest, and rotated values have another one.
-    plain = row_key is column_key is None and not columnwise.rotate
-    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
-        # There the compiler finds it while it makes x.
-        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
-        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
-            amax = tensor_amax(x)
-    found = quantize_operand(
-        x,
-        row,
-        column,
-        amax=amax,
-        multiplier=scaling.multiplier,
-        row_key=row_key,
-        column_key=column_key,
-        rotate=columnwise.rotate,
-        eps=scaling.eps,
-    )
-    if found.amax is not None and scaling.history is not None:
-        record(scaling.history, found.amax)
-    if scaling.observed is not None:
-        observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
-    return (found.row if row is not None else [x]), found.column
-
-
-def _product(
+def _times(
     name: Product,
-    operands: tuple[list[Tensor], Format | None, list[Tensor], Format | None],
+    a: Matrix,
+    b: Matrix,
     size: Sequence[int],
     recipe: Recipe,
     dtype: torch.dtype,
     *,
     bias: Tensor | None = None,
-    columnwise: bool = False,
     index: int | None = None,
 ) -> Tensor:
-    """a @ b^T for (a, its format, b, its format) and size (rows of b, contracted length)."""
-    a, a_format, b, b_format = operands
-    names = [None if format is None else format.name for format in (a_format, b_format)]
-    return product(a, names[0], b, names[1], *size, bias, dtype, name in recipe.fast_accum, columnwise, index)
+    """Multiplies a @ b^T + bias, for size (rows of b, contracted length)."""
+    return multiply(a, b, size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
 
 
-def _dgrad(row: list[Tensor], group: Tensor, parts: list[Tensor], index: int | None, ctx: Any, recipe: Recipe) -> Tensor:
-    n, k = ctx.shape[-1], ctx.shape[-2]
-    columnwise = recipe.weight_columnwise.format
-    if ctx.format is None and columnwise is not None:
+def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
+    size = (ctx.shape[-1], ctx.shape[-2])
+    columnwise = recipe.weight_columnwise
+    if w.format is None and columnwise.format is not None:
         # A weight whose rowwise operand is in high precision has no codes yet.
-        weight = parts[0] if index is None else parts[0][index]
-        operands = (row, recipe.gradient.format, quantize_operand(weight, None, columnwise).column, columnwise)
-        return _product("dgrad", operands, (n, k), recipe, group.dtype)
-    operands = (row, recipe.gradient.format, parts, ctx.format)
-    return _product("dgrad", operands, (n, k), recipe, group.dtype, columnwise=True, index=index)
+        weight = w.parts[0] if index is None else w.parts[0][index]
+        return _times("dgrad", row, columnwise_weight(weight, columnwise, ctx.call.parallel), size, recipe, dtype)
+    return _times("dgrad", row, w._replace(transposed=True), size, recipe, dtype, index=index)
 
 
-def _columns(saved: list[Tensor], format: Format | None, counts: Sequence[int] | None) -> list[list[Tensor]]:
-    """x columnwise of each group, from what the forward saved."""
-    if not saved:
-        return []
-    if format is None:
-        return [[group.mT] for _, group in groups_of(saved[0], counts)]
-    each = part_count(format)
-    return [saved[first : first + each] for first in range(0, len(saved), each)]
+def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
+    """The destination of a sum over the ranks, as `outputs.begin` takes it."""
+    return parallel.tokens if parallel.sequence else parallel.group
 
 
-def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
-    """The keys of this backward, which moves the step on."""
-    call: Call = ctx.call
-    groups = len(ctx.counts) if call.grouped else None
-    own = slice(None)
-    if groups is not None and call.parallel is not None and call.parallel.style == "experts":
-        # Experts are numbered over all ranks.
-        own = slice(call.parallel.first, call.parallel.first + groups)
-        groups = call.parallel.features
-    if call.rank is None:
-        return gradient_keys(ctx.key, groups=groups)[own]
-    keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
-    ctx.step.add_(1)
-    return keys[own]
+def _summed(terms: Tensor, parallel: Parallel) -> Tensor:
+    """The sum of the ranks' terms: all of it, or this rank's tokens."""
+    to = _summed_by(parallel)
+    pending = outputs.begin(terms, to, parallel.reduce_format)
+    return outputs.finish(pending, to, terms.shape[1], terms.dtype, parallel.reduce_format)
 
 
-def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    if counts is None:
-        return gradient.sum(0).to(dtype)
-    if not counts:
-        return gradient.new_empty((0, gradient.shape[1]), dtype=dtype)
-    return torch.stack([group.sum(0) for _, group in groups_of(gradient, counts)]).to(dtype)
+def _summed_output(terms: Tensor, bias: Tensor | None, counts: Sequence[int] | None, parallel: Parallel) -> Tensor:
+    y = _summed(terms, parallel)
+    if torch.compiler.is_compiling():
+        # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
+        y = y.clone()
+    if bias is None:
+        return y
+    return y + (bias if counts is None else torch.cat([b.expand(n, -1) for b, n in zip(bias, counts, strict=True)]))
+
+
+def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
+    """For each group a bool () that says whether its whole float16 gradient holds an Inf.
+
+    Each rank's loss scaler looks at its own part alone. None where every rank sees an Inf in the scales (`overflow.mark`), and
+    for dtypes that need no loss scale.
+    """
+    if not groups or groups[0].dtype is not torch.float16 or not (parallel.gathers_gradient or parallel.cut_gradient):
+        return [None] * len(groups)
+    own = [group.isinf().any().int() for group in groups]
+    return [overflow > 0 for overflow in max_reduce_together(own, (parallel.group,))]
+
+
+def _passing_overflow(product: Tensor, overflow: Tensor) -> Tensor:
+    return torch.where(overflow, torch.full_like(product, torch.nan), product)
+
+
+def _shared_bias_gradient(gradient: Tensor, ctx: Any, parallel: Parallel) -> Tensor:
+    if not parallel.gathers_gradient:
+        return bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
+    # The bias is added to this rank's tokens alone.
+    return outputs.all_reduce(gradient.sum(0, dtype=torch.float32), parallel.group).to(ctx.bias_dtype)

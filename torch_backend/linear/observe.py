@@ -1,9 +1,4 @@
-"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit.
-
-    blockfp::quantization_figures   (x, parts, format, rotate, origin) -> float64 [figures]
-
-is a custom op, so that it means the same in compiled code.
-"""
+"""`observe(model)`: the effect of quantization on each operand, step by step. It changes no bit."""
 
 from __future__ import annotations
 
@@ -16,28 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from blockfp.check.measure import saturated
-from blockfp.definition import layout, rotation
-from blockfp.formats import Format
 from blockfp.recipes import Cast
 
-from ..custom_ops import ops
+from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from .recipe_layer import RecipeLayer
 
 if TYPE_CHECKING:
     from ..custom_ops.operand_ops import Directions
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
 """The rows of a layer's figures."""
-
-_library = torch.library.Library("blockfp", "FRAGMENT")
-_library.define(
-    "quantization_figures(Tensor x, Tensor[] parts, str format, bool rotate, SymInt[] origin) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-_op = torch.ops.blockfp.quantization_figures.default
-
-_FIGURES = 6  # amax, elements, saturated, flushed, signal, noise
 
 
 @dataclass(frozen=True)
@@ -68,13 +51,13 @@ class Observed:
 
 @dataclass
 class Observation:
-    """What `observe` hands out.
+    """The open observation of a model, from `observe`.
 
     Attributes:
         records: what `step` has read so far.
     """
 
-    modules: dict[str, nn.Module]
+    modules: dict[str, RecipeLayer]
     records: list[Observed] = field(default_factory=list)
     steps: int = 0
 
@@ -82,7 +65,8 @@ class Observation:
         """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them."""
         new = []
         for path, module in self.modules.items():
-            figures: Tensor = module.observed  # pyright: ignore[reportAssignmentType]
+            figures = module.observed
+            assert figures is not None
             for operand, row in zip(OPERANDS, figures.tolist(), strict=True):
                 amax, elements, saturated, flushed, signal, noise = row
                 if elements:
@@ -102,7 +86,7 @@ class Observation:
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
-    """Records what quantization does to inputs and gradients of the model's layers, while it is open.
+    """Records the effect of quantization on inputs and gradients of the model's layers, while it is open.
 
     Example:
         >>> with bfp.observe(model) as observation:
@@ -115,7 +99,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     Raises:
         ValueError: no layer of the model quantizes anything, or the model is observed already.
     """
-    modules = {path: module for path, module in model.named_modules() if hasattr(module, "observed")}
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, RecipeLayer)}
     if not modules:
         raise ValueError("model holds no layer of blockfp.torch: use convert(model, recipe) first")
     if any(module.observed is not None for module in modules.values()):
@@ -123,7 +107,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     try:
         for module in modules.values():
             device = next(module.parameters(recurse=False)).device
-            module.observed = torch.zeros((len(OPERANDS), _FIGURES), dtype=torch.float64, device=device)
+            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
             torch._dynamo.mark_static_address(module.observed, guard=False)
         yield Observation(modules)
@@ -133,7 +117,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:
-    """Adds what happened to an operand in both directions to a layer's figures.
+    """Adds the figures of an operand in both directions to those of a layer.
 
     Args:
         observed: float64 [operands, figures], written in place.
@@ -150,7 +134,7 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
 def observe_parts(
     observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """The same for one direction.
+    """Adds the figures of an operand in one direction to those of a layer.
 
     Args:
         observed: see `observe_operand`.
@@ -161,32 +145,6 @@ def observe_parts(
         origin: (row, column) of x's first element in the matrix whose blocks are counted.
     """
     assert cast.format is not None
-    new = _op(x, parts, cast.format.name, cast.rotate, list(origin))
+    new = quantization_figures(x, parts, cast.format.name, cast.rotate, list(origin))
     figures = observed[OPERANDS.index(row)]
     figures.copy_(torch.cat([torch.maximum(figures[:1], new[:1]), figures[1:] + new[1:]]))
-
-
-@torch.library.impl(_library, "quantization_figures", "CompositeExplicitAutograd")
-def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
-    element, columns = Format.parse(format).element, x.shape[-1]
-    tensor_scale = parts[2] if len(parts) > 2 else None
-    back = ops.dequantize(parts[0], parts[1], tensor_scale, format, torch.float32, columns, origin)
-    values = (rotation.rotate(x) if rotate else x).float()
-    finite = values.isfinite() & back.isfinite()
-    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
-    cut = saturated(values, back, layout.unpack(parts[0], element.bits, columns), element)
-    error = torch.where(finite, values - back, 0.0)
-    figures = (
-        magnitude.amax() if magnitude.numel() else magnitude.sum(),
-        torch.tensor(float(x.numel()), device=x.device),
-        cut.sum(),
-        (finite & (values != 0) & (back == 0)).sum(),
-        torch.where(finite, magnitude, 0.0).double().square().sum(),
-        error.double().square().sum(),
-    )
-    return torch.stack([figure.double() for figure in figures])
-
-
-@torch.library.register_fake("blockfp::quantization_figures", lib=_library)
-def _figures_fake(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: list[int]) -> Tensor:
-    return x.new_empty((_FIGURES,), dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Operands of products that a tensor-parallel group shares: quantized as parts of the whole, in both directions, and gathered.
+"""Operands of products, quantized in both directions: of one rank, or as parts of a tensor-parallel group's.
 
 The kernels that quantize a whole operand in one read (`operand_ops`) serve parts too, wherever nothing depends on the place of
-a part but the amax of the tensor. Otherwise `activations.quantize_part` quantizes each direction.
+a part but the amax of the tensor. Otherwise `quantize_operand_shard` quantizes each direction.
 """
 
 from __future__ import annotations
@@ -18,36 +18,34 @@ from blockfp.sharding.plans import Operand
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
-from ..custom_ops.operand_ops import Directions, quantize_operand, tensor_amax
-from . import activations
-from .activations import Direction, Way, way_of
+from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
+from ..custom_ops.overflow import scales_tell
+from ..custom_ops.products import Matrix
+from ..sharded.gather import gather, join, padded, start
+from ..sharded.quantize import Direction, quantize_operand_shard
+from ..sharded.rank_plan import RankPlan
+from ..sharded.shard import ROWS, TensorParallelShard
+from .call import groups_of
 from .delayed import record
-from .linear_function import Scaling, quantized_whole
-from .observe import observe_parts
-from .place import Place
+from .observe import observe_operand, observe_parts
+from .operand_plans import operand_plan
+from .parallel import Parallel
 
 
-class Matrix(NamedTuple):
-    """An operand of a product.
+class Scaling(NamedTuple):
+    """Options by which amaxes become scales, and where they are recorded.
 
     Attributes:
-        parts: codes, scales and maybe tensor scale; or the values alone.
-        format: of the codes; None for values.
-        origin: (row, column) of its first element in the matrix whose blocks are counted.
-        turned: whether it is stored the other way round, [contracted, size].
+        eps: lifts amaxes, see `numerics.quantize`.
+        multiplier: float32 (), instead of an amax: delayed scaling.
+        history: float32 [steps], in which the amax is recorded; None records nothing.
+        observed: float64 [operands, figures] of `observe`, or None.
     """
 
-    parts: list[Tensor]
-    format: Format | None
-    origin: tuple[int, int] = (0, 0)
-    turned: bool = False
-
-
-class Wanted(NamedTuple):
-    """A direction in which an operand is quantized on this rank, and what of the layer's figures it counts as."""
-
-    direction: Direction
-    names: tuple[str, ...]
+    eps: float
+    multiplier: Tensor | None = None
+    history: Tensor | None = None
+    observed: Tensor | None = None
 
 
 def quantized(
@@ -56,174 +54,290 @@ def quantized(
     rowwise: Cast,
     columnwise: Cast,
     scaling: Scaling,
-    place: Place | None,
+    shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
-) -> tuple[Matrix, Matrix]:
-    """x [rows, columns] rowwise and columnwise as it lies: a part of the whole at `place`, or the whole where that is None.
+) -> tuple[Matrix, Matrix | None]:
+    """Quantizes x [rows, columns] as it lies, in both directions.
 
-    A direction without a format keeps the values.
+    Rowwise there are the values if that cast has no format, columnwise there is None.
+
+    Args:
+        x: a part of the whole at `shard`, or the whole where that is None.
+        operand: "input", "weight" or "gradient".
+        rowwise: the cast along rows.
+        columnwise: the cast of the transposed matrix.
+        scaling: how amaxes become scales.
+        shard: where x lies in the whole.
+        keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
     """
-    if place is None:
-        row, column = quantized_whole(x, operand, rowwise, columnwise, scaling, keys)
-        return Matrix(row, rowwise.format), Matrix(column if columnwise.format else [x.mT], columnwise.format)
-    wanted = []
+    if shard is None:
+        return _whole(x, operand, rowwise, columnwise, scaling, keys)
+    directions = []
     for i, cast in enumerate((rowwise, columnwise)):
         if cast.format is not None:
-            way = way_of(x.shape, cast, place, columnwise=i == 1, operand=operand, gathers=False)
-            wanted.append(_wanted(i, cast, way, keys))
-    made = iter(zip(_parts(x, operand, wanted, scaling, place), wanted, strict=True))
-    found = []
-    for cast, values in ((rowwise, x), (columnwise, x.mT)):
-        if cast.format is None:
-            found.append(Matrix([values], None))
-        else:
-            parts, (direction, _) = next(made)
-            found.append(Matrix(parts, cast.format, direction.way.origins[0]))
-    return found[0], found[1]
+            plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
+            directions.append(_direction(i, cast, plan, keys))
+    parts = _parts(x, operand, directions, scaling, shard)
+    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
+    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
 
 
-def gathered_input(x: Tensor, rowwise: Cast, columnwise: Cast, scaling: Scaling, place: Place) -> tuple[Matrix, list[Tensor]]:
-    """The whole input rowwise, gathered, and what this rank is to keep until the columnwise codes are gathered.
+def _whole(
+    x: Tensor, operand: Operand, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None
+) -> tuple[Matrix, Matrix | None]:
+    """Quantizes x [tokens, size] in both directions from one read."""
+    row, column = rowwise.format, columnwise.format
+    if row is None and column is None:
+        return Matrix([x], None), None
+    row_key = key[0] if key is not None and rowwise.stochastic else None
+    column_key = key[1] if key is not None and columnwise.stochastic else None
+    amax = None
+    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
+        # There the compiler finds it while it makes x.
+        per_tensor = {format.per_tensor for format in (row, column) if format is not None}
+        # The kernel that takes an amax rounds to nearest, and rotated values have another one.
+        plain = row_key is column_key is None and not columnwise.rotate
+        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
+        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
+            amax = tensor_amax(x)
+    found = quantize_operand(
+        x,
+        row,
+        column,
+        amax=amax,
+        multiplier=scaling.multiplier,
+        row_key=row_key,
+        column_key=column_key,
+        rotate=columnwise.rotate,
+        eps=scaling.eps,
+    )
+    if found.amax is not None and scaling.history is not None:
+        record(scaling.history, found.amax)
+    if scaling.observed is not None:
+        observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
+    return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
 
-    That are the columnwise codes of x (or the rowwise ones, where the others follow from them); x itself, where they can't
+
+def kept_inputs(
+    kept: list[Tensor], format: Format | None, counts: Sequence[int] | None, origin: tuple[int, int]
+) -> list[Matrix]:
+    """The columnwise input of each group, from the parts or the values that the forward kept."""
+    if not kept:
+        return []
+    if format is None:
+        return [Matrix([group.mT], None) for _, group in groups_of(kept[0], counts)]
+    each = part_count(format)
+    return [Matrix(kept[first : first + each], format, origin) for first in range(0, len(kept), each)]
+
+
+def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: Parallel | None) -> Matrix:
+    """The weight as the forward multiplies it: itself, or quantized here as a part of the whole."""
+    if stored is not None or cast.format is None:
+        # A quantized tensor knows its own origin.
+        return Matrix([weight], stored)
+    if parallel is None:
+        return Matrix(quantize_operand(weight, cast.format, None).row, cast.format)
+    if weight.ndim > 2:
+        return _grouped_weight(weight, cast, parallel)
+    return quantized(weight, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0]
+
+
+def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> Matrix:
+    """Quantizes the values of a weight [out, in] columnwise, as a part of the whole."""
+    if parallel is None or parallel.style == "experts":
+        return Matrix(quantize_operand(weight, None, cast.format).column, cast.format)
+    column = quantized(weight, "weight", HIGH_PRECISION, cast, Scaling(0.0), parallel.cut_weight)[1]
+    assert column is not None
+    return column
+
+
+def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
+    """Quantizes weights [groups, out, in], as one tensor where they share a scale, otherwise each by itself.
+
+    Raises:
+        ValueError: they share one, and their blocks or the ranks' parts of them don't lie one behind the other.
+    """
+    assert cast.format is not None
+    format, (count, rows, _) = cast.format, weight.shape
+    if not (format.has_tensor_scale):
+        if parallel.style == "experts":
+            return Matrix(quantize_operand(weight, format, None).row, format)
+        each = [quantized(one, "weight", cast, HIGH_PRECISION, Scaling(0.0), parallel.cut_weight)[0] for one in weight]
+        parts = [torch.stack(fields) for fields in zip(*(one.parts for one in each), strict=True)]
+        return each[0]._replace(parts=parts)
+    height = 1 if format.block is None else format.block[0]
+    shard = {"row": parallel.cut_weight, "column": parallel.cut_weight._replace(runs=count)}.get(parallel.style)
+    if shard is None:
+        shard = TensorParallelShard(parallel.group, parallel.ranks, parallel.rank, ROWS, parallel.features * rows)
+    if rows % height or (parallel.style == "experts" and parallel.features % parallel.ranks):
+        raise ValueError(
+            f"weights {tuple(weight.shape)} in high precision on {parallel.ranks} ranks share the scale of {format}, which at "
+            f"use needs rows that are a multiple of {height} and experts that the ranks divide: keep them quantized "
+            "(weights='quantized'), or let fully_shard gather them"
+        )
+    matrix = quantized(weight.reshape(count * rows, -1), "weight", cast, HIGH_PRECISION, Scaling(0.0), shard)[0]
+    codes, scales, *tensor_scale = matrix.parts
+    scales = scales if format.per_tensor else scales.view(count, rows // height, -1)
+    return matrix._replace(parts=[codes.view(count, rows, -1), scales, *tensor_scale])
+
+
+def gathered_input(
+    x: Tensor, rowwise: Cast, columnwise: Cast, scaling: Scaling, shard: TensorParallelShard
+) -> tuple[Matrix, list[Tensor]]:
+    """Gathers the whole input rowwise; also returns the parts that this rank keeps for the columnwise gather.
+
+    These are the columnwise codes of x, or the rowwise ones if the others follow from them. It is x itself if codes can't
     travel or `columnwise` has no format.
     """
-    row_way, column_way = way_of(x.shape, rowwise, place), way_of(x.shape, columnwise, place, columnwise=True)
-    shares = column_way.transposes and row_way.by_codes and rowwise.format is columnwise.format
-    wanted = []
-    if row_way.by_codes:
-        wanted.append(_wanted(0, rowwise, row_way, None, shares))
-    if column_way.by_codes and not shares:
-        wanted.append(_wanted(1, columnwise, column_way, None))
-    made = _parts(x, "input", wanted, scaling, place)
-    kept = made[-1] if column_way.by_codes else [x]
-    whole = activations.gather(row_way, place, made[0] if row_way.by_codes else [x])
-    if not row_way.by_codes:
-        whole = quantized_whole(whole[0], "input", rowwise, HIGH_PRECISION, scaling)[0]
+    row_plan, column_plan = operand_plan(x.shape, rowwise, shard), operand_plan(x.shape, columnwise, shard, columnwise=True)
+    shares = column_plan.transposes and row_plan.by_codes and rowwise.format is columnwise.format
+    directions = []
+    if row_plan.by_codes:
+        directions.append(_direction(0, rowwise, row_plan, None, shares))
+    if column_plan.by_codes and not shares:
+        directions.append(_direction(1, columnwise, column_plan, None))
+    made = _parts(x, "input", directions, scaling, shard)
+    kept = made[-1] if column_plan.by_codes else [x]
+    whole = gather(row_plan, shard, made[0] if row_plan.by_codes else [x])
+    if not row_plan.by_codes:
+        return quantized(whole[0], "input", rowwise, HIGH_PRECISION, scaling)[0], kept
     return Matrix(whole, rowwise.format), kept
 
 
-class Coming(NamedTuple):
-    """The whole input columnwise, on its way."""
+class PendingInput(NamedTuple):
+    """The whole input columnwise, while it is gathered."""
 
     received: list[Tensor]
-    way: Way
+    plan: RankPlan
     cast: Cast
-    place: Place
+    shard: TensorParallelShard
 
     def finish(self, scaling: Scaling) -> Matrix:
-        """Waits for it."""
-        parts = activations.join(self.way, self.place, self.received)
-        if self.way.by_codes:
-            return Matrix(parts, self.cast.format, turned=self.way.transposes)
+        """Waits for the gather and returns the input."""
+        parts = join(self.plan, self.shard, self.received)
+        if self.plan.by_codes:
+            return Matrix(parts, self.cast.format, transposed=self.plan.transposes)
         if self.cast.format is None:
             return Matrix([parts[0].mT], None)
-        return Matrix(quantized_whole(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1], self.cast.format)
+        column = quantized(parts[0], "input", HIGH_PRECISION, self.cast, scaling)[1]
+        assert column is not None
+        return column
 
 
-def regathered_input(kept: list[Tensor], shape: Sequence[int], cast: Cast, place: Place, gradient: Tensor) -> Coming:
+def regathered_input(
+    kept: list[Tensor], shape: Sequence[int], cast: Cast, shard: TensorParallelShard, gradient: Tensor
+) -> PendingInput:
     """Begins to gather the whole input columnwise, from what `gathered_input` kept of a part of this shape."""
-    way = way_of(shape, cast, place, columnwise=True)
-    sent = activations.padded(way, kept)
+    plan = operand_plan(shape, cast, shard, columnwise=True)
+    sent = padded(plan, kept)
     if torch.compiler.is_compiling():
         # Else it would be gathered as soon as it is known: in the forward, which would keep all of it for the backward.
         sent[-1] = following(sent[-1], gradient)
-    return Coming(activations.start(place, sent), way, cast, place)
+    return PendingInput(start(shard, sent), plan, cast, shard)
 
 
 def gathered_gradient(
-    gradient: Tensor, rowwise: Cast | None, columnwise: Cast | None, scaling: Scaling, place: Place, keys: Tensor | None
+    gradient: Tensor,
+    rowwise: Cast | None,
+    columnwise: Cast | None,
+    scaling: Scaling,
+    shard: TensorParallelShard,
+    keys: Tensor | None,
 ) -> tuple[Matrix, Matrix]:
-    """The whole gradient in both directions, of which None is not wanted. What travels does so in one collective."""
+    """Gathers the whole gradient in both directions, in one collective; a cast of None is not wanted."""
     casts = (rowwise, columnwise)
-    ways = [
-        None if cast is None else way_of(gradient.shape, cast, place, columnwise=i == 1, operand="gradient")
+    plans = [
+        None if cast is None else operand_plan(gradient.shape, cast, shard, columnwise=i == 1, operand="gradient")
         for i, cast in enumerate(casts)
     ]
-    if not all(way is None or way.by_codes for way in ways):
-        values = way_of(gradient.shape, HIGH_PRECISION, place)
-        (whole,) = activations.gather(values, place, [gradient])
-        return quantized(whole, "gradient", rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION, scaling, None, keys)
-    transposes = ways[1] is not None and ways[1].transposes
+    if not all(plan is None or plan.by_codes for plan in plans):
+        values = operand_plan(gradient.shape, HIGH_PRECISION, shard)
+        (whole,) = gather(values, shard, [gradient])
+        row, column = quantized(whole, "gradient", rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION, scaling, None, keys)
+        return row, Matrix([whole.mT], None) if column is None else column
+    transposes = plans[1] is not None and plans[1].transposes
     shares = transposes and rowwise is not None and columnwise is not None and rowwise.format is columnwise.format
     wanted = [
-        _wanted(i, cast, way, keys, shares)
-        for i, (cast, way) in enumerate(zip(casts, ways, strict=True))
-        if cast is not None and way is not None and not (shares and i == 1)
+        (i, cast, plan)
+        for i, (cast, plan) in enumerate(zip(casts, plans, strict=True))
+        if cast is not None and plan is not None and not (shares and i == 1)
     ]
-    sent = [
-        activations.padded(each.direction.way, parts)
-        for each, parts in zip(wanted, _parts(gradient, "gradient", wanted, scaling, place), strict=True)
+    directions = [_direction(i, cast, plan, keys, shares) for i, cast, plan in wanted]
+    made = _parts(gradient, "gradient", directions, scaling, shard)
+    sent = [padded(plan, parts) for (_, _, plan), parts in zip(wanted, made, strict=True)]
+    received = iter(start(shard, [part for parts in sent for part in parts]))
+    found = [
+        Matrix(join(plan, shard, [next(received) for _ in parts]), cast.format)
+        for (_, cast, plan), parts in zip(wanted, sent, strict=True)
     ]
-    received = iter(activations.start(place, [part for parts in sent for part in parts]))
-    found: list[Matrix] = []
-    for (direction, _), parts in zip(wanted, sent, strict=True):
-        joined = activations.join(direction.way, place, [next(received) for _ in parts])
-        found.append(Matrix(joined, direction.cast.format))
     row, column = found[0], found[-1]
     if transposes:
         assert column.format is not None
-        turned = part_ops.turned(column.parts[0], column.parts[1], column.format.name, gradient.shape[1])
-        column = Matrix([*turned, *column.parts[2:]], column.format)
+        transposed = part_ops.turned(column.parts[0], column.parts[1], column.format.name, gradient.shape[1])
+        column = Matrix([*transposed, *column.parts[2:]], column.format)
     return row, column
 
 
-def _wanted(i: int, cast: Cast, way: Way, keys: Tensor | None, both: bool = False) -> Wanted:
+def _direction(i: int, cast: Cast, plan: RankPlan, keys: Tensor | None, both: bool = False) -> Direction:
     key = keys[i] if keys is not None and cast.stochastic else None
     names = ("rowwise", "columnwise")
-    return Wanted(Direction(cast, way, key), names if both else (names[i],))
+    assert plan.quantize is not None
+    return Direction(cast, plan.quantize, key, names if both else (names[i],))
 
 
-def _parts(x: Tensor, operand: Operand, wanted: Sequence[Wanted], scaling: Scaling, place: Place) -> list[list[Tensor]]:
-    """This rank's part in each of the directions."""
-    directions = [each.direction for each in wanted]
-    across = [direction.way.across for direction in directions]
+def _parts(
+    x: Tensor, operand: Operand, directions: Sequence[Direction], scaling: Scaling, shard: TensorParallelShard
+) -> list[list[Tensor]]:
+    """Quantizes this rank's part in each of the directions."""
+    columnwise = [direction.step.columnwise for direction in directions]
     if not directions:
         return []
-    if all(map(_depends_on_amax_alone, directions)) and len(set(across)) == len(across) and _alike(directions):
+    if all(map(_depends_on_amax_alone, directions)) and len(set(columnwise)) == len(columnwise) and _alike(directions):
         row, column = (
-            next((d for d, a in zip(directions, across, strict=True) if a is turned), None) for turned in (False, True)
+            next((d for d, other in zip(directions, columnwise, strict=True) if other is wanted), None)
+            for wanted in (False, True)
         )
-        found = _in_one_read(x, row, column, scaling, place)
-        parts = [found.column if turned else found.row for turned in across]
+        found = _in_one_read(x, row, column, scaling, shard)
+        parts = [found.column if each else found.row for each in columnwise]
         if found.amax is not None and scaling.history is not None:
             record(scaling.history, found.amax)
     else:
-        parts = activations.quantize_part(x, directions, place, eps=scaling.eps)
+        parts = quantize_operand_shard(x, directions, shard, eps=scaling.eps)
     if scaling.observed is not None:
-        for (direction, names), made in zip(wanted, parts, strict=True):
-            for name in names:
-                cast, way, _ = direction
-                values = x.mT if way.across else x
-                observe_parts(scaling.observed, f"{operand} {name}", values, made, cast, way.origins[0])
+        for direction, made in zip(directions, parts, strict=True):
+            for name in direction.names:
+                values = x.mT if direction.step.columnwise else x
+                observe_parts(scaling.observed, f"{operand} {name}", values, made, direction.cast, direction.step.origins[0])
     return parts
 
 
 def _depends_on_amax_alone(direction: Direction) -> bool:
-    """Whether nothing but the amax of the whole tensor depends on the other ranks, and on where the part lies."""
-    format, way = direction.cast.format, direction.way
+    """Returns whether only the amax of the whole tensor depends on the other ranks, and on where the part lies."""
+    format = direction.cast.format
     assert format is not None
     # The amax of a tensor's rotated values is another one.
     rotated = direction.cast.rotate and format.per_tensor
-    return direction.key is None and way.straddling is None and not format.scale.two_level and not rotated
+    return direction.key is None and not direction.step.shared and not format.scale.two_level and not rotated
 
 
 def _alike(directions: Sequence[Direction]) -> bool:
-    """Whether all formats have one scale per tensor, or none has."""
+    """Returns whether all formats have one scale per tensor, or none has."""
     return len({direction.cast.format is not None and direction.cast.format.per_tensor for direction in directions}) == 1
 
 
-def _in_one_read(x: Tensor, row: Direction | None, column: Direction | None, scaling: Scaling, place: Place) -> Directions:
+def _in_one_read(
+    x: Tensor, row: Direction | None, column: Direction | None, scaling: Scaling, shard: TensorParallelShard
+) -> Directions:
     formats = [None if direction is None else direction.cast.format for direction in (row, column)]
     one = row or column
     assert one is not None
     amax = None
-    if one.way.whole_amax and scaling.multiplier is None:
+    if one.step.amax_axes and scaling.multiplier is None:
         if x.is_cuda and torch.compiler.is_compiling() and x.numel():
             # There the compiler finds it while it makes x.
             amax = tensor_amax(x)
         else:
-            amax = part_ops.part_amaxes(x, one.how[0], False, False, (0, 0))[0].view(1)
-        amax = max_reduce(amax, (place.group,))
+            amax = part_ops.part_amaxes(x, one.step.format, False, False, (0, 0))[0].view(1)
+        amax = max_reduce(amax, (shard.group,))
     rotate = column is not None and column.cast.rotate
     return quantize_operand(x, *formats, amax=amax, multiplier=scaling.multiplier, rotate=rotate, eps=scaling.eps)

@@ -22,16 +22,16 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 
 from ..custom_ops import ops
-from .place import Place
+from ..sharded.shard import TensorParallelShard
 
 _c10d = torch.ops._c10d_functional
 
 
-class Pending(NamedTuple):
-    """A sum under way.
+class PendingSum(NamedTuple):
+    """A sum over ranks, while it is made.
 
     Attributes:
-        received: what the collective is to write; not to be read before `finish`.
+        received: memory that the collective writes; not to be read before `finish`.
         rows: of the result.
         chunk: rows of one sequence that every rank gets, padding included.
     """
@@ -42,12 +42,12 @@ class Pending(NamedTuple):
 
 
 def all_reduce(y: Tensor, group: str) -> Tensor:
-    """The sum over the group's ranks, in y's dtype; y is left as it is."""
+    """Sums y over the group's ranks, in its dtype; y is left as it is."""
     return _c10d.wait_tensor(_c10d.all_reduce(y.contiguous(), "sum", group))
 
 
 def check_reduce_format(format: Format | str | None) -> Format | None:
-    """The format in which terms are to travel; None sends them in their own dtype.
+    """Returns the format in which terms travel; None sends them in their own dtype.
 
     Raises:
         ValueError: a format in which the rows of different ranks would share a scale.
@@ -63,7 +63,7 @@ def check_reduce_format(format: Format | str | None) -> Format | None:
     return format
 
 
-def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
+def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> PendingSum:
     """Begins a reduce-scatter of y's rows, or an all-reduce.
 
     Args:
@@ -72,49 +72,51 @@ def begin(y: Tensor, to: Place | str, format: Format | None = None) -> Pending:
         format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
     """
     if isinstance(to, str):
-        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
-    place, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
-    length = rows // place.runs
-    chunk = -(-length // place.ranks)
-    own = max(0, min(chunk, length - place.rank * chunk))
-    terms = y.reshape(place.runs, length, columns)
-    if chunk * place.ranks != length:
-        terms = F.pad(terms, (0, 0, 0, chunk * place.ranks - length))
+        return PendingSum(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
+    shard, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
+    length = rows // shard.runs
+    chunk = -(-length // shard.ranks)
+    own = max(0, min(chunk, length - shard.rank * chunk))
+    terms = y.reshape(shard.runs, length, columns)
+    if chunk * shard.ranks != length:
+        terms = F.pad(terms, (0, 0, 0, chunk * shard.ranks - length))
     # Rows in the order of the ranks that they go to.
     terms = (
-        terms.view(place.runs, place.ranks, chunk, columns).transpose(0, 1).reshape(place.ranks * place.runs * chunk, columns)
+        terms.view(shard.runs, shard.ranks, chunk, columns).transpose(0, 1).reshape(shard.ranks * shard.runs * chunk, columns)
     )
     if format is None or not rows:
-        sums = _c10d.reduce_scatter_tensor(terms, "sum", place.ranks, place.group)
-        return Pending(sums, place.runs * own, chunk)
+        sums = _c10d.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
+        return PendingSum(sums, shard.runs * own, chunk)
     # Codes saturate an Inf, which a loss scaler is to see.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
-    sent = torch.cat([part.view(place.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
-    sizes = [1] * place.ranks
-    return Pending(_c10d.all_to_all_single(sent, sizes, sizes, place.group), place.runs * own, chunk)
+    sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
+    sizes = [1] * shard.ranks
+    return PendingSum(_c10d.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
 
 
-def finish(pending: Pending, to: Place | str, columns: int, dtype: torch.dtype, format: Format | None = None) -> Tensor:
-    """Waits for the sum, or for this rank's rows of it: [rows, columns] in `dtype`."""
+def finish(
+    pending: PendingSum, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
+) -> Tensor:
+    """Waits for the sum, or for this rank's rows of it, and returns it, [rows, columns] in `dtype`."""
     received = _c10d.wait_tensor(pending.received)
     if isinstance(to, str):
         return received.to(dtype)
-    place = to
-    rows = place.runs * pending.chunk
+    shard = to
+    rows = shard.runs * pending.chunk
     if format is not None and rows:
         codes_size = rows * layout.packed_columns(columns, format.element.bits)
-        codes = received[:, :codes_size].reshape(place.ranks * rows, -1)
+        codes = received[:, :codes_size].reshape(shard.ranks * rows, -1)
         scale_dtype = getattr(torch, format.scale.dtype)
-        scales = received[:, codes_size:].contiguous().view(scale_dtype).view(place.ranks * rows, -1)
+        scales = received[:, codes_size:].contiguous().view(scale_dtype).view(shard.ranks * rows, -1)
         terms = ops.dequantize(codes, scales, None, format.name, torch.float32, columns, [0, 0]).view(
-            place.ranks, rows, columns
+            shard.ranks, rows, columns
         )
         received = terms[0]
-        for rank in range(1, place.ranks):
+        for rank in range(1, shard.ranks):
             received = received + terms[rank]
     received = received.to(dtype)
     if pending.rows == rows:
         return received
-    own = pending.rows // place.runs
-    return received.view(place.runs, pending.chunk, columns)[:, :own].reshape(pending.rows, columns)
+    own = pending.rows // shard.runs
+    return received.view(shard.runs, pending.chunk, columns)[:, :own].reshape(pending.rows, columns)

@@ -1,4 +1,4 @@
-"""Activation checkpointing by what is dear: results of products are kept, and casts made again in the backward."""
+"""Selective activation checkpointing: results of products are kept, and casts are made again in the backward."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..custom_ops.products import product
+from ..custom_ops.products import product, weight_product
 
 _KEPT = {
     product,
+    weight_product,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -26,12 +27,12 @@ _KEPT = {
 
 
 def keep_products() -> tuple[Any, Any]:
-    """For `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
+    """Makes the contexts for `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
 
-    Of the block's forward the backward then keeps its input and what products, attention and sums over ranks gave. Norms,
-    activation functions and the codes of every layer's input are made again when they are wanted: in less memory than where
-    codes are kept from the forward on, a byte an element of each layer's input, and for as many more casts. Sequence
-    parallelism's gathers run again too: what they give is of all tokens. No bit changes.
+    The backward then keeps the block's input and the results of products, attention and sums over ranks. Norms, activation
+    functions and the codes of every layer's input are made again when they are wanted. That saves a byte for each element of
+    each layer's input, and costs as many more casts. Sequence parallelism's gathers run again too, since their results are of
+    all tokens. No bit changes.
     """
     return create_selective_checkpoint_contexts(_policy)
 

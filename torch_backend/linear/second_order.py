@@ -15,7 +15,6 @@ operations that autograd knows; each operand has its value from its codes, and i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from torch import Tensor
 
 from blockfp.definition import rotation
 from blockfp.formats import Format
-from blockfp.recipes import Cast
+from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import ops
+from .call import Call, bias_gradient, groups_of, keys_of_gradient
+from .operands import Scaling, columnwise_weight, kept_inputs, quantized
 
 
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:
@@ -39,7 +40,7 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
 
 
 def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
-    """[rows, columns] of an operand that was quantized columnwise, its rotation undone."""
+    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone."""
     values = values_of(parts, cast.format, rows)
     if cast.rotate:
         group, whole = rotation.GROUP, rows - rows % rotation.GROUP
@@ -80,28 +81,86 @@ class OfInput(torch.autograd.Function):
 
 
 def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | None:
-    """The sum of this run's gradients, of those that wait. Others came from runs that ended before the forward's node."""
+    """Takes all gradients that wait, and returns the sum of this run's.
+
+    Others are of runs that ended before the forward's node.
+    """
     task = torch._C._current_graph_task_id()
     own = [gradient for number, gradient in waiting if number == task]
     waiting.clear()
     return sum(own[1:], own[0]).to(dtype) if own else None
 
 
-def once_differentiable(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a backward whose results have no derivative: taking one raises RuntimeError with this reason."""
+def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
+    """Adds the result of `taken`, if there is one, to a gradient."""
+    return d_x if carried is None else d_x + carried
 
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(backward)
-        def run(ctx: Any, *gradients: Tensor | None) -> Any:
-            if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return backward(ctx, *gradients)
-            with torch.no_grad():
-                results = backward(ctx, *gradients)
-            if not any(gradient is not None and gradient.requires_grad for gradient in gradients):
-                return results
-            refuse = torch._C._functions.DelayedError(reason.encode(), len(results))  # pyright: ignore[reportAttributeAccessIssue]
-            return refuse(*(None if one is None else one.detach().requires_grad_() for one in results))
 
-        return run
+def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Runs the backward of `LinearFunction` so that its gradients can be differentiated."""
+    call: Call = ctx.call
+    recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+    saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
+    kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
+    with torch.no_grad():
+        rows, columns = _gradient_values(ctx, gradient.detach())
+        inputs = kept_inputs(kept, recipe.input_columnwise.format, ctx.counts, ctx.x_origin)
+        x = [
+            columnwise_values(one.parts, recipe.input_columnwise, length)
+            for one, length in zip(inputs, lengths, strict=needs_weight)
+        ]
+        w = _weight_values(parts, ctx, recipe) if needs_x else None
+    d_x = d_weight = None
+    # Products choose their dtypes themselves.
+    with torch.autocast(gradient.device.type, enabled=False):
+        if w is not None:
+            w = StraightThrough.apply(saved[ctx.kept + ctx.parts] if ctx.weight_beside else parts[0], w)
+            weights = [w] if ctx.counts is None else w.unbind()
+            g = StraightThrough.apply(gradient, torch.cat(rows)).split(lengths)
+            d_x = torch.cat([one @ weight for one, weight in zip(g, weights, strict=True)]).to(gradient.dtype)
+        if needs_weight:
+            whole = torch.cat(x)
+            x = (OfInput.apply(saved[-1], whole, ctx.waiting) if needs_x else whole).split(lengths)
+            g = StraightThrough.apply(gradient, torch.cat(columns)).split(lengths)
+            each = [one.mT @ other for one, other in zip(g, x, strict=True)]
+            d_weight = (each[0] if ctx.counts is None else torch.stack(each)).to(ctx.dtype)
+    if d_x is not None and needs_weight:
+        d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
+    d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
+    return d_x, d_weight, d_bias, *([None] * 9)
 
-    return decorate
+
+def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; the original in directions not wanted."""
+    recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
+    rowwise = recipe.gradient if needs_x else HIGH_PRECISION
+    columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
+    keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
+    scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+    rows, columns = [], []
+    for index, group in groups_of(gradient, ctx.counts):
+        key = None if keys is None else keys[index or 0]
+        row, column = quantized(group, "gradient", rowwise, columnwise, scaling, None, key)
+        rows.append(values_of(row.parts, rowwise.format, group.shape[1]))
+        columns.append(columnwise_values([group.mT] if column is None else column.parts, columnwise, group.shape[0]))
+    return rows, columns
+
+
+def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
+    """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
+    columnwise = recipe.weight_columnwise
+    if ctx.format is not None or columnwise.format is None:
+        return values_of(parts, ctx.format, ctx.shape[-1])
+    matrices = parts[0].unbind() if parts[0].ndim > 2 else (parts[0],)
+    each = [values_of(columnwise_weight(one, columnwise, None).parts, columnwise.format, ctx.shape[-2]).mT for one in matrices]
+    return torch.stack(each) if parts[0].ndim > 2 else each[0]
+
+
+def without_derivative(backward: Callable[..., Any], ctx: Any, gradient: Tensor, reason: str) -> Any:
+    """Runs a backward in grad mode; taking a derivative of its results raises RuntimeError with this reason."""
+    with torch.no_grad():
+        results = backward(ctx, gradient)
+    if not gradient.requires_grad:
+        return results
+    refuse = torch._C._functions.DelayedError(reason.encode(), len(results))  # pyright: ignore[reportAttributeAccessIssue]
+    return refuse(*(None if one is None else one.detach().requires_grad_() for one in results))

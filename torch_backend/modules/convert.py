@@ -1,4 +1,4 @@
-"""`convert`: a model's linear layers become quantized ones."""
+"""`convert`: makes a model's linear layers quantized ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from .in_place import become
 from .kinds import base_kind, check_layer, quantized_class
 from .linear import Linear
 from .quantized_layer import QuantizedLayer, Weights
@@ -27,7 +28,7 @@ class _Chosen(NamedTuple):
 def convert(
     model: nn.Module,
     recipe: Recipe | str | ByPath,
-    filter: Callable[[str, nn.Module], bool] | None = None,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
     *,
     weights: Weights = "quantized",
     compute: Compute = "quantized",
@@ -41,7 +42,7 @@ def convert(
     what was left and why.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
-    there is no filter. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
+    there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
     parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
     converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
 
@@ -51,37 +52,39 @@ def convert(
         model: any module, on the meta device too.
         recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up") to one of these, or to None for a
             layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats).
-        filter: called with path and layer; False leaves the layer as it is.
+        filter_fn: called with path and layer (torchao's with layer and path); False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is not a module, or filter no function.
-        ValueError: there is nothing to convert, the weight of a layer that filter chose is shared with a module that is not
+        TypeError: model is not a module, or filter_fn no function.
+        ValueError: there is nothing to convert, the weight of a layer that filter_fn chose is shared with a module that is not
             converted, a layer would lose something (parametrizations, weight norm, pruning, hooks of its weight, methods that
             were put into it), or the model is sharded already. The model is as it was then.
 
     Example:
-        >>> convert(model, "mxfp8", filter=lambda path, layer: path != "head")
+        >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"filter must be a function of a layer's path and of the layer, got {filter!r}")
-    chosen = _chosen(model, recipe, filter)
-    tied = _tied(model, chosen, declared=filter is None)
-    if tied and filter is not None:
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function of a layer's path and of the layer, got {filter_fn!r}")
+    chosen = _chosen(model, recipe, filter_fn)
+    tied = _tied(model, chosen, declared=filter_fn is None)
+    if tied and filter_fn is not None:
         path, elsewhere = next(iter(tied.items()))
         raise ValueError(
             f"{elsewhere} is the weight of a linear layer too, {path!r}: quantizing that would untie them; leave the layer as "
-            "it is with filter=, or untie them yourself first"
+            "it is with filter_fn=, or untie them yourself first"
         )
     chosen = {layer: one for layer, one in chosen.items() if one.path not in tied}
     if not chosen:
         left = f": {', '.join(tied)} shares its weight with {', '.join(tied.values())}" if tied else ""
-        raise ValueError(f"model holds no torch.nn.Linear to convert, or filter and recipe leave all of them as they are{left}")
+        raise ValueError(
+            f"model holds no torch.nn.Linear to convert, or filter_fn and recipe leave all of them as they are{left}"
+        )
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     _commit(_made(chosen, weights, compute, keep_init))
@@ -91,14 +94,14 @@ def convert(
 
 
 def _chosen(
-    model: nn.Module, recipe: Recipe | str | ByPath, filter: Callable[[str, nn.Module], bool] | None
+    model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     chosen: dict[nn.Module, _Chosen] = {}
     # What attention multiplies with itself isn't its layers' to quantize.
     taken = {child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()}
     for path, module in model.named_modules():
         kind = None if module in taken else base_kind(module)
-        if kind is None or (filter is not None and not filter(path, module)):
+        if kind is None or (filter_fn is not None and not filter_fn(path, module)):
             continue
         one = recipes.resolve(recipe, path)
         if one is not None:
@@ -107,7 +110,7 @@ def _chosen(
 
 
 def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
-    """Paths of chosen layers whose weight belongs to what isn't converted too, and the name of that.
+    """Returns the paths of chosen layers that share their weight with a module that isn't converted, and its name there.
 
     declared: also of those that aren't tied now, but that the model says it will tie.
     """
@@ -129,7 +132,7 @@ def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool)
 def _made(
     chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool
 ) -> dict[nn.Module, QuantizedLayer]:
-    """A new layer for each; those that share a weight share the new one. Nothing of the model is changed."""
+    """Makes a new layer for each; those that share a weight share the new one. The model stays as it is."""
     made: dict[nn.Module, QuantizedLayer] = {}
     by_weight: dict[Tensor, QuantizedLayer] = {}
     for layer, one in chosen.items():
@@ -149,12 +152,12 @@ def _made(
 
 
 def _commit(made: dict[nn.Module, QuantizedLayer]) -> None:
-    """Makes each layer what was made for it, where it stands: references, hooks and attributes stay what they are."""
+    """Turns each layer into the one that was made for it, where it stands: references, hooks and attributes stay."""
     for layer, new in made.items():
         old = layer.get_parameter("weight")
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
-        layer.__class__ = quantized_class(type(layer), type(new))
+        become(layer, quantized_class(type(layer), type(new)))
         layer._parameters["weight"] = new.weight
         layer._buffers.update(new._buffers)
         layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)
@@ -191,7 +194,7 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
         each = ", ".join(f"{path!r} (with {elsewhere})" for path, elsewhere in tied.items())
         warnings.warn(
             f"blockfp.torch.convert left layers in high precision whose weight another module shares: {each}. Nothing is to be "
-            f"done where that is meant; filter=lambda path, layer: path not in {sorted(tied)} says so.",
+            f"done where that is meant; filter_fn=lambda path, layer: path not in {sorted(tied)} says so.",
             UserWarning,
             stacklevel=3,
         )
@@ -202,7 +205,7 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
         warnings.warn(
             f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices as they are, "
             f"which nobody asked for: {each}{more}. blockfp.torch.summary(model) shows all of it. Only layers are converted "
-            "(those that filter= is asked about): torch.nn.Linear, its subclasses with its own forward, and transformers' "
+            "(those that filter_fn= is asked about): torch.nn.Linear, its subclasses with its own forward, and transformers' "
             "Conv1D. Experts that are parameters of one module can be held by bfp.GroupedLinear, or by a layer for each.",
             UserWarning,
             stacklevel=3,

@@ -26,14 +26,13 @@ from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from .optimizer_state import Part, needs_master, new_master, new_moments, part_of, portable, renew_master, restore
-from .optimizer_step import Todo, carry_out
-
-_NOT_YET = Coefficients(1.0, *([0.0] * 7))
+from .local_parameter import LocalParameter
+from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
+from .optimizer_step import carry_out
 
 
 class _Adam(Optimizer):
-    """What AdamW and Adam share; they differ in what weight decay is."""
+    """Adam with all of its options; AdamW and Adam differ in their weight decay alone."""
 
     # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
     _step_supports_amp_scaling = True
@@ -46,9 +45,10 @@ class _Adam(Optimizer):
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
         super().__init__(params, settings | {"capturable": capturable, "key": words})
-        self._show_fp32()
+        self._prepare()
 
-    def _show_fp32(self) -> None:
+    def _prepare(self) -> None:
+        self._known: dict[int, LocalParameter] = {}
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_make)
         self.register_load_state_dict_post_hook(_take, prepend=True)
@@ -61,7 +61,7 @@ class _Adam(Optimizer):
         copied = not self.__dict__  # torch's load_state_dict comes here too
         super().__setstate__(state)
         if copied:  # copies and pickles lose the hooks
-            self._show_fp32()
+            self._prepare()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters; see `torch.optim.Optimizer`.
@@ -83,15 +83,15 @@ class _Adam(Optimizer):
 
     @torch.no_grad()
     def make_state(self) -> None:
-        """Gives every parameter that is trained and has no state yet the one that its first step would begin with."""
+        """Makes the state of every trained parameter that has none yet, as its first step would."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
-                    self._state_of(part_of(param), group)
+                    self._state_of(LocalParameter(param), group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; parameters without a gradient stay as they are.
+        """Takes one step; parameters without a gradient stay as they are.
 
         Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
         gradient scaler leaves out, too.
@@ -111,44 +111,50 @@ class _Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         layers = scale_watch.layers_to_update(self)
-        check_buffers(layers)
+        if layers:
+            check_buffers(layers)
         self._step()
-        update_layers(layers)
+        if layers:
+            update_layers(layers)
         return loss
 
     def _step(self) -> None:
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
-        todo: list[Todo] = []
-        for group in self.param_groups:
-            group_todo = []
-            for param in group["params"]:
-                if param.grad is not None:
-                    group_todo.append(self._todo(param, group, number))
-                number += 1
-            if group_todo and not self._begin(group, group_todo, found, scale):
-                return
-            todo += group_todo
-        # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
-        carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+        todo: list[LocalParameter] = []
+        try:
+            for group in self.param_groups:
+                first = len(todo)
+                for param in group["params"]:
+                    if param.grad is not None:
+                        # By its number in memory: what is known of one goes for any other that lies alike.
+                        one = self._known.get(id(param)) or self._known.setdefault(id(param), LocalParameter())
+                        todo.append(one)
+                        one.find(param)
+                        one.number, one.state, one.gradient = number, self._state_of(one, group), _local_gradient(param)
+                    number += 1
+                if len(todo) > first and not self._begin(group, todo[first:], found, scale):
+                    return
+            # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+            carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+        finally:
+            for one in todo:
+                one.forget()
 
-    def _todo(self, param: Tensor, group: dict[str, Any], number: int) -> Todo:
-        part = part_of(param)
-        return Todo(part, self._state_of(part, group), _local_gradient(param), number, _NOT_YET, 0)
-
-    def _state_of(self, part: Part, group: dict[str, Any]) -> dict[str, Tensor]:
-        state = self.state[part.param]
+    def _state_of(self, one: LocalParameter, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = self.state[one.param]
         if not state:
-            on = part.local.device if group["capturable"] else "cpu"
+            on = one.local.device if group["capturable"] else "cpu"
             state["step"] = torch.zeros((), dtype=torch.float32, device=on)
-            state |= new_moments(part, group["moments"])
+            state |= new_moments(one, group["moments"])
         if "master" in state:
-            renew_master(part, state)
-        elif needs_master(part, group["master"]):
-            state["master"] = new_master(part)
+            if isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
+                renew_master(one, state)
+        elif needs_master(one, group["master"]):
+            state["master"] = new_master(one)
         return state
 
-    def _begin(self, group: dict[str, Any], todo: list[Todo], found: Tensor | None, scale: Tensor | None) -> bool:
+    def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
         """Counts the step and works out its constants; False where the host knows that there is none to take."""
         steps: list[Tensor] = [one.state["step"] for one in todo]
         lr, settings = group["lr"], (group["betas"], group["eps"], group["weight_decay"])
@@ -248,11 +254,11 @@ def _local_gradient(param: Tensor) -> Tensor:
         if gradient.placements != param.placements:  # pyright: ignore[reportAttributeAccessIssue]
             gradient = gradient.redistribute(mesh, param.placements)  # pyright: ignore[reportAttributeAccessIssue]
         gradient = gradient.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-    return gradient.detach().contiguous()
+    return gradient.contiguous()
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
-    """`_begin` with nothing read back: the constants of each parameter are a row of a tensor."""
+    """Counts the step as `_begin` does, with nothing read back: each parameter's constants are a row of a tensor."""
     by_device: dict[torch.device, list[int]] = {}
     for i, step in enumerate(steps):
         by_device.setdefault(step.device, []).append(i)
@@ -300,8 +306,8 @@ _OWN = ("moments", "master", "capturable")
 """How this optimizer keeps its state, which nothing that is loaded changes."""
 
 
-def misfit(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
-    """The first setting of torch's optimizers that makes another optimizer of AdamW or Adam than it is, as NAME=VALUE."""
+def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
+    """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
     if not isinstance(optimizer, _Adam):
         return None
     own = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": optimizer._decoupled}
@@ -317,7 +323,7 @@ class _Made:
 
 def _renew_masters(optimizer: Optimizer) -> None:
     for param, state in optimizer.state.items():
-        renew_master(part_of(param), state)
+        renew_master(LocalParameter(param), state)
 
 
 def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -330,13 +336,13 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as torch is to load it: the states made, the settings complete; nothing is changed before all of it fits."""
+    """Makes the state dict that torch is to load: states made, settings complete. Nothing is changed before all of it fits."""
     ours, theirs = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
         return state_dict  # torch says what is wrong.
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
-        if unfit := misfit(optimizer, group):
+        if unfit := unsupported_setting(optimizer, group):
             raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})

@@ -1,10 +1,11 @@
-"""Whether ranks hold the same kinds of weights: found out once, before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
 names, formats, shapes, dtypes and recipes of these parameters into one reduction, which gives the largest and the least: where
 they differ every rank raises. What FSDP2 made of a model says whether that was done, and it is alike on all ranks, whatever
-they hold, so they enter the reduction together; later gathers look no further than that.
+they hold, so they enter the reduction together; later gathers look no further than that. What FSDP2 can't do with quantized
+weights is refused at the same time.
 """
 
 from __future__ import annotations
@@ -33,16 +34,18 @@ _agreed: WeakSet[Any] = WeakSet()
 
 
 def agree_before_gather() -> None:
-    """Called by the hook before a gather, once for each parameter: the first of its group asks for all of them.
+    """Checks what is gathered together, called by the hook before a gather: the first of a group asks for all of them.
 
     Raises:
-        ValueError: ranks hold different kinds of a weight; both are named. The same on every rank.
+        ValueError: on every rank, where ranks hold different kinds of a weight, both of which are named; or where FSDP2 is to
+            reshard a weight to a smaller mesh after the forward.
     """
     # FSDP2 tells the hook its mesh alone. Its own frames know for which parameter, and for which others besides, it is called.
     caller = sys._getframe(2)
     param = caller.f_locals.get("self")
     if param is None or param in _agreed or not hasattr(param, "_module_info") or torch.compiler.is_compiling():
         return
+    _refuse_smaller_mesh(param)
     together = _gathered_together(caller, param)
     meshes = list(dict.fromkeys(mesh for one in together if (mesh := mesh_of(one.sharded_param)) is not None))
     for mesh in meshes:
@@ -52,7 +55,7 @@ def agree_before_gather() -> None:
 
 
 def recipe_of(module: nn.Module) -> str | None:
-    """All that a layer's recipe says, in the same words in every process; None where it has none."""
+    """A description of a layer's recipe, in the same words in every process; None where it has none."""
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         return None
@@ -62,13 +65,13 @@ def recipe_of(module: nn.Module) -> str | None:
 
 
 def kind_of(param: Tensor) -> str:
-    """What a parameter is on every rank: its format, shape and dtype."""
+    """A description of a parameter that holds on every rank: its format, shape and dtype."""
     format = getattr(local_of(param), "format", None)
     return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
 
 
 def _gathered_together(frame: Any, param: Any) -> Sequence[Any]:
-    """The parameters of the gather that a frame is about."""
+    """The parameters that are gathered together with `param`, from the frames of FSDP2 above `frame`."""
     for _ in range(4):
         params = frame.f_locals.get("fsdp_params")
         if isinstance(params, list | tuple) and any(one is param for one in params):
@@ -77,6 +80,20 @@ def _gathered_together(frame: Any, param: Any) -> Sequence[Any]:
             break
         frame = frame.f_back
     return [param]
+
+
+def _refuse_smaller_mesh(param: Any) -> None:
+    """Raises ValueError where a parameter is to be resharded to a smaller mesh after the forward.
+
+    FSDP2 keeps one plain tensor of such a parameter, and would fail after the forward with "Expected 1 all_gather_output".
+    """
+    smaller, mesh = getattr(param, "post_forward_mesh_info", None), getattr(param, "mesh_info", None)
+    ranks = getattr(smaller, "shard_mesh_size", None)
+    if smaller is not None and ranks != getattr(mesh, "shard_mesh_size", None):
+        raise ValueError(
+            f"reshard_after_forward={ranks}: FSDP2 can't reshard a quantized weight to a smaller mesh; use "
+            "reshard_after_forward=True or False"
+        )
 
 
 def _name(param: Any) -> str:

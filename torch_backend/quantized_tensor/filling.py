@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..custom_ops import ops
-from . import optable
+from .dispatch import implements, run
 from .refusals import refused
-
-if TYPE_CHECKING:
-    from .tensor import QuantizedTensor
+from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -30,13 +28,11 @@ def _fill(func: Any, q: QuantizedTensor, *args: Any, **options: Any) -> Quantize
         return q
     values = func(torch.empty(q.shape, dtype=q.dtype, device=q.device), *args, **options)
     parts = ops.quantize(values, q.format.name, None)
-    source = q.with_parts(
-        parts[0], parts[1], parts[2] if q.format.scale.two_level else None, geometry=q.geometry.copy(initial=None)
-    )
+    source = q.with_parts(*parts, geometry=q.geometry.copy(initial=None))
     # What an optimizer begins its masters from.
     source.initial = values.to("cpu", copy=True) if q.requires_grad else None
-    return optable.run(aten.copy_.default, (q, source), {})
+    return run(aten.copy_.default, (q, source), {})
 
 
 for _func in (aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
-    optable.implements(_func)(partial(_fill, _func))
+    implements(_func)(partial(_fill, _func))

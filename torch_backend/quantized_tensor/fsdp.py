@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a quantized weight, and how the whole weight is put together from it.
+"""The hooks of FSDP2's gather: the parts of a quantized weight that are sent, and the whole that is put together.
 
     shard (DTensor of QuantizedTensor)        codes [rows of this rank, ..], scales of the blocks that these rows touch
       | send                                  both padded to the length that the plan gives every rank; no copy, where the
@@ -15,133 +15,142 @@ The hooks know nothing of sharding: `plans.gather_weight` says how long the chun
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from blockfp.formats import Format
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Shard, Sharding
-from blockfp.sharding.steps import Gather
 
+from ..sharded.gather import index_of, lengthened
+from ..sharded.rank_plan import Chunk, rank_plan
 from .geometry import Base, Geometry
 from .sharding import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .tensor import QuantizedTensor
+AXIS = "fsdp"
+"""The mesh axis over which FSDP2 shards, in the core's plans."""
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
-    """One rank's share in the gather of a weight: what the plan says of it, looked up at every gather in one go.
+class WeightGather:
+    """One rank's role in the gather of a weight, looked up at every gather in one go.
 
     Attributes:
-        gather: the plan's step.
+        format: of the codes.
+        sharding: how the base lies on the shard mesh.
         rank: this rank's position in the shard mesh.
         base: what the shard mesh divides.
-        row, rows: where this rank's rows begin in the base, and how many they are.
-        codes_chunk, scales_chunk: rows of codes and of scales that every rank sends.
-        scales_size: rows of scales that the whole weight has.
-        index: int32, where these lie in what all ranks sent; None where they come first, one after another.
-        first: position of the rank whose tensor scale counts.
+        row: where this rank's rows begin in the base.
+        rows: how many they are.
+        chunks: of codes, scales and maybe tensor scale.
     """
 
-    gather: Gather
+    format: Format
+    sharding: Sharding
     rank: int
     base: Base
     row: int
     rows: int
-    codes_chunk: int
-    scales_chunk: int
-    scales_size: int
-    index: np.ndarray | None
-    first: int
+    chunks: tuple[Chunk, ...]
 
 
-class Sent(NamedTuple):
-    """What the hook before the gather tells the one after it.
+class GatherMetadata(NamedTuple):
+    """Data that the hook before the gather passes to the one after it.
 
     Attributes:
-        share: this rank's.
-        scales, tensor_scale: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
+        gather: this rank's role.
+        scales: this rank's own. On a shard mesh of one rank FSDP2 passes on the codes alone.
+        tensor_scale: likewise.
     """
 
-    share: Share
+    gather: WeightGather
     scales: Tensor
     tensor_scale: Tensor | None
 
 
+class Received(NamedTuple):
+    """A whole weight after its first gather.
+
+    Attributes:
+        arguments: of `QuantizedTensor`.
+        derived: the tensors that FSDP2 is to free and allocate with it.
+    """
+
+    arguments: tuple[Any, ...]
+    derived: tuple[Tensor, ...]
+
+
 def keeping_signature(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook with its signature worked out: FSDP2 asks `inspect.signature` for it at every gather."""
+    """Returns the hook with its signature worked out: FSDP2 asks `inspect.signature` for it at every gather."""
     setattr(hook, "__signature__", inspect.signature(hook))  # noqa: B010
     return hook
 
 
-def send(share: Share, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> tuple[tuple[Tensor, ...], Sent]:
-    """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
+def send(
+    gather: WeightGather, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
+) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+    """Makes codes, scales and tensor scale of this rank's shard as long as every other rank's.
 
     Args:
-        share: this rank's.
-        codes, scales, tensor_scale: of this rank's rows.
+        gather: this rank's role.
+        codes: of this rank's rows.
+        scales: likewise.
+        tensor_scale: of the whole weight, or None.
     """
-    parts = (_lengthened(codes, share.codes_chunk), _lengthened(scales, share.scales_chunk))
+    parts = (lengthened(gather.chunks[0], codes), lengthened(gather.chunks[1], scales))
     if tensor_scale is not None:
         parts = (*parts, tensor_scale.view(1))
-    return parts, Sent(share, scales, tensor_scale)
+    return parts, GatherMetadata(gather, scales, tensor_scale)
 
 
-def receive(
-    gathered: tuple[Tensor, ...], sent: Sent, dtype: torch.dtype, out: Tensor | None
-) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-    """The whole weight of what every rank sent.
+def receive(gathered: tuple[Tensor, ...], metadata: GatherMetadata, dtype: torch.dtype, out: Tensor | None) -> Received | None:
+    """Puts the whole weight together from the chunks of every rank.
 
     Args:
         gathered: the chunks of all ranks one after another, for each tensor that `send` gave.
-        sent: what `send` said.
+        metadata: from `send`.
         dtype: the nominal dtype of the result.
         out: the weight made the first time, whose memory FSDP2 has refilled; None the first time.
 
     Returns:
-        The first time the weight, and the tensors that FSDP2 is to free and allocate with it; then None.
-
-    Raises:
-        ValueError: FSDP2 is to reshard the weight to a smaller mesh after the forward.
+        The weight the first time, then None.
     """
-    from .tensor import QuantizedTensor
-
-    own = _own_memory(gathered, sent)
+    own = _own_memory(gathered, metadata)
     if out is not None:
         _refill(out, own)
         return None
-    _refuse_smaller_mesh()
-    share = sent.share
-    assert share.gather.format is not None
-    codes = gathered[0][: share.base.shape[0]]
+    gather = metadata.gather
+    codes = gathered[0][: gather.base.shape[0]]
     scales, tensor_scale = (None if values is None else values.clone() for values in own)
     derived = tuple(values for values in (scales, tensor_scale) if values is not None)
     if scales is None:
-        scales = gathered[1][: share.scales_size]
+        scales = gathered[1][: gather.chunks[1].size]
     if tensor_scale is None and len(gathered) > 2:
-        tensor_scale = gathered[2][share.first]
-    geometry = Geometry(share.base.origin, gathered=True)
-    return QuantizedTensor(codes, scales, tensor_scale, share.gather.format, share.base.shape[-1], dtype, geometry), derived
+        ((source, _, _),) = gather.chunks[2].take
+        tensor_scale = gathered[2][source]
+    geometry = Geometry(gather.base.origin, gathered=True)
+    return Received((codes, scales, tensor_scale, gather.format, gather.base.shape[-1], dtype, geometry), derived)
 
 
-def _own_memory(gathered: tuple[Tensor, ...], sent: Sent) -> tuple[Tensor | None, Tensor | None]:
-    """Scales and tensor scale where they are no heads of what was gathered, and so aren't refilled with it; else None."""
+def _own_memory(gathered: tuple[Tensor, ...], metadata: GatherMetadata) -> tuple[Tensor | None, Tensor | None]:
+    """Scales and tensor scale if FSDP2 doesn't refill them, since they are no heads of gathered memory; else None."""
     if len(gathered) == 1:
-        return sent.scales, sent.tensor_scale
-    if sent.share.index is None:
-        return None, None
-    return gathered[1].index_select(0, _index(sent.share, gathered[1].device)), None
+        return metadata.scales, metadata.tensor_scale
+    index = _scales_index(metadata.gather, gathered[1].device)
+    return (None if index is None else gathered[1].index_select(0, index)), None
+
+
+@lru_cache(maxsize=4096)
+def _scales_index(gather: WeightGather, device: torch.device) -> Tensor | None:
+    return index_of(gather.chunks[1], device)
 
 
 def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
@@ -154,8 +163,8 @@ def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
                 into.copy_(values)
 
 
-def share(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> Share:
-    """A shard's share in the gather over the one-dimensional mesh over which FSDP shards.
+def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> WeightGather:
+    """A shard's role in the gather over the one-dimensional mesh over which FSDP shards.
 
     Raises:
         ValueError: it isn't what `fully_shard` puts on this rank.
@@ -166,7 +175,7 @@ def share(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMes
             f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "
             "weight, instead of building a DTensor of shards"
         )
-    found = _share(format, base, world, rank)
+    found = _weight_gather(format, base, world, rank)
     row = base.origin[0] + (found.row if len(shape) == 2 else 0)
     if shape[0] != found.rows or (found.rows and geometry.origin not in (None, (row, base.origin[1]))):
         raise ValueError(
@@ -177,52 +186,8 @@ def share(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMes
 
 
 @lru_cache(maxsize=4096)
-def _share(format: Format, base: Base, world: int, rank: int) -> Share:
-    sharding = Sharding(base.shape, Mesh((world,), ("fsdp",)), (Shard(0),))
-    (gather,) = plans.gather_weight(format, sharding, ("fsdp",), origin=base.origin).steps
-    assert isinstance(gather, Gather)
-    assert gather.elements(rank).head, "shards by torch's chunk rule lie one after another"
-    scales = gather.scales(rank)
-    chunks = (gather.stored(rank).chunk, scales.chunk)
-    index = None if scales.head else scales.index
-    return Share(gather, rank, base, *sharding.span(0, rank), *chunks, scales.size, index, gather.first(rank))
-
-
-@lru_cache(maxsize=4096)
-def _index(share: Share, device: torch.device) -> Tensor:
-    return torch.from_numpy(share.index).to(device)
-
-
-def _lengthened(part: Tensor, length: int) -> Tensor:
-    """The tensor with anything behind it up to this length: what lies there in its memory, or zeros."""
-    if part.shape[0] == length and part.is_contiguous():
-        return part
-    end = part.storage_offset() + length * part.stride(0)
-    if part.is_contiguous() and end * part.itemsize <= part.untyped_storage().nbytes():
-        return part.as_strided((length, *part.shape[1:]), part.stride())
-    longer = part.new_zeros((length, *part.shape[1:]))
-    longer[: part.shape[0]] = part
-    return longer
-
-
-def _refuse_smaller_mesh() -> None:
-    """Raises ValueError where the parameter being gathered is to be resharded to a smaller mesh after the forward.
-
-    FSDP2 keeps one plain tensor of such a parameter, and its hooks aren't told. So its own bookkeeping is looked up, where it
-    can be found; elsewhere FSDP2 itself fails after the forward, and says "Expected 1 all_gather_output".
-    """
-    frame = sys._getframe(1)
-    for _ in range(4):
-        holder: Any = frame.f_locals.get("self")
-        smaller, mesh = getattr(holder, "post_forward_mesh_info", None), getattr(holder, "mesh_info", None)
-        if smaller is not None and mesh is not None:
-            ranks = getattr(smaller, "shard_mesh_size", None)
-            if ranks != getattr(mesh, "shard_mesh_size", None):
-                raise ValueError(
-                    f"reshard_after_forward={ranks}: FSDP2 can't reshard a quantized weight to a smaller mesh; use "
-                    "reshard_after_forward=True or False"
-                )
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+def _weight_gather(format: Format, base: Base, world: int, rank: int) -> WeightGather:
+    sharding = Sharding(base.shape, Mesh((world,), (AXIS,)), (Shard(0),))
+    chunks = rank_plan(plans.gather_weight(format, sharding, (AXIS,), origin=base.origin), rank).chunks
+    assert not chunks[0].take, "shards by torch's chunk rule lie one after another"
+    return WeightGather(format, sharding, rank, base, *sharding.span(0, rank), chunks)

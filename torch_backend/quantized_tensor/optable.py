@@ -10,92 +10,47 @@ new_empty where ranks outnumber rows; empty_like when a meta tensor is materiali
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp.definition import layout, numerics
+from blockfp.formats import Format
 
 from ..custom_ops import ops, products
-from .bucket import NOMINAL, flat
+from ..custom_ops.dtypes import DTYPES
+from ..custom_ops.library import is_real
+from ..custom_ops.products import Matrix
+from .bucket import flat
+from .dispatch import implements, run
 from .geometry import COPIED, Base, Geometry
-from .refusals import FLAT, refusal, refused
-
-if TYPE_CHECKING:
-    from .tensor import QuantizedTensor
+from .refusals import FLAT, refused
+from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
-_TABLE: dict[Any, Callable[..., Any]] = {}
-_VIEWS: set[Any] = set()
-
-
-def implements(*functions, view: bool = False):
-    """Enters the decorated handler, which takes the op's own arguments, into the table.
-
-    view: the result shares memory with the first argument, which autograd and functionalization must be told.
-    """
-
-    def register(handler):
-        _TABLE.update(dict.fromkeys(functions, handler))
-        if view:
-            _VIEWS.update(functions)
-        return handler
-
-    return register
-
-
-def run(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Carries out one operation.
-
-    Raises:
-        NotImplementedError: the operation is not in the table, or not with these arguments.
-    """
-    handler = _TABLE.get(func)
-    if handler is None:
-        # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
-        if func._can_decompose():
-            return func.decompose(*args, **kwargs)
-        raise refusal(func)
-    if func not in _VIEWS:
-        return handler(*args, **kwargs)
-    with viewing(args[0]):
-        return return_and_correct_aliasing(func, args, kwargs, handler(*args, **kwargs))
-
-
-def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where views of a tensor are made: both are inference tensors, or none is, as autograd counts their versions together."""
-    normal = torch.is_inference_mode_enabled() and not tensor.is_inference()
-    return torch.inference_mode(False) if normal else nullcontext()
-
-
-def _parts(q: QuantizedTensor) -> list[Tensor]:
-    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
-
 
 def _map(q: QuantizedTensor, function: Callable[[Tensor], Tensor], geometry: Geometry | None = None) -> QuantizedTensor:
-    tensor_scale = None if q.tensor_scale is None else function(q.tensor_scale)
-    return q.with_parts(function(q.codes), function(q.scales), tensor_scale, geometry=geometry)
+    return q.with_parts(*(function(part) for part in q.parts), geometry=geometry)
 
 
 @implements(ops.dequantize_tensor)
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
-    origin = list(q.origin)
-    return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], origin)
+    if is_real(q.codes):
+        return ops.dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
+    return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
 
 
-@implements(products.product)
-def _product(
+@implements(products.weight_product)
+def _weight_product(
     a: Sequence[Tensor],
     a_format: str | None,
-    b: Sequence[QuantizedTensor],
-    b_format: str | None,
+    weight: QuantizedTensor,
+    format: str,
     n: int,
     k: int,
     bias: Tensor | None,
@@ -103,15 +58,16 @@ def _product(
     fast_accum: bool = False,
     columnwise: bool = False,
     index: int | None = None,
-    origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
 ) -> Tensor:
-    # b knows its own origin.
-    (q,) = b
-    if q.format.name != b_format:
-        raise ValueError(f"b is in {q.format}, but the product was told {b_format}")
-    options = (bias, dtype, fast_accum, columnwise, index, list(q.origin), list(a_origin))
-    return products.product(a, a_format, _parts(q), b_format, n, k, *options)
+    if weight.format.name != format:
+        raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+    if not is_real(weight.codes):
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin)
+        return products.product(a, a_format, weight.parts, format, n, k, *options)
+    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
+    right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
+    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index)
 
 
 # ---- the same tensor again
@@ -157,15 +113,14 @@ def _clone(q: QuantizedTensor, *, memory_format: torch.memory_format | None = No
 @implements(aten._to_copy.default)
 def _to_copy(q: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any) -> QuantizedTensor:
     dtype = q.dtype if dtype is None else dtype
-    if dtype not in NOMINAL:
-        names = ", ".join(map(str, NOMINAL))
+    if dtype not in DTYPES:
+        names = ", ".join(map(str, DTYPES))
         raise refused(aten._to_copy.default, f"the nominal dtype can't be {dtype}", f"cast to one of {names}, or dequantize()")
     if where.get("layout") not in (None, torch.strided):
         raise refused(aten._to_copy.default, f"codes have no layout {where['layout']}", "keep torch.strided")
     where["memory_format"] = torch.contiguous_format
-    moved = [aten._to_copy.default(part, **where) for part in _parts(q)]
-    tensor_scale = moved[2] if len(moved) > 2 else None
-    return q.with_parts(moved[0], moved[1], tensor_scale, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
+    moved = (aten._to_copy.default(part, **where) for part in q.parts)
+    return q.with_parts(*moved, dtype=dtype, geometry=q.geometry.copy(initial=q.initial))
 
 
 @implements(aten._pin_memory.default)
@@ -175,19 +130,17 @@ def _pin_memory(q: QuantizedTensor, device: torch.device | None = None) -> Quant
 
 @implements(aten.is_pinned.default)
 def _is_pinned(q: QuantizedTensor, device: torch.device | None = None) -> bool:
-    return all(aten.is_pinned.default(part, device) for part in _parts(q))
+    return all(aten.is_pinned.default(part, device) for part in q.parts)
 
 
 @implements(aten.record_stream.default)
 def _record_stream(q: QuantizedTensor, stream: torch.Stream) -> None:
-    for part in _parts(q):
+    for part in q.parts:
         aten.record_stream.default(part, stream)
 
 
 @implements(aten.copy_.default)
 def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    from .tensor import QuantizedTensor
-
     op = aten.copy_.default
     if not isinstance(source, QuantizedTensor) and isinstance(destination, QuantizedTensor) and _keeps(destination, source):
         destination.geometry.copied = source.detach().clone()
@@ -225,12 +178,12 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`parts.no_values`).
+    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`names.no_values`).
 
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
     geometry = shard.geometry
-    if geometry.gathered or not (geometry.cut or geometry.base) or source.dtype not in NOMINAL or shard.is_meta:
+    if geometry.gathered or not (geometry.cut or geometry.base) or source.dtype not in DTYPES or shard.is_meta:
         return False
     return source.shape == shard.shape or (source.ndim == shard.ndim + 1 and source.shape[0] == 0)
 
@@ -384,8 +337,7 @@ def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     """Where columns first .. last lie in a row of codes, if they are whole blocks."""
     block = q.format.block[1] if q.format.block else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
-    bits = q.format.element.bits
-    together = {8: 1, 6: 4, 4: 2}[bits]
+    bits, together = q.format.element.bits, q.format.element.codes_per_group
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):
         raise refused(
             aten.slice.Tensor,

@@ -1,4 +1,4 @@
-"""From a DTensor to the core's values: how it lies on its mesh, and which part of it this rank holds.
+"""The core's values for a DTensor: its `Sharding`, and the `Region` that this rank holds.
 
 Nothing here is kept: the mesh and its groups are looked up at the point of use.
 """
@@ -32,12 +32,12 @@ def mesh_of(tensor: Tensor) -> DeviceMesh | None:
 
 
 def placed_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie on one mesh with the same placements, or both on none."""
+    """Returns whether two tensors lie on one mesh with the same placements, or both on none."""
     return mesh_of(tensor) == mesh_of(other) and getattr(tensor, "placements", None) == getattr(other, "placements", None)
 
 
 def sharding_of(tensor: Tensor) -> Sharding:
-    """How a tensor lies: a DTensor on its mesh, a plain tensor whole on a mesh of one rank.
+    """The sharding of a tensor: a DTensor's on its mesh, a plain tensor's whole on a mesh of one rank.
 
     Raises:
         ValueError: a placement that has no counterpart in the core, or several separate runs on a rank.
@@ -62,7 +62,7 @@ _mesh = _kept(Mesh)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
+    """The tensor that this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
 
     It is looked up each time: FSDP2 replaces a short shard when it first gathers it.
     """
@@ -86,7 +86,7 @@ def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
 
 
 def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
-    """What this rank holds of a tensor, as a box of the unsharded one; arguments as for `rank_in`.
+    """The box of the unsharded tensor that this rank holds; arguments as for `rank_in`.
 
     Raises:
         ValueError: the local tensor is not of the shape that the placements mean.
@@ -107,7 +107,7 @@ def _region(sharding: Sharding, rank: int) -> Region:
 
 
 def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank holds, where `tensor` lies, of a plain tensor of the same whole shape; a view.
+    """A view of this rank's part of a plain tensor that is whole, where `tensor`, of the same whole shape, lies.
 
     Not what torch's `distribute_tensor` gives: where nothing divides evenly, FSDP2 gives the ranks of a strided DTensor others.
     """
@@ -136,11 +136,11 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
 
 
-def data_rank(mesh: DeviceMesh, axes: int) -> int:
-    """This rank's number along the first axes of a parameter's mesh: those of the mesh that `fully_shard` was given.
+def leading_rank(mesh: DeviceMesh, axes: int) -> int:
+    """This rank's number along the first axes of a parameter's mesh, those of the mesh that `fully_shard` was given.
 
-    They divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh that
-    both were taken from; that mesh, its axes of pipelines and its order say nothing of who sees the same batch.
+    These axes divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh
+    that both were taken from.
 
     Raises:
         ValueError: this rank is not in the mesh.

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockfp.definition import checks, numerics
+from blockfp.definition import checks
 from blockfp.formats import Format
 
-from ..custom_ops import ops, views
-from . import fsdp, optable
+from ..custom_ops import dtypes, ops
+from ..custom_ops.dtypes import DTYPES
+from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
+from . import fsdp
 from .agreement import agree_before_gather
+from .dispatch import run
 from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
 
@@ -48,12 +51,12 @@ class QuantizedTensor(Wrapper):
     format: Format
     geometry: Geometry
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, geometry=None):
         shape = (*codes.shape[:-1], columns)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        return make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(
         self,
@@ -110,20 +113,20 @@ class QuantizedTensor(Wrapper):
                 raise ValueError(f"{name} is on {part.device} and codes on {codes.device}: move them to one device")
             if part.requires_grad:
                 raise ValueError(f"{name} requires grad, but no gradient flows into scales: pass {name}.detach()")
-        codes, scales = views.stored(codes, scales, format)
+        codes, scales = dtypes.stored(codes, scales, format)
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
             checks.check_place(columns, origin)
-        numerics.check_codes(codes, columns, format)
-        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        checks.check_codes(codes, columns, format)
+        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
 
     def with_parts(
         self,
         codes: Tensor,
         scales: Tensor,
-        tensor_scale: Tensor | None,
+        tensor_scale: Tensor | None = None,
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
@@ -134,6 +137,11 @@ class QuantizedTensor(Wrapper):
         dtype = self.dtype if dtype is None else dtype
         geometry = self.geometry if geometry is None else geometry
         return QuantizedTensor(codes, scales, tensor_scale, self.format, columns, dtype, geometry)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Codes, scales and, of formats with two levels, the tensor scale."""
+        return [self.codes, self.scales] if self.tensor_scale is None else [self.codes, self.scales, self.tensor_scale]
 
     @property
     def origin(self) -> Origin:
@@ -168,14 +176,14 @@ class QuantizedTensor(Wrapper):
         Raises:
             TypeError: 6-bit elements, which torch has no dtype for.
         """
-        return views.view_codes(self.codes, self.format)
+        return dtypes.view_codes(self.codes, self.format)
 
     def view_scales(self) -> Tensor:
         """The scales as numbers, in the same memory: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`),
         else float32."""
-        return views.view_scales(self.scales, self.format)
+        return dtypes.view_scales(self.scales, self.format)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, rounded once to `dtype`; the gradient passes through unchanged.
 
         Args:
@@ -188,11 +196,11 @@ class QuantizedTensor(Wrapper):
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if self.requires_grad and torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+            return _Dequantize.apply(self, dtype)
         return ops.dequantize_tensor(self, dtype)
 
     @property
-    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def requires_grad(self) -> bool:
         return Tensor.requires_grad.__get__(self)  # pyright: ignore
 
     @requires_grad.setter
@@ -208,9 +216,9 @@ class QuantizedTensor(Wrapper):
         return self
 
     @property
-    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
+        return sum(part.nbytes for part in self.parts)
 
     def memory(self) -> Tensor:
         return self.codes
@@ -224,9 +232,8 @@ class QuantizedTensor(Wrapper):
 
     def share_memory_(self) -> QuantizedTensor:
         """Moves codes and scales to memory that other processes can map, as `Tensor.share_memory_` does."""
-        for part in (self.codes, self.scales, self.tensor_scale):
-            if part is not None:
-                part.share_memory_()
+        for part in self.parts:
+            part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
@@ -240,7 +247,7 @@ class QuantizedTensor(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return optable.run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __tensor_flatten__(self):
         names = ["codes", "scales"] if self.tensor_scale is None else ["codes", "scales", "tensor_scale"]
@@ -253,19 +260,25 @@ class QuantizedTensor(Wrapper):
         return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
 
     @fsdp.keeping_signature
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
         """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         agree_before_gather()
-        share = fsdp.share(self.format, self.shape, self.geometry, mesh)
-        return fsdp.send(share, self.codes, self.scales, self.tensor_scale)
+        gather = fsdp.weight_gather(self.format, self.shape, self.geometry, mesh)
+        return fsdp.send(gather, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: fsdp.GatherMetadata,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
         """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
-        return fsdp.receive(gathered, sent, dtype, out)
+        received = fsdp.receive(gathered, metadata, dtype, out)
+        return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
     def _stable_hash_for_caching(self) -> str:
         # What torch.compile's cache on disk knows a quantized argument by; its parts' shapes follow from these.
@@ -276,27 +289,24 @@ class QuantizedTensor(Wrapper):
         is_parameter = isinstance(self, torch.nn.Parameter)
         parts = (self.codes, self.scales, self.tensor_scale, str(self.format), self.shape[-1], self.dtype, self.origin)
         base = self.geometry.base
-        return _rebuild, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
-
-
-DTYPES = optable.NOMINAL
+        return _rebuild_tensor, (*parts, self.requires_grad, is_parameter, base and (base.shape, base.origin))
 
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = q.dtype
         return ops.dequantize_tensor(q, dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, gradient: Tensor):
         return gradient.to(ctx.dtype), None
 
 
-def _rebuild(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
+def _rebuild_tensor(codes, scales, tensor_scale, format, columns, dtype, origin, requires_grad, is_parameter, base):
     q = QuantizedTensor.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype=dtype, origin=origin)
     q.geometry.base = base and Base(*base)
     return torch.nn.Parameter(q, requires_grad) if is_parameter else q.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_tensor])

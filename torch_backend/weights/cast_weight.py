@@ -7,7 +7,8 @@ of the whole one. Where nothing is gathered, a product quantizes it at the point
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,20 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp.definition.checks import check_input
 from blockfp.formats import Format
-from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
-from blockfp.sharding.steps import Quantize
 
-from ..custom_ops.ops import kernels_for, name_of
+from ..custom_ops.dtypes import name_of
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import fsdp
 from ..quantized_tensor.agreement import agree_before_gather
+from ..quantized_tensor.dispatch import viewing
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
-from ..quantized_tensor.optable import viewing
 from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
 from ..quantized_tensor.tensor import QuantizedTensor
-from .requantize import Work, reduced_amaxes
+from ..sharded.quantize import WeightShard, quantize_weights
+from ..sharded.rank_plan import Quantization, weight_quantization
+from ..sharded.shard import AXIS, TensorParallelShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,28 +49,10 @@ _KEEP_CLASS = {
     aten.empty_like.default,
     aten.new_zeros.default,
 }
-"""What `fully_shard`, copies, moves and casts make of a `CastWeight` is one; all else gives plain tensors."""
+"""Operations that give a `CastWeight`: those of `fully_shard`, copies, moves and casts. All others give plain tensors."""
 
-_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
-"""What comes before a product: it is a `CastWeight` too, so that a product with it is seen."""
-
-
-class Cut(NamedTuple):
-    """How tensor parallelism cut a weight, before FSDP2 divides it.
-
-    Attributes:
-        group: name of the process group.
-        ranks: how many ranks it has.
-        rank: this rank's number in it.
-        dim: the axis that is cut.
-        length: of that axis, on all ranks together.
-    """
-
-    group: str
-    ranks: int
-    rank: int
-    dim: int
-    length: int
+_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+"""Operations before a product: they give a `CastWeight` too, so that a product with it is seen."""
 
 
 class CastWeight(Wrapper):
@@ -80,13 +64,13 @@ class CastWeight(Wrapper):
         values: the weight, a plain tensor.
         format: what it is quantized to.
         whole: shape of what FSDP2 divides: the unsharded weight, or what tensor parallelism left of it.
-        cut: how that did; None where it didn't.
+        cut: this rank's part, where tensor parallelism cut the weight before FSDP2 divides it; else None.
     """
 
     values: Tensor
     format: Format
     whole: tuple[int, ...]
-    cut: Cut | None
+    cut: TensorParallelShard | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
@@ -96,7 +80,7 @@ class CastWeight(Wrapper):
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
         )
 
-    def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: Cut | None = None):
+    def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None = None):
         # No checks: tracing passes placeholders here. `from_values` has them.
         self.values = values
         self.format = format
@@ -104,8 +88,8 @@ class CastWeight(Wrapper):
         self.cut = cut
 
     @classmethod
-    def from_values(cls, values: Tensor, format: Format | str, cut: Cut | None = None) -> CastWeight:
-        """A whole weight, or what tensor parallelism leaves of one; its memory is shared.
+    def from_values(cls, values: Tensor, format: Format | str, cut: TensorParallelShard | None = None) -> CastWeight:
+        """Makes a weight of values, whole or cut by tensor parallelism; shares their memory.
 
         Args:
             values: float32, float16 or bfloat16, two or more axes.
@@ -119,40 +103,34 @@ class CastWeight(Wrapper):
         return cls(values, Format.parse(format), tuple(values.shape), cut)
 
     def quantized(self) -> QuantizedTensor:
-        """The whole weight quantized as it is now, without a gradient."""
+        """Quantizes the whole weight as it is now, without a gradient."""
         with torch.no_grad():
             codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
         return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
     @fsdp.keeping_signature
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.Sent]:
-        """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
+        """Quantizes this rank's rows as a part of the whole, and returns codes and scales to send (`fsdp.send`)."""
         agree_before_gather()
-        base = (
-            Base(self.whole, (0, 0))
-            if self.cut is None
-            else Base(self.whole, _lies(self, self.cut).region(self.cut.rank).origin)
-        )
-        share = fsdp.share(self.format, self.shape, Geometry(None, base), mesh)
-        sharding, rank = share.gather.sharding, share.rank
-        groups: dict[str, str] = {"fsdp": mesh.get_group().group_name}
+        base, step = _before_gather(self.format, self.whole, self.cut, mesh.size(), mesh.get_local_rank())
+        gather = fsdp.weight_gather(self.format, self.shape, Geometry(None, base), mesh)
+        groups: dict[str, str] = {fsdp.AXIS: mesh.get_group().group_name}
         if self.cut is not None:
-            sharding, rank = _lies(self, self.cut, mesh.size()), share.rank * self.cut.ranks + self.cut.rank
-            groups["tp"] = self.cut.group
-        region = sharding.region(rank)
-        (step,) = plans.quantize_shards(self.format, sharding).steps
-        assert isinstance(step, Quantize)
-        (amax,) = reduced_amaxes([Work(self.values, step, region, groups.__getitem__)])
-        parts = kernels_for(self.values).quantize(
-            self.values, self.format, nominal=name_of(self.dtype), origin=region.origin, amax=amax
-        )
-        return fsdp.send(share, *parts)
+            groups[AXIS] = self.cut.group
+        (parts,) = quantize_weights([WeightShard(self.values, step, groups, name_of(self.dtype))])
+        return fsdp.send(gather, *parts)
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], sent: fsdp.Sent, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: fsdp.GatherMetadata,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
-        return fsdp.receive(gathered, sent, dtype, out)
+        """Returns the whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        received = fsdp.receive(gathered, metadata, dtype, out)
+        return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"CastWeight({self.format}, {self.values!r})"
@@ -167,10 +145,10 @@ class CastWeight(Wrapper):
             )
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        if func in _TURNS:
+        if func in _VIEWS:
             with viewing(args[0]):
-                turned = CastWeight(result, args[0].format, tuple(result.shape))
-                return return_and_correct_aliasing(func, args, kwargs, turned)
+                view = CastWeight(result, args[0].format, tuple(result.shape))
+                return return_and_correct_aliasing(func, args, kwargs, view)
         if func not in _KEEP_CLASS:
             return result
         weight: CastWeight = args[0]
@@ -218,24 +196,33 @@ class CastWeight(Wrapper):
     def __reduce_ex__(self, protocol):
         is_parameter = isinstance(self, torch.nn.Parameter)
         cut = None if self.cut is None else tuple(self.cut)
-        return _rebuild, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
+        return _rebuild_cast_weight, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
 
 
-def _lies(weight: CastWeight, cut: Cut, shards: int = 1) -> Sharding:
-    """How the whole weight lies on (FSDP's shards, tensor parallelism's ranks)."""
-    shape = list(weight.whole)
-    shape[cut.dim] = cut.length
-    rows = StridedShard(0, cut.ranks) if cut.dim == 0 else Shard(0)
-    return Sharding(tuple(shape), Mesh((shards, cut.ranks), ("fsdp", "tp")), (rows, Shard(cut.dim)))
+@lru_cache(maxsize=4096)
+def _before_gather(
+    format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None, shards: int, rank: int
+) -> tuple[Base, Quantization]:
+    """The weight that FSDP2 divides, and the quantization of a part by this rank of its shard mesh."""
+    sharding = Sharding(whole, Mesh((shards,), (fsdp.AXIS,)), (Shard(0),))
+    origin = (0, 0)
+    if cut is not None:
+        assert cut.length is not None
+        shape = (*whole[: cut.dim], cut.length, *whole[cut.dim + 1 :])
+        rows = StridedShard(0, cut.ranks) if cut.dim == 0 else Shard(0)
+        mesh = Mesh((shards, cut.ranks), (fsdp.AXIS, AXIS))
+        sharding, rank = Sharding(shape, mesh, (rows, Shard(cut.dim))), rank * cut.ranks + cut.rank
+        origin = Sharding(shape, Mesh((cut.ranks,), (AXIS,)), (Shard(cut.dim),)).region(cut.rank).origin
+    return Base(whole, origin), weight_quantization(format, sharding, rank)
 
 
-def _rebuild(values, format, whole, cut, requires_grad, is_parameter):
-    weight = CastWeight(values, Format.parse(format), tuple(whole), None if cut is None else Cut(*cut))
+def _rebuild_cast_weight(values, format, whole, cut, requires_grad, is_parameter):
+    weight = CastWeight(values, Format.parse(format), tuple(whole), None if cut is None else TensorParallelShard(*cut))
     return torch.nn.Parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuild])
+torch.serialization.add_safe_globals([_rebuild_cast_weight])

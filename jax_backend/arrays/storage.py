@@ -1,0 +1,161 @@
+"""The storage of a sharded array on a rank, inside shard_map: its size, and its place in the array.
+
+One program runs on all ranks, so what differs between them is data: where a shard begins, how much of it there is, which rows
+a gather joins. It is looked up by rank in tables made from the `Sharding`, whose shape is that of the last two axes.
+
+A rank stores as many rows (and columns) as the largest shard has, filled up with zeros, and as many scales as that can touch
+blocks. Where some shard begins inside a block, values are moved into a buffer of whole blocks, at their place in the first
+one, and worked on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockfp.definition import layout
+from blockfp.formats import Format
+from blockfp.sharding.placement import Mesh, Sharding
+from blockfp.sharding.steps import block_length
+
+from ..implementations import ops
+from ..implementations.replication import axis_index
+
+
+def of_rank(mesh: Mesh, table: Sequence) -> Any:
+    """This rank's entry of a table by rank: a traced array, or an int or NumPy array where all ranks have the same."""
+    entries = np.asarray(table, np.int32)
+    entries = entries.reshape(*mesh.shape, *entries.shape[1:])
+    place = []
+    for axis, name in enumerate(mesh.names):
+        first = np.take(entries, [0], axis=axis)
+        # What doesn't depend on an axis must not seem to: shard_map keeps account of the axes that values vary over.
+        place.append(0 if (entries == first).all() else axis_index(name))
+        if isinstance(place[-1], int):
+            entries = first
+    if any(isinstance(index, jax.Array) for index in place):
+        return jnp.asarray(entries)[tuple(place)]
+    whole = entries[tuple(place)]
+    return whole if whole.ndim else int(whole)
+
+
+def _spans(sharding: Sharding, dim: int) -> list[tuple[int, int]]:
+    return [sharding.span(dim, rank) for rank in range(sharding.mesh.size)]
+
+
+def length(sharding: Sharding, dim: int) -> int:
+    """Elements along an axis of the matrix that a rank stores: as many as the largest shard has."""
+    return max(size for _, size in _spans(sharding, dim))
+
+
+def shape(sharding: Sharding) -> tuple[int, int]:
+    """(rows, columns) that a rank stores."""
+    return length(sharding, 0), length(sharding, 1)
+
+
+def scale_length(format: Format, sharding: Sharding, dim: int) -> int:
+    """Scales along an axis of the matrix that a rank stores."""
+    if format.block is None:
+        return 1
+    block = block_length(format, sharding, dim)
+    return -(-length(sharding, dim) // block) + (not sharding.aligned(dim, block))
+
+
+def is_aligned(format: Format, sharding: Sharding) -> bool:
+    """Returns True where every shard begins with a whole block."""
+    return all(sharding.aligned(dim, block_length(format, sharding, dim)) for dim in (0, 1))
+
+
+def _phase(format: Format, sharding: Sharding, dim: int):
+    """The index of this rank's first element in its first block."""
+    block = block_length(format, sharding, dim)
+    return of_rank(sharding.mesh, [start % block if size else 0 for start, size in _spans(sharding, dim)])
+
+
+def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
+    """Moves stored values or codes (one a byte) into a buffer of whole blocks; a no-op where shards begin with whole blocks."""
+    for dim in (0, 1):
+        block = block_length(format, sharding, dim)
+        if not sharding.aligned(dim, block):
+            axis = dim - 2
+            whole = list(x.shape)
+            whole[axis] = scale_length(format, sharding, dim) * block
+            starts: list = [0] * x.ndim
+            starts[axis] = _phase(format, sharding, dim)
+            # Zeros made of x vary over the mesh axes that it does, which shard_map keeps account of.
+            x = lax.dynamic_update_slice(jnp.zeros_like(x, shape=tuple(whole)), x, starts)
+    return x
+
+
+def out_of_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
+    """Undoes `into_blocks`."""
+    for dim in (0, 1):
+        if not sharding.aligned(dim, block_length(format, sharding, dim)):
+            x = lax.dynamic_slice_in_dim(x, _phase(format, sharding, dim), length(sharding, dim), axis=dim - 2)
+    return x
+
+
+def corner(format: Format, sharding: Sharding) -> tuple[Any, Any]:
+    """(row, column) in the unsharded matrix of the first element of this rank's buffer of whole blocks."""
+    first = []
+    for dim in (0, 1):
+        block = block_length(format, sharding, dim)
+        back = 1 if sharding.aligned(dim, block) else block
+        first.append(of_rank(sharding.mesh, [start - start % back if size else 0 for start, size in _spans(sharding, dim)]))
+    return first[0], first[1]
+
+
+def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax.Array | int = 0) -> jax.Array:
+    """Takes entries of an axis by index; for -1 those of `otherwise`."""
+    static = isinstance(places, np.ndarray)
+    if static and np.array_equal(places, np.arange(x.shape[axis])):
+        return x
+    picked = jnp.take(x, jnp.maximum(places, 0), axis=axis)
+    if static and (places >= 0).all():
+        return picked
+    along = [1] * x.ndim
+    along[axis] = -1
+    return jnp.where((jnp.asarray(places) >= 0).reshape(along), picked, otherwise)
+
+
+def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Zeroes x beyond this rank's own rows and columns."""
+    for dim in (0, 1):
+        sizes = [size for _, size in _spans(sharding, dim)]
+        if min(sizes) < max(sizes):
+            place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim + dim - 2)
+            x = jnp.where(place < of_rank(sharding.mesh, sizes), x, jnp.zeros_like(x))
+    return x
+
+
+def check_stored(x: jax.Array, sharding: Sharding) -> None:
+    """Raises ValueError where values inside shard_map don't have the shape that ranks store."""
+    if x.shape[-2:] != shape(sharding):
+        raise ValueError(f"a rank's part of an array that lies {sharding} has shape {shape(sharding)}, got {x.shape[-2:]}")
+
+
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    sharding: Sharding,
+    *,
+    format: Format,
+    dtype: str,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Decodes the values that a rank stores."""
+    run = partial(ops.dequantize, format=format, dtype=dtype, implementation=implementation)
+    columns = length(sharding, 1)
+    if is_aligned(format, sharding):
+        return run(codes, scales, tensor_scale, columns=columns)
+    bits = format.element.bits
+    buffer = into_blocks(layout.unpack(codes, bits, columns), format, sharding)
+    values = run(layout.pack(buffer, bits), scales, tensor_scale, columns=buffer.shape[-1])
+    return out_of_blocks(values, format, sharding)

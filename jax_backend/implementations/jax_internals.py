@@ -1,0 +1,82 @@
+"""The private parts of JAX that this package rests on, in one place, with the reasons.
+
+Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
+such a dtype, so the handlers that it keeps for its own are registered for ours.
+
+A quantized array's flatten looks at the stack, because three callers want something else than codes and scales, and JAX
+tells a flatten nothing about them (`flattening_caller`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jax._src import core, dtypes
+from jax._src.earray import EArray
+from jax._src.interpreters import mlir, pxla
+from jax._src.sharding_impls import physical_sharding
+
+ExtendedDType = dtypes.ExtendedDType
+extended_scalar = dtypes.extended
+physical_aval = core.physical_aval
+unmapped_aval = core.unmapped_aval
+
+__all__ = [
+    "EQUINOX_FILE",
+    "JAX_GRAD",
+    "OPTAX_ZEROS",
+    "EArray",
+    "ExtendedDType",
+    "extended_scalar",
+    "flattening_caller",
+    "physical_aval",
+    "physical_result_handler",
+    "register_array",
+    "unmapped_aval",
+]
+
+
+def register_array(kind: type[EArray]) -> None:
+    """Registers a subclass of EArray with JAX, with the handlers that JAX has for EArray itself."""
+    pxla.shard_arg_handlers[kind] = pxla.shard_arg_handlers[EArray]
+    core.pytype_aval_mappings[kind] = lambda x: x.aval
+    dtypes.register_canonicalize_value_handler(kind, None)
+    mlir.register_constant_handler(kind, _as_constant)  # pyright: ignore[reportArgumentType]
+
+
+def _as_constant(x: Any, aval: Any) -> Any:
+    return mlir.get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
+
+
+def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
+    """Returns JAX's handler that makes an array's buffers of a program's results."""
+    make = pxla.global_result_handlers[core.ShapedArray]
+    return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
+
+
+EQUINOX_FILE = ("equinox._serialisation", None)
+"""Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
+
+OPTAX_ZEROS = ("optax.tree_utils._tree_math", "tree_zeros_like")
+"""optax making moments or sums of gradients, which are arrays of the shape that was quantized."""
+
+JAX_GRAD = ("jax._src.api", "value_and_grad_f")
+"""`jax.grad`, whose own message about integers leads on to `allow_int`, and that to an empty gradient. It flattens its argument
+before it looks at dtypes, so only there a better answer can be given. Should JAX come to flatten elsewhere, its own TypeError
+stands."""
+
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD}
+
+
+def flattening_caller() -> tuple[str, str | None] | None:
+    """Returns the caller, among those above, that flattens the array whose flatten function calls this; else None."""
+    frame = sys._getframe(2)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).startswith("jax._src.tree"):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    for caller in ((module, frame.f_code.co_name), (module, None)):
+        if caller in _CALLERS:
+            return caller
+    return None

@@ -1,0 +1,91 @@
+"""The arguments of layers: checked, and the weight as products take it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from blockfp.formats import Format
+from blockfp.kernels.routes import exact_in_bfloat16
+from blockfp.recipes import Recipe
+
+from ..arrays.array import QuantizedArray
+from ..implementations.carriers import carrier_of
+from ..params.params import dequantize_params, quantize_weight
+from . import overflow
+from .delayed import DelayedState
+from .products import Matrix
+
+
+def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
+    """Raises TypeError or ValueError where these aren't arrays that `linear` (`grouped_linear`) multiplies."""
+    if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"x must be an array in high precision, got {type(x).__name__}")
+    if not isinstance(weight, QuantizedArray | jax.Array | np.ndarray):
+        raise TypeError(f"weight must be an array or a QuantizedArray, got {type(weight).__name__}")
+    for name, array in (("x", x), ("weight", weight)):
+        if np.dtype(array.dtype).name not in ("float32", "float16", "bfloat16"):
+            raise TypeError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}: cast it first")
+    if grouped and weight.ndim != 3:
+        raise ValueError(f"weight must be [groups, out, in], got {tuple(weight.shape)}")
+    if not grouped and (weight.ndim != 2 or x.ndim < 1):
+        raise ValueError(
+            f"weight must be [out, in] and x [..., in], got {tuple(weight.shape)} and {tuple(x.shape)}: use jax.vmap or "
+            "lax.scan over a stack, grouped_linear for experts"
+        )
+    if bias is not None and (bias.ndim != weight.ndim - 1 or not jnp.issubdtype(bias.dtype, jnp.floating)):
+        wanted = "[groups, out]" if grouped else "[out]"
+        raise ValueError(f"bias must be a float array of shape {wanted}, got {bias.dtype} {tuple(bias.shape)}")
+
+
+def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:
+    """Raises TypeError or ValueError where a recipe needs another state or key."""
+    if recipe.delayed is not None and state is None and compute == "quantized":
+        raise ValueError(f"recipe {recipe} scales by history: pass state=bfp.delayed_state(recipe)")
+    if recipe.delayed is None and state is not None:
+        raise ValueError(f"state: recipe {recipe} takes scales from the current amax and has no state")
+    if state is not None and not isinstance(state, DelayedState):
+        raise TypeError(f"state must be a DelayedState, got {type(state).__name__}")
+    if state is not None and state.input_scale.ndim:
+        raise ValueError(f"state belongs to a stack of {state.input_scale.shape} layers: use jax.vmap or lax.scan")
+    if key is None and compute == "quantized" and (recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic):
+        raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass a key, another one for each layer and step")
+
+
+def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
+    """Returns the weight, or a stack of them, as the forward takes it, and the carrier of its derivative, or None.
+
+    Raises:
+        ValueError: a quantized weight in another format than the recipe's.
+    """
+    format = recipe.weight.format
+    if isinstance(weight, QuantizedArray):
+        if weight.format is not format:
+            raise ValueError(
+                f"weight is in {weight.format}, and recipe {recipe} wants {format or 'high precision'}: quantize it with "
+                "quantize_params and this recipe"
+            )
+        return weight.without_carrier(), weight.carrier
+    weight = jnp.asarray(weight)
+    carrier = carrier_of(weight) if isinstance(weight, Tracer) else None
+    stopped = lax.stop_gradient(weight)
+    return stopped if format is None else _quantized_here(stopped, format), carrier
+
+
+def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
+    return overflow.propagate(quantize_weight(weight, format), overflow.is_finite(weight))
+
+
+def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:
+    """Transposes the weight [.., out, in] to what dgrad takes, [.., in, out]."""
+    if isinstance(weight, QuantizedArray):
+        if weight.format.square:
+            return weight.mT
+        # Its codes have no exact transpose; its values, in a dtype that holds them all, have.
+        exact = exact_in_bfloat16(weight.format) and not weight.format.has_tensor_scale
+        return dequantize_params(weight, "bfloat16" if exact else "float32").mT
+    format = recipe.weight_columnwise.format
+    return weight.mT if format is None else _quantized_here(weight.mT, format)

@@ -1,0 +1,251 @@
+"""A quantized layer and its derivatives, of one matrix (`linear`) or of one for each group of tokens (`grouped_linear`).
+
+A `Layer` says how operands are made and multiplied. The rules here are the same for both: the forward, its tangents, the
+gradients, and the tangents of those.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from blockfp.recipes import Cast, Recipe
+
+from ..implementations import replication
+from ..implementations.carriers import carrier_of
+from ..implementations.derivatives import attach, either, linear_map
+from .arguments import transposed_weight
+from .delayed import DelayedState
+from .layer_placement import LayerPlacement
+from .operands import Pair
+from .products import Matrix
+from .straight_through import (
+    LayerInputs,
+    Product,
+    carriers_of,
+    check_forward,
+    check_second,
+    same_values,
+    sum_of_products,
+    values,
+)
+
+
+@dataclass(frozen=True)
+class Layer(ABC):
+    """The static part of a call: how operands are made and multiplied.
+
+    Attributes:
+        recipe: the recipe.
+        placement: how the layer lies inside shard_map.
+        dtype: the dtype of x, y and the gradient of x.
+        weight_dtype: the dtype of the weight's gradient.
+    """
+
+    recipe: Recipe
+    placement: LayerPlacement
+    dtype: np.dtype
+    weight_dtype: np.dtype
+
+    def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
+        """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
+        return either(partial(_plain, self), partial(_differentiable, self), x, weight, carrier, bias, sizes, key, state)
+
+    @abstractmethod
+    def tiles(self, x: jax.Array, sizes: Any) -> Any:
+        """Divides the rows of groups of these sizes into tiles; None for a layer of one matrix."""
+
+    @abstractmethod
+    def input_operands(
+        self, x: jax.Array, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
+    ) -> Pair:
+        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
+
+    @abstractmethod
+    def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Pair:
+        """Quantizes the gradient as dgrad takes it and as wgrad does; None for what isn't asked for."""
+
+    def gathered(self, weight: Matrix) -> Matrix:
+        """Gathers the weight for a product, as codes and scales."""
+        return self.placement.gathered(weight)
+
+    @abstractmethod
+    def multiply_rows(self, operand: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
+        """Multiplies a rowwise operand with the weight, transposed: y of x, dx of the gradient."""
+
+    @abstractmethod
+    def multiply_columns(self, gradient: Matrix, x: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
+        """Multiplies two columnwise operands: the gradient of the weight."""
+
+    @abstractmethod
+    def bias_rows(self, bias: jax.Array, tiles: Any) -> jax.Array:
+        """The bias as it is added to rows of y."""
+
+    @abstractmethod
+    def sum_rows(self, g: jax.Array, tiles: Any) -> jax.Array:
+        """Sums the gradient [tokens, out] to that of the bias, in fp32."""
+
+    @abstractmethod
+    def largest_amax(self, x: jax.Array, tiles: Any) -> jax.Array:
+        """The largest amax of x, float32 ()."""
+
+    @abstractmethod
+    def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
+
+    @abstractmethod
+    def products(self, tiles: Any) -> tuple[Product, Product, Product]:
+        """The products in fp32 of the forward (x, w), of dgrad (g, w) and of wgrad (g, x)."""
+
+
+class Residuals(NamedTuple):
+    """The values that a forward keeps for derivatives.
+
+    Attributes:
+        row: x as the forward takes it, for forward mode; None where that isn't wanted or `column` has the same values.
+        column: x as wgrad takes it, or x itself where that is made in the backward; None for a weight that is a constant.
+        weight: the weight.
+        tiles: what `Layer.tiles` gave.
+        key, state: of the call.
+        types: what the arguments vary over.
+    """
+
+    row: Matrix | None
+    column: Matrix | None
+    weight: Matrix
+    tiles: Any
+    key: jax.Array | None
+    state: DelayedState | None
+    types: replication.VaryingAxes
+
+
+def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
+    tiles = layer.tiles(x, sizes)
+    row, _ = layer.input_operands(x, tiles, state, columnwise=False)
+    return _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
+
+
+def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:
+    assert row is not None
+    y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
+    y = layer.placement.sum_output(y)
+    return y if bias is None else y + layer.bias_rows(bias, tiles).astype(y.dtype)
+
+
+def _state_after(layer: Layer, x: jax.Array, tiles: Any, state: DelayedState | None) -> DelayedState | None:
+    return None if state is None else state.after_forward(layer.largest_amax(x, tiles))
+
+
+def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
+    carriers = carriers_of(LayerInputs(x, carrier, bias, state))
+    types = replication.VaryingAxes.of(x, carrier, bias, state)
+    x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
+    tiles = layer.tiles(x, sizes)
+    # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
+    later = layer.placement.gathers_input
+    row, column = layer.input_operands(x, tiles, state, columnwise=carriers.weight is not None and not later)
+    results = _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
+    row = None if column is None or layer.placement.weight is not None or same_values(layer.recipe) else row
+    kept = Residuals(row, x if later else column, weight, tiles, key, state, types)
+    like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
+
+    def rule(kept, carriers, tangents):
+        return linear_map(partial(_forward, layer, like[0]), partial(_backward, layer), (kept, carriers), tangents, like)
+
+    return attach(results, kept, carriers, rule)
+
+
+def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
+    """The tangents of y and of the state, which has none."""
+    kept, carriers = known
+    check_forward(layer.placement)
+    recipe, tiles = layer.recipe, kept.tiles
+    weight, x = values(kept.weight, carriers.weight), None
+    if tangents.weight is not None and kept.row is not None:
+        x = layer.values(kept.row, tiles, carriers.x, recipe.input)
+    elif tangents.weight is not None:
+        assert kept.column is not None
+        x = layer.values(kept.column, tiles, carriers.x, recipe.input_columnwise, transposed=True)
+    forward, _, _ = layer.products(tiles)
+    y = sum_of_products((forward, tangents.x, weight), (forward, x, tangents.weight))
+    y = jnp.zeros(like.shape, jnp.float32) if y is None else y
+    y = y if tangents.bias is None else y + layer.bias_rows(tangents.bias, tiles).astype(y.dtype)
+    return [y.astype(layer.dtype), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
+
+
+def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerInputs, cotangents) -> LayerInputs:
+    """The cotangents of what is wanted (None where nothing is), which have derivatives of their own."""
+    kept, carriers = known
+    g, *later = cotangents
+    g_carrier = carrier_of(g) if isinstance(g, Tracer) else None
+    kept, g = lax.stop_gradient((kept, g))
+    recipe, placement, tiles, types, state = layer.recipe, layer.placement, kept.tiles, kept.types, kept.state
+    g = placement.own(g, gradient=True)
+    column: Any = kept.column
+    if placement.gathers_input and wanted.weight is not None:
+        _, column = layer.input_operands(column, tiles, state, rowwise=False)
+    directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}
+    gradient_row, gradient_column = layer.gradient_operands(g, kept, **directions)
+    dx = dw = db = ds = None
+    if gradient_row is not None:
+        summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
+        weight = transposed_weight(layer.gathered(kept.weight), recipe)
+        dx = layer.multiply_rows(gradient_row, weight, tiles, fast="dgrad" in recipe.fast_accum)
+        dx = replication.sum_like(placement.sum_input(dx), types.x, summed)
+    if gradient_column is not None:
+        dw = layer.multiply_columns(gradient_column, column, tiles, fast="wgrad" in recipe.fast_accum)
+        dw = _sum_weight(layer, types, dw)
+    if wanted.bias is not None:
+        db = _sum_bias(layer, kept, g, wanted.bias.dtype)
+    if state is not None:
+        ds = state.cotangent(wanted.state, lambda: layer.largest_amax(g, tiles), later, types.state)
+    made = LayerInputs(dx, dw, db, ds)
+    types_made = jax.tree.map(jax.typeof, made)
+    return attach(made, (gradient_row, gradient_column, kept), (carriers, g_carrier), partial(_second, layer, types_made))
+
+
+def _second(
+    layer: Layer, made: LayerInputs, kept: tuple, carriers: tuple[LayerInputs, Any], tangents: tuple[LayerInputs, Any]
+) -> list[Any]:
+    """The tangents of the cotangents that a backward made."""
+    check_second(layer.placement)
+    recipe = layer.recipe
+    (row, column, forward), (points, g_carrier), (dots, g_dot) = kept, carriers, tangents
+    tiles, types = forward.tiles, forward.types
+    _, dgrad, wgrad = layer.products(tiles)
+    dx = dw = db = None
+    if made.x is not None:
+        weight = values(transposed_weight(forward.weight, recipe), points.weight, transposed=True)
+        g = layer.values(row, tiles, g_carrier, recipe.gradient)
+        dx = sum_of_products((dgrad, g_dot, weight), (dgrad, g, dots.weight))
+        dx = None if dx is None else replication.sum_like(dx.astype(layer.dtype), types.x, ())
+    if made.weight is not None:
+        x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True)
+        g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True)
+        dw = sum_of_products((wgrad, g_dot, x), (wgrad, g, dots.x))
+        dw = None if dw is None else _sum_weight(layer, types, dw.astype(layer.weight_dtype))
+    if made.bias is not None and g_dot is not None:
+        db = _sum_bias(layer, forward, g_dot, made.bias.dtype)
+    there = [dot for dot, result in ((dx, made.x), (dw, made.weight), (db, made.bias)) if result is not None]
+    return [*there, *(None for _ in jax.tree.leaves(made.state))]
+
+
+def _sum_weight(layer: Layer, types: replication.VaryingAxes, dw: jax.Array) -> jax.Array:
+    placement = layer.placement
+    rest = [name for name in placement.data_axes if name not in placement.fsdp]
+    return replication.sum_like(placement.scatter_weight(dw, layer.recipe.weight.format), types.carrier, rest)
+
+
+def _sum_bias(layer: Layer, kept: Residuals, g: jax.Array, dtype) -> jax.Array:
+    placement = layer.placement
+    tokens = (placement.tensor,) if placement.gathers_gradient and placement.tensor else ()
+    db = layer.sum_rows(g, kept.tiles).astype(dtype)
+    return replication.sum_like(db, kept.types.bias, (*placement.data_axes, *tokens))

@@ -1,0 +1,13 @@
+"""What a Python process that a test starts must know."""
+
+import os
+from pathlib import Path
+
+_TESTS = Path(__file__).parents[1]
+SUPPORT = (_TESTS / "support", _TESTS / "torch" / "support", _TESTS / "jax" / "support")
+
+
+def environment(**variables):
+    """This process's environment, in which helpers of tests can be imported, and each process has one thread for sums."""
+    paths = [*map(str, SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | variables

@@ -1,0 +1,34 @@
+"""Comparison of two sets of results that sees NaN, the sign of zero, dtypes and shapes."""
+
+import numpy as np
+from samples import bits_of
+
+
+def parts_of(q):
+    """Codes, scales and tensor scale, or None, of a quantized array of any face."""
+    return q.codes, q.scales, q.tensor_scale
+
+
+def assert_same_bits(actual, expected, what="", source=None):
+    """Arrays, or tuples of arrays and None, with the same dtypes, shapes and bits.
+
+    Args:
+        what: is said where they differ.
+        source: the array that they were made of; the bits that the first different element came from are said.
+    """
+    if isinstance(expected, tuple | list):
+        assert len(actual) == len(expected), what
+        for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(a, e, f"{what} [{number}]", source)
+        return
+    if expected is None:
+        assert actual is None, what
+        return
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), what
+    different = bits_of(actual) != bits_of(expected)
+    if different.any():
+        at = tuple(np.argwhere(different)[0])
+        found = f"{bits_of(actual)[at]:#x}, not {bits_of(expected)[at]:#x}"
+        came = f", of bits {bits_of(source)[at]:#x}" if source is not None and source.shape == actual.shape else ""
+        raise AssertionError(f"{what}: {int(different.sum())} differ, first at {at}: {found}{came}")

@@ -1,0 +1,247 @@
+"""A second, independent statement of every formula, in float64, tables and rational numbers; slow and plain.
+
+Nothing here is shared with the code under test but the names of the formats. fp32 operations are done in float64 and rounded
+once: a product of two fp32 numbers is exact there, and NumPy's fp32 division is IEEE's.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+
+FP32_MAX = float(np.finfo(np.float32).max)
+LARGEST = {"float32": FP32_MAX, "float16": 65504.0, "bfloat16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)}
+
+# name: exponent bits, mantissa bits, bias, largest finite value
+FLOATS = {
+    "e4m3": (4, 3, 7, 448.0),
+    "e5m2": (5, 2, 15, 57344.0),
+    "e3m2": (3, 2, 3, 28.0),
+    "e2m3": (2, 3, 1, 7.5),
+    "e2m1": (2, 1, 1, 6.0),
+}
+MAX = {name: fields[3] for name, fields in FLOATS.items()} | {"int8": 127 / 64}
+EMAX = {"e4m3": 8, "e5m2": 15, "e3m2": 4, "e2m3": 2, "e2m1": 2, "int8": 0}
+BITS = {"e4m3": 8, "e5m2": 8, "e3m2": 6, "e2m3": 6, "e2m1": 4, "int8": 8}
+OWN_NAN = {"e4m3": 0x7F, "e5m2": 0x7F}
+
+
+def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
+    """(element, block, scale rule) of a format's name."""
+    element = "int8" if "int8" in name else next((e for e in FLOATS if e in name), "e2m1")
+    square = re.search(r"(\d+)x(\d+)", name)
+    block = (int(square[1]), int(square[2])) if square else None
+    if name.startswith("fp8"):
+        if block is None:
+            return element, None, "pow2" if name.endswith("pow2") else "fp32"
+        return element, block, "fp32" if name.endswith("fp32") else "pow2"
+    if name.startswith("nvfp4"):
+        return element, block or (1, 16), "nvfp4"
+    return element, block or (1, 32), "floor" if name.endswith("floor") else "ceil"
+
+
+@cache
+def values(element: str) -> np.ndarray:
+    """The non-negative finite values in order of their codes, float64."""
+    if element == "int8":
+        return np.arange(128) / 64
+    exponent_bits, mantissa_bits, bias, largest = FLOATS[element]
+    table = []
+    for field in range(1 << exponent_bits):
+        for mantissa in range(1 << mantissa_bits):
+            fraction = mantissa / 2**mantissa_bits
+            table.append((1 + fraction) * 2.0 ** (field - bias) if field else fraction * 2.0 ** (1 - bias))
+    return np.array([v for v in table if v <= largest])
+
+
+def decode(codes: np.ndarray, element: str) -> np.ndarray:
+    """Values of codes, one a byte, float64."""
+    codes = codes.astype(np.int64)
+    if element == "int8":
+        return np.where(codes >= 128, codes - 256, codes) / 64
+    sign_bit = 1 << (BITS[element] - 1)
+    magnitude = codes & (sign_bit - 1)
+    table = list(values(element))
+    if element == "e4m3":
+        table += [np.nan]
+    if element == "e5m2":
+        table += [np.inf, np.nan, np.nan, np.nan]
+    return np.where(codes & sign_bit, -1.0, 1.0) * np.array(table)[magnitude]
+
+
+def to_element(y: np.ndarray, element: str, u: np.ndarray | None = None) -> np.ndarray:
+    """Codes of float64 values (exactly the number to round), by looking for the neighbours in the table."""
+    table = values(element)
+    magnitude = np.minimum(np.abs(np.nan_to_num(y, nan=0.0, posinf=1e300, neginf=-1e300)), table[-1])
+    below = np.searchsorted(table, magnitude, side="right") - 1
+    above = np.minimum(below + 1, len(table) - 1)
+    if u is None:
+        middle = (table[below] + table[above]) / 2
+        up = (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1))
+    else:
+        gap = np.where(above > below, table[above] - table[below], 1.0)
+        up = (magnitude - table[below]) / gap + (2 * u + 1) / 512 >= 1
+    code = np.where(up, above, below)
+    if element == "int8":
+        code = np.where(np.signbit(y), -code, code) & 0xFF
+    else:
+        code = code | (np.signbit(y).astype(np.int64) << (BITS[element] - 1))
+    nan_code = OWN_NAN.get(element, len(table) - 1)
+    return np.where(np.isnan(y), nan_code, code).astype(np.uint8)
+
+
+def mul32(a, b) -> np.ndarray:
+    """fp32 product, as float64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return (np.asarray(a, np.float64) * np.asarray(b, np.float64)).astype(np.float32).astype(np.float64)
+
+
+def div32(a, b) -> np.ndarray:
+    """fp32 quotient, as float64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
+        return (np.asarray(a, np.float32) / np.asarray(b, np.float32)).astype(np.float64)
+
+
+def fp32(value: float) -> float:
+    return float(np.float32(value))
+
+
+def blocks_of(shape: tuple[int, ...], block: tuple[int, int] | None):
+    """(scale index, element slices) of every block."""
+    if block is None:
+        yield (0,) * len(shape), (slice(None),) * len(shape)
+        return
+    for lead in np.ndindex(*shape[:-2]):
+        for i in range(-(-shape[-2] // block[0])):
+            for j in range(-(-shape[-1] // block[1])):
+                rows = slice(i * block[0], min((i + 1) * block[0], shape[-2]))
+                columns = slice(j * block[1], min((j + 1) * block[1], shape[-1]))
+                yield (*lead, i, j), (*lead, rows, columns)
+
+
+def largest_magnitude(x: np.ndarray) -> float:
+    finite_or_inf = np.abs(x[~np.isnan(x)])
+    return float(finite_or_inf.max()) if finite_or_inf.size else 0.0
+
+
+@cache
+def e8m0(amax: float, element: str, rule: str) -> int:
+    if amax == 0:
+        return 0
+    if np.isinf(amax):
+        return 0xFE
+    if rule == "floor":
+        exponent = 0
+        while Fraction(2) ** (exponent + 1) <= Fraction(amax):
+            exponent += 1
+        while Fraction(2) ** exponent > Fraction(amax):
+            exponent -= 1
+        return min(max(exponent + 127 - EMAX[element], 0), 254)
+    pattern = int(np.float32(mul32(amax, fp32(1 / MAX[element]))).view(np.uint32))
+    exponent, mantissa = pattern >> 23, pattern & 0x7FFFFF
+    if exponent == 0:
+        return 1 if mantissa > 0x400000 else 0
+    return min(exponent + (mantissa != 0), 254)
+
+
+def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: float = 0.0, nominal: str | None = None):
+    """(codes one a byte, scales, tensor_scale) of x in the format of this name."""
+    element, block, rule = describe(name)
+    nominal = nominal or x.dtype.name
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        x = np.where(np.isnan(x), np.nan, x.astype(np.float64))
+    grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
+    scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
+    tensor_scale = None
+    if rule == "nvfp4":
+        amax = largest_magnitude(x)
+        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(448 * 6.0, amax), FP32_MAX))
+        tensor_scale = np.float32(div32(1.0, global_multiplier))
+    amax, nan = np.zeros(grid), np.zeros(grid, bool)
+    for index, where in blocks_of(x.shape, block):
+        amax[index], nan[index] = max(largest_magnitude(x[where]), eps), np.isnan(x[where]).any()
+    if rule in ("fp32", "pow2"):
+        multiplier = np.where((amax == 0) | np.isinf(amax), 1.0, div32(MAX[element], amax))
+        multiplier[np.isinf(multiplier)] = FP32_MAX if block is None else LARGEST[nominal]
+        if rule == "pow2":
+            multiplier = 2.0 ** (np.frexp(multiplier)[1] - 1)
+        scales[...] = div32(1.0, multiplier)
+    elif rule == "nvfp4":
+        level = mul32(amax, mul32(global_multiplier, fp32(1 / 6)))
+        scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
+        decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
+        multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
+    else:
+        for index in np.ndindex(grid):
+            scales[index] = e8m0(float(amax[index]), element, rule)
+        multiplier = 2.0 ** (127 - scales.astype(np.float64))
+    # Of a power of two the product is not rounded: it may lie outside of fp32.
+    multiply = np.multiply if rule in ("ceil", "floor") else mul32
+    with np.errstate(invalid="ignore"):
+        codes = to_element(multiply(x, spread(multiplier, x.shape, block)), element, u)
+    if element not in OWN_NAN:
+        scales[nan] = 0x7F if rule == "nvfp4" else 0xFF
+    return codes, scales, tensor_scale
+
+
+def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None) -> np.ndarray:
+    """Each block's number at each of its elements."""
+    out = np.zeros(shape)
+    for index, where in blocks_of(shape, block):
+        out[where] = per_block[index]
+    return out
+
+
+def dequantize(codes: np.ndarray, scales: np.ndarray, tensor_scale, name: str, dtype) -> np.ndarray:
+    """Values of codes (one a byte), in `dtype`; NaN has no particular bits."""
+    element, block, rule = describe(name)
+    if rule == "nvfp4":
+        scales = mul32(decode(scales, "e4m3"), tensor_scale)
+    elif rule in ("ceil", "floor"):
+        scales = np.where(scales == 0xFF, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
+    out = mul32(decode(codes, element), spread(scales, codes.shape, block))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return out.astype(np.float32).astype(dtype)
+
+
+def unpack(packed: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Codes one a byte from the rows' bit streams, least significant bit first."""
+    if bits == 8:
+        return packed
+    stream = np.unpackbits(packed, axis=-1, bitorder="little")
+    stream = stream[..., : stream.shape[-1] // bits * bits].reshape(*packed.shape[:-1], -1, bits)
+    return (stream * (1 << np.arange(bits))).sum(-1).astype(np.uint8)[..., :columns]
+
+
+def threefry(key: tuple[int, int], counter: int) -> bytes:
+    """Eight random bytes, Threefry-2x32 with 20 rounds in unbounded integers."""
+    mask = 0xFFFFFFFF
+    schedule = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    x0, x1 = ((counter >> 32) + key[0]) & mask, ((counter & mask) + key[1]) & mask
+    for i in range(20):
+        rotation = (13, 15, 26, 6, 17, 29, 16, 24)[i % 8]
+        x0 = (x0 + x1) & mask
+        x1 = (((x1 << rotation) | (x1 >> (32 - rotation))) & mask) ^ x0
+        if i % 4 == 3:
+            n = i // 4 + 1
+            x0, x1 = (x0 + schedule[n % 3]) & mask, (x1 + schedule[(n + 1) % 3] + n) & mask
+    return x0.to_bytes(4, "little") + x1.to_bytes(4, "little")
+
+
+def random_bytes(key: tuple[int, int], first: int, count: int) -> np.ndarray:
+    """The random bytes of elements first .. first + count."""
+    stream = b"".join(threefry(key, i) for i in range(first >> 3, ((first + count - 1) >> 3) + 1))
+    return np.frombuffer(stream, np.uint8)[first & 7 :][:count].astype(np.int64)
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """One group of 16 rotated, float64 by the matrix itself (a sum of 16 terms, not the butterfly)."""
+    matrix = np.array([[1.0]])
+    for _ in range(4):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    return (signs * x) @ matrix / 4

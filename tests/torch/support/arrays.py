@@ -1,0 +1,25 @@
+"""NumPy arrays as tensors and back, bit for bit."""
+
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def to_torch(x, device="cpu"):
+    """A tensor of an array's memory, or of a copy on another device; None is None."""
+    if x is None:
+        return None
+    x = np.ascontiguousarray(x) if device != "cpu" else np.asarray(x)
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(x).to(device)
+
+
+def to_numpy(x):
+    """An array of a tensor's memory, or of a copy of what lies on another device; None is None."""
+    if x is None:
+        return None
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()

@@ -1,0 +1,31 @@
+"""Chooses what runs on a tensor's device: the CPU kernels, the CUDA kernels, or the definition, all with the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from blockfp.definition import numerics, rotation
+from blockfp.formats import Format
+from blockfp.kernels import cuda_library, native
+
+from . import cuda
+
+
+def kernels_for(x: Tensor) -> Any:
+    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition."""
+    if x.is_cpu:
+        return native if native.available() else numerics
+    return cuda if x.is_cuda and cuda_library.available() else numerics
+
+
+def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transposed matrix; see `numerics.transpose`. They may be views."""
+    run = cuda if kernels_for(codes) is cuda else numerics
+    return run.transpose(codes, scales, format, columns=columns)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """The random Hadamard transform along x's last axis; see `rotation.rotate`."""
+    return (native if kernels_for(x) is native else rotation).rotate(x)

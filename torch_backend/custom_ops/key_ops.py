@@ -1,0 +1,62 @@
+"""The custom op that makes the keys which a step's gradients are rounded with.
+
+blockfp::gradient_keys   (key, step, folds, groups) -> int32 [groups, 2, 2]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_key
+
+from . import cuda
+from .kernels import kernels_for
+from .library import define, fake, impl
+
+_op = define("gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor")
+
+
+def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[int] = (), groups: int | None = None) -> Tensor:
+    """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
+
+    They are `rounding.gradient_key` of the key with, one after another, the step and each of `folds` folded in.
+
+    Args:
+        key: two words as an int32 or int64 tensor.
+        step: an integer tensor of shape (), or None.
+        folds: further numbers, such as this rank's coordinate on the data-parallel axes.
+        groups: how many groups (experts) the layer has; None for a layer without.
+    """
+    return _op(key, step, list(folds), -1 if groups is None else groups)
+
+
+@impl(_op)
+def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
+    if kernels_for(key) is cuda and len(folds) < 2:
+        return cuda.gradient_keys(key, step, folds[0] if folds else -1, groups)
+    # On a CPU in Python's integers: a tensor operation costs more than all of them.
+    words: Any = tuple(int(word) & 0xFFFFFFFF for word in key) if key.is_cpu else key.to(torch.int32)
+    if step is not None:
+        words = fold_in(words, int(step) & 0xFFFFFFFF if key.is_cpu else step)
+    for fold in folds:
+        words = fold_in(words, fold)
+    numbers = (None,) if groups < 0 else range(groups)
+    keys: list[Any] = [[gradient_key(words, way, group=number) for way in (ROWWISE, COLUMNWISE)] for number in numbers]
+    if key.is_cpu:
+        words32 = [[[signed(int(word)) for word in words] for words in pair] for pair in keys]
+        return torch.tensor(words32, dtype=torch.int32).view(-1, 2, 2)
+    return torch.stack([torch.stack(pair) for pair in keys]) if keys else key.new_empty((0, 2, 2), dtype=torch.int32)
+
+
+@fake(_op)
+def _gradient_keys_fake(key: Tensor, step: Tensor | None, folds: list[int], groups: int) -> Tensor:
+    return key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
+
+
+def signed(word: int) -> int:
+    """The int32 with the bits of a uint32 word."""
+    return word - (1 << 32) if word >> 31 else word

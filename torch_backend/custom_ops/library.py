@@ -1,0 +1,56 @@
+"""The library of blockfp's custom ops, and how an op is defined: its schema, what carries it out, and its fake.
+
+Ops carry a format as its name. A compiled graph holds one call to each; what runs behind it gives the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import layout
+from blockfp.formats import Format
+
+# A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
+_library = torch.library.Library("blockfp", "DEF")
+
+Register = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def define(schema: str) -> Any:
+    """Defines an op and returns it, ready to be called."""
+    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(torch.ops.blockfp, name).default
+
+
+def impl(op: Any) -> Register:
+    """Registers the decorated function to carry out an op, on every device."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.impl(op.name().removeprefix("blockfp::"), function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def fake(op: Any) -> Register:
+    """Registers the decorated function to make an op's results without values, while a compiler traces and on meta tensors."""
+    return torch.library.register_fake(op.name(), lib=_library)
+
+
+def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> list[Tensor]:
+    """Codes, scales and, of formats with two levels, the tensor scale of an array of this shape, not filled, on x's device."""
+    # Not cached: a compiler may leave lengths open.
+    parts = layout.parts.__wrapped__(tuple(shape), format, origin)
+    return [x.new_empty(part, dtype=getattr(torch, dtype)) for part, dtype in parts]
+
+
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own: it is no meta tensor, and stands for no other while a compiler traces.
+
+    What is done with others has to be an op, so that it is traced, or gives its fake's result.
+    """
+    return type(tensor) is Tensor and not tensor.is_meta

@@ -1,0 +1,69 @@
+"""`Call`, the constants of one call of `linear`, and small functions that its forward and backward share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.formats import Format
+from blockfp.recipes import Recipe
+
+from ..custom_ops.key_ops import gradient_keys
+from .parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Call:
+    """The constants of a call, known before any value; equal calls compile to one graph.
+
+    Attributes:
+        recipe: from `recipes.for_linear`.
+        stored: format of the weight, or None for values.
+        grouped: whether there is a weight for each of several groups.
+        needs: whether x, weight and bias want gradients.
+        training: whether amaxes are recorded.
+        rank: folded into the key of the gradients; None for a key that was given for this call.
+        parallel: how a tensor-parallel group shares the call, or None.
+    """
+
+    recipe: Recipe
+    stored: Format | None
+    grouped: bool
+    needs: tuple[bool, ...]
+    training: bool
+    rank: int | None
+    parallel: Parallel | None = None
+
+
+def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None, Tensor]]:
+    """(index, rows) of each group; one group without index where there are no counts."""
+    return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
+
+
+def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    """Returns the keys of this backward, int32 [groups or 1, 2, 2] as of `gradient_keys`, and moves the step on."""
+    call: Call = ctx.call
+    groups = len(ctx.counts) if call.grouped else None
+    own = slice(None)
+    if groups is not None and call.parallel is not None and call.parallel.style == "experts":
+        # Experts are numbered over all ranks.
+        own = slice(call.parallel.first, call.parallel.first + groups)
+        groups = call.parallel.features
+    if call.rank is None:
+        return gradient_keys(ctx.key, groups=groups)[own]
+    keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
+    ctx.step.add_(1)
+    return keys[own]
+
+
+def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """The gradient of a bias [out], or [groups, out] with counts, from the gradient of the outputs [tokens, out]."""
+    if counts is None:
+        return gradient.sum(0).to(dtype)
+    if not counts:
+        return gradient.new_empty((0, gradient.shape[1]), dtype=dtype)
+    return torch.stack([group.sum(0) for _, group in groups_of(gradient, counts)]).to(dtype)

@@ -1,0 +1,260 @@
+"""`LocalParameter`: what this rank holds of a parameter, where that lies in the whole, and its step.
+
+parameter (DTensor or plain)          codes, or values: what the model computes with
+  | find
+  v
+LocalParameter                        its local tensor, and where that lies: worked out once, again only where that changes
+  | gradient, state, coefficients, step
+  v
+row of a table                        what the kernels read (`step_table`); its fixed fields are worked out once, too
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import adamw
+from blockfp.definition.adamw import Coefficients
+from blockfp.formats import Format
+from blockfp.kernels import step_table
+from blockfp.sharding.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
+
+from ..custom_ops.ops import name_of
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+SCALE_NAMES = ("exp_avg_scales", "exp_avg_sq_scales")
+
+# Of `step_table.ARRAYS`, as users know them.
+_NAMES = ("gradient", "master", *MOMENT_NAMES, *SCALE_NAMES, "values or codes", "scales")
+
+
+class LocalParameter:
+    """What this rank holds of a parameter, and the step that it takes.
+
+    An optimizer keeps one for each parameter, but no tensors between its steps: memory that others replace is theirs to free.
+
+    Attributes:
+        param: the parameter, a DTensor or a plain tensor.
+        local: its local tensor: quantized, or plain values.
+        start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
+        whole: (rows, columns) of the unsharded matrix.
+        lies: how the parameter lies.
+        format: of its codes; None for plain values.
+        one_pass: whether a kernel can write the codes while it updates the master; the same on every rank that shares it.
+        number: the parameter's position in the optimizer.
+        state: its state.
+        gradient: local, contiguous.
+        coefficients: the step's constants: numbers, or where only the device knows them float32 of their order.
+        step: the step's number, likewise.
+    """
+
+    __slots__ = (
+        "_arrays",
+        "_found",
+        "coefficients",
+        "format",
+        "gradient",
+        "lies",
+        "local",
+        "number",
+        "one_pass",
+        "param",
+        "row",
+        "start",
+        "state",
+        "step",
+        "whole",
+    )  # fmt: skip
+
+    param: Tensor
+    local: Tensor
+    start: tuple[int, int, int]
+    whole: tuple[int, int]
+    lies: Sharding
+    format: Format | None
+    one_pass: bool
+    number: int
+    state: dict[str, Tensor]
+    gradient: Tensor
+    coefficients: Coefficients | Tensor
+    step: int | Tensor
+    row: step_table.Row
+
+    def __init__(self, param: Tensor | None = None):
+        self._found: tuple | None = None
+        self._arrays: tuple | None = None
+        if param is not None:
+            self.find(param)
+
+    def find(self, param: Tensor) -> None:
+        """Looks up the local tensor, which FSDP replaces; where it is of another kind, works out again where it lies."""
+        mesh = sharding.mesh_of(param)
+        local, placements = param, None
+        if mesh is not None:
+            local, placements = sharding.local_of(param), param.placements  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(local, CastWeight):
+            local = local.values
+        self.param, self.local, format, origin = param, local, None, None
+        if isinstance(local, QuantizedTensor):
+            format, origin = local.format, local.geometry.origin or local.geometry.start
+        found = (mesh, placements, param.shape, local.shape, local.dtype, local.device, format, origin)
+        if found == self._found:
+            return
+        self.lies = _lying(param)
+        row, column = origin or (0, 0)
+        self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
+        self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
+        block = None if format is None or not step_table.one_pass(format) else format.block
+        self.one_pass = block is not None and not self.cuts_blocks(block)
+        self._found, self._arrays = found, None
+
+    def forget(self) -> None:
+        """Lets go of the step's tensors."""
+        self.param = self.local = self.state = self.gradient = self.coefficients = self.step = None  # pyright: ignore
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """Returns (row, column) of the first element, matrices counted one below the other: random bytes count from there."""
+        return (self.start[0] * self.whole[0] + self.start[1], self.start[2])
+
+    def cuts_blocks(self, block: tuple[int, int]) -> bool:
+        """Returns whether some rank's part, or this one's beginning, falls inside a block; the same on every rank of a mesh."""
+        if self.lies.mesh is sharding.ONE_RANK:
+            return bool(self.start[1] % block[0] or self.start[2] % block[1])
+        return _cuts_blocks(self.lies, block)
+
+    @property
+    def scalars(self) -> Coefficients:
+        """Returns the constants one by one."""
+        c = self.coefficients
+        return c if isinstance(c, Coefficients) else Coefficients(*c.unbind())
+
+    @property
+    def moves(self) -> bool | Tensor:
+        """Returns whether the weight may move at all; a tensor where only the device knows."""
+        c = self.coefficients
+        if isinstance(c, Coefficients):
+            return not (adamw.stands_still(c) or c.skip)
+        c = self.scalars
+        return ~adamw.stands_still(c) & (c.skip == 0)
+
+    def key(self, key: tuple[int, int], rounded: int) -> Any:
+        """Returns the key that rounds the weight or a moment in this step."""
+        if isinstance(self.step, int):
+            return adamw.rounding_key(key, self.step, self.number, rounded)
+        # Filled in on the device: nothing may be copied there while a graph is captured.
+        words = [torch.full((), word, dtype=torch.int64, device=self.step.device) for word in (*key, self.number, rounded)]
+        return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
+
+    def addresses(self, arrays: tuple[Tensor | None, ...], *, again: bool = False) -> list[int]:
+        """Returns the addresses of the row's arrays (`step_table.ARRAYS`), constants and step number, 0 where there is none.
+
+        Sets `row`, anew where dtypes have changed.
+
+        Raises:
+            TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
+        """
+        device, found = self.local.device, []
+        for x, expected in zip(arrays, self._arrays or self._expected(arrays), strict=True):
+            if x is None and expected is None:
+                found.append(0)
+                continue
+            if x is not None and expected is not None:
+                dtype, count, alignment = expected
+                if x.dtype is dtype and x.numel() == count and x.device == device and x.is_contiguous():
+                    address = x.data_ptr()
+                    if not address % alignment:
+                        found.append(address)
+                        continue
+            if again:
+                raise self._misfit(_NAMES[len(found)], x, expected)
+            self._arrays = None
+            return self.addresses(arrays, again=True)
+        if isinstance(self.coefficients, Coefficients):
+            found += (0, 0)
+            return found
+        for x, count in ((self.coefficients, len(Coefficients._fields)), (self.step, 1)):
+            assert isinstance(x, Tensor)
+            if x.device != device or x.dtype is not torch.float32 or x.numel() != count or not x.is_contiguous():
+                raise self._misfit("step", x, (torch.float32, count, 4))
+            found.append(x.data_ptr())
+        return found
+
+    def _expected(self, arrays: tuple[Tensor | None, ...]) -> tuple:
+        """Sets `row`, and returns (dtype, number of elements, alignment) of each of its arrays, or None."""
+        gradient, _, first, _, _, _, out, _ = arrays
+        assert gradient is not None
+        assert first is not None
+        shape = tuple(self.local.shape)
+        self.row = step_table.row(
+            shape if len(shape) >= 2 else (1, math.prod(shape)),
+            name_of(gradient.dtype),
+            name_of(first.dtype),
+            None if out is None or self.format is not None else name_of(out.dtype),
+            None if out is None else self.format,
+            nominal=name_of(self.local.dtype),
+            start=self.start,
+            whole=self.whole,
+        )
+        expected = ((getattr(torch, one[0]), one[1]) if one is not None else None for one in self.row.arrays)
+        self._arrays = tuple(None if one is None else (*one, one[0].itemsize) for one in expected)
+        return self._arrays
+
+    def _misfit(self, name: str, x: Tensor | None, expected: tuple | None) -> Exception:
+        what = f"{name} of parameter {self.number}, of shape {tuple(self.param.shape)},"
+        if x is None or expected is None:
+            return ValueError(f"{what} {'is missing' if x is None else 'must not be there'}")
+        dtype, count, _ = expected
+        if x.device != self.local.device:
+            return ValueError(f"{what} must be on {self.local.device}, got one on {x.device}")
+        if x.dtype is not dtype:
+            return TypeError(f"{what} must be of {dtype}, got {x.dtype}")
+        return ValueError(f"{what} must be contiguous, aligned, and hold {count} elements, got shape {tuple(x.shape)}")
+
+
+def _lying(param: Tensor) -> Sharding:
+    """Returns how a parameter lies; a vector is a matrix of one row."""
+    if param.ndim >= 2:
+        return sharding.sharding_of(param)
+    mesh, shape = sharding.mesh_of(param), (1, math.prod(param.shape))
+    if mesh is None:
+        return Sharding(shape, sharding.ONE_RANK, (Replicate(),))
+    placements = from_dtensor(param.placements)  # pyright: ignore[reportAttributeAccessIssue]
+    return _row(shape, sharding.core_mesh(mesh), placements)
+
+
+# An optimizer has many parameters that lie alike.
+_kept = lru_cache(maxsize=4096)
+
+
+@_kept
+def _row(shape: tuple[int, int], mesh: Mesh, placements: tuple[Placement, ...]) -> Sharding:
+    return Sharding(shape, mesh, tuple(map(_along_columns, placements)))
+
+
+def _along_columns(placement: Any) -> Any:
+    if isinstance(placement, StridedShard):
+        return StridedShard(1, placement.split_factor)
+    return Shard(1) if isinstance(placement, Shard) else placement
+
+
+@_kept
+def _start(lies: Sharding, rank: int) -> tuple[int, int, int]:
+    start, batch = lies.region(rank).start, 0
+    for first, size in zip(start[:-2], lies.shape[:-2], strict=True):
+        batch = batch * size + first
+    return batch, start[-2], start[-1]
+
+
+@_kept
+def _cuts_blocks(lies: Sharding, block: tuple[int, int]) -> bool:
+    last = len(lies.shape) - 1
+    return not (lies.aligned(last - 1, block[0]) and lies.aligned(last, block[1]))

@@ -1,0 +1,148 @@
+"""Parts of arrays quantized as parts of the whole: the plan's `Quantize`, for weights and for operands of products.
+
+Weights are quantized by the kernels themselves, many together, into the memory that they have. Operands go through custom ops,
+as compiled code holds them, which also mark an overflow (`custom_ops.overflow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.rounding import Key
+from blockfp.formats import Format
+from blockfp.recipes import Cast
+
+from ..custom_ops import cuda, part_ops
+from ..custom_ops.kernels import kernels_for
+from .amaxes import AmaxExchange
+from .rank_plan import Quantization
+from .shard import AXIS, COLUMNS, ROWS, TensorParallelShard
+
+
+class WeightShard(NamedTuple):
+    """Values of a weight to be quantized on this rank.
+
+    Attributes:
+        values: what this rank holds.
+        step: how it is quantized.
+        groups: from each mesh axis that the step reduces over to the name of its process group.
+        nominal: name of the weight's nominal dtype.
+        key: of stochastic rounding, or None.
+        out: codes, scales and tensor scale to write into; None makes new ones.
+    """
+
+    values: Tensor
+    step: Quantization
+    groups: Mapping[str, str]
+    nominal: str
+    key: Key | None = None
+    out: Quantized | None = None
+
+
+def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
+    """Quantizes this rank's parts of weights, after ranks have reduced the amaxes that they share.
+
+    Every rank that holds a part of one of the weights must call it, with the weights in one order.
+    """
+    exchange, found = AmaxExchange(), []
+    for shard in shards:
+        format = Format.parse(shard.step.format)
+        amaxes = list(kernels_for(shard.values).amax(shard.values, format, origin=shard.step.origins[0]))
+        exchange.add(amaxes, shard.step, shard.groups)
+        found.append((shard, format, amaxes))
+    exchange.run()
+    return [_quantized(shard, format, Amax(*amaxes)) for shard, format, amaxes in found]
+
+
+def _quantized(shard: WeightShard, format: Format, amax: Amax) -> Quantized:
+    kernels, out = kernels_for(shard.values), shard.out
+    options: dict[str, Any] = {
+        "key": shard.key,
+        "nominal": shard.nominal,
+        "origin": shard.step.origins[0],
+        "shape": shard.step.shape,
+        "amax": amax,
+    }
+    if out is None:
+        return kernels.quantize(shard.values, format, **options)
+    if kernels is cuda and all(part is None or part.is_contiguous() for part in out):
+        cuda.quantize(shard.values, format, **options, out=out)
+        return out
+    for part, new in zip(out, kernels.quantize(shard.values, format, **options), strict=True):
+        if part is not None:
+            part.copy_(new)
+    return out
+
+
+class Direction(NamedTuple):
+    """One direction in which a part of an operand is quantized.
+
+    Attributes:
+        cast: how.
+        step: what the plan says of it.
+        key: of stochastic rounding, or None.
+        names: the directions, "rowwise" or "columnwise", that `observe` counts it as.
+    """
+
+    cast: Cast
+    step: Quantization
+    key: Tensor | None = None
+    names: tuple[str, ...] = ()
+
+
+def quantize_operand_shard(
+    x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
+) -> list[list[Tensor]]:
+    """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
+
+    Args:
+        x: this rank's part [rows, columns], float32, float16 or bfloat16.
+        directions: the directions wanted; what they reduce goes in one collective.
+        shard: where the part lies.
+        eps: see `numerics.quantize`.
+    """
+    exchange = AmaxExchange()
+    found: list[list[Tensor] | None] = []
+    for direction in directions:
+        step, amaxes = direction.step, None
+        if step.amax_axes or step.shared:
+            amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+            exchange.add(amaxes, step, {AXIS: shard.group})
+        found.append(amaxes)
+    exchange.run()
+    return [_operand_parts(x, *each, shard, eps) for each in zip(directions, found, strict=True)]
+
+
+def _operand_parts(
+    x: Tensor, direction: Direction, amaxes: list[Tensor] | None, shard: TensorParallelShard, eps: float
+) -> list[Tensor]:
+    step, key = direction.step, direction.key
+    how = (step.format, step.columnwise, step.rotate)
+    shape = step.shape
+    if shard.dim == COLUMNS:
+        # The plan leaves open how many rows there are.
+        shape = (shape[0], x.shape[0]) if step.columnwise else (x.shape[0], shape[1])
+    if key is None or shard.runs == 1:
+        return part_ops.quantize_part(x, amaxes, key, *how, step.origins[0], shape, eps)
+    # Random bits are counted in the whole, where the runs of a rank don't lie one after another.
+    axis = COLUMNS if step.columnwise else ROWS
+    each = (
+        [None] * shard.runs if amaxes is None else list(zip(*(_runs(field, axis, shard.runs) for field in amaxes), strict=True))
+    )
+    parts = [
+        part_ops.quantize_part(rows, amax, key, *how, origin, shape, eps)
+        for rows, amax, origin in zip(x.chunk(shard.runs), each, step.origins, strict=True)
+    ]
+    codes, scales, *tensor_scale = zip(*parts, strict=True)
+    one = scales[0] if direction.cast.format is not None and direction.cast.format.per_tensor else torch.cat(scales, axis)
+    return [torch.cat(codes, axis), one, *(scale[0] for scale in tensor_scale)]
+
+
+def _runs(field: Tensor, axis: int, runs: int) -> list[Tensor]:
+    """The amaxes of each run; what the tensor has one of, or none, belongs to all."""
+    return list(field.chunk(runs, axis)) if field.ndim == 2 and field.shape[axis] >= runs else [field] * runs
