@@ -38,7 +38,7 @@ class Bucket(Tensor):
     """Whole quantized tensors and plain ones of one axis, end to end.
 
     Attributes:
-        pieces: them.
+        pieces: the tensors, in order.
     """
 
     pieces: tuple[Piece, ...]

@@ -51,8 +51,14 @@ def sharding_of(tensor: Tensor) -> Sharding:
     """
     dtensor = as_dtensor(tensor)
     if dtensor is None:
-        return Sharding(tuple(tensor.shape), ONE_RANK, (Replicate(),))
+        return unsharded(tuple(tensor.shape))
     return _sharding(tuple(dtensor.shape), core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
+
+
+@_kept
+def unsharded(shape: tuple[int, ...]) -> Sharding:
+    """Returns how a plain tensor lies: whole, on a mesh of one rank."""
+    return Sharding(shape, ONE_RANK, (Replicate(),))
 
 
 @_kept
