@@ -144,3 +144,14 @@ def fsdp_name(param: Any) -> str:
 def fsdp_module(param: Any) -> nn.Module:
     """The module of the parameter of one of FSDP2's records."""
     return param._module_info.module
+
+
+# ---- checkpoints
+
+
+def stored_at(path: str, offset: int, length: int, transforms: list[str] | None) -> Any:
+    """The entry of DCP's index that says where in its files a tensor lies. DCP's reader takes only its own class."""
+    # DCP is a second's import.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length, transforms)

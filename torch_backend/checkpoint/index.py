@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -31,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest, untrusted
+
+from ..torch_internals import stored_at
 
 INDEX = ".metadata"
 """What DCP calls the file that says what lies where."""
@@ -308,7 +309,7 @@ def _what(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), _size(state["size"]), made)
 
 
-def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, Any]:
     key, state = _state(raw_key, "MetadataIndex"), _state(raw, "_StorageInfo")
     offset, name = key.get("offset"), state["relative_path"]
     if not isinstance(key["fqn"], str) or not untrusted.is_plain_name(name):
@@ -316,7 +317,7 @@ def _place(raw_key: Any, raw: Any) -> tuple[MetadataIndex, _StorageInfo]:
     if not untrusted.is_size(state["offset"]) or not untrusted.is_size(state["length"]):
         raise ValueError(f"{key['fqn']!r} can't lie at {state['offset']!r}, and be {state['length']!r} bytes long")
     through = state.get("transform_descriptors")
-    where = _StorageInfo(name, state["offset"], state["length"], None if not through else [str(one) for one in through])
+    where = stored_at(name, state["offset"], state["length"], None if not through else [str(one) for one in through])
     return MetadataIndex(key["fqn"], None if offset is None else _size(offset)), where
 
 

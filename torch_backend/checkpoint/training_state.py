@@ -74,7 +74,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
         optimizer.state = defaultdict(dict)
     new = not optimizer.state
     with _gradients_aside(optimizer):
-        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)  # pyright: ignore[reportAssignmentType]
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
     if new and not (ours or whole):
         # torch makes a state by a step with gradients of zero, after which many an optimizer isn't what it would begin with.
         state[STATE] = {}

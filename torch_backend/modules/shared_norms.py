@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from ..linear import outputs
 from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
-from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.sharding import as_dtensor, mesh_of
 
 
 class _SummedGradient(torch.autograd.Function):
     """Identity on a parameter that each rank uses for its own tokens: its gradient is the sum over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:
         ctx.group = group
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor):
         return outputs.all_reduce(gradient, ctx.group), None
 
 
@@ -45,7 +45,8 @@ class SharedNorm(nn.Module):
 
     def _laid_out(self, x: Tensor) -> tuple[Tensor, bool]:
         """Returns x with whole features on every rank, and whether each has its own tokens."""
-        if mesh_of(x) is None:
+        dtensor = as_dtensor(x)
+        if dtensor is None:
             return x, self.sequence
         from torch.distributed.tensor import Replicate, Shard
 
@@ -55,9 +56,9 @@ class SharedNorm(nn.Module):
         # The terms of a sum, or parts of the features, can't be normed one by one.
         laid_out = [
             placement if isinstance(placement, Shard) and placement.dim < tokens else Replicate()
-            for placement in x.placements  # pyright: ignore[reportAttributeAccessIssue]
+            for placement in dtensor.placements
         ]
-        return x.redistribute(placements=laid_out), isinstance(laid_out[0], Shard)  # pyright: ignore[reportAttributeAccessIssue]
+        return dtensor.redistribute(placements=laid_out), isinstance(laid_out[0], Shard)
 
     def parameter(self, name: str, summed_over: str | None) -> Tensor | None:
         """Returns a parameter as this rank uses it, its gradient summed over a group or not."""
@@ -65,7 +66,7 @@ class SharedNorm(nn.Module):
         if parameter is None:
             return None
         local = to_local(parameter)
-        return local if summed_over is None else _SummedGradient.apply(local, summed_over)  # pyright: ignore[reportReturnType]
+        return local if summed_over is None else _SummedGradient.apply(local, summed_over)
 
     def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
         raise NotImplementedError

@@ -13,7 +13,7 @@ from blockfp.recipes import Recipe
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
 from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
-from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.sharding import as_dtensor
 
 
 def multiply_shared(
@@ -41,12 +41,12 @@ def multiply_shared(
         ValueError: a DTensor on another mesh.
     """
     check_mesh(x, weight)
-    mesh, features = mesh_of(x), weight.shape[-2]
+    dtensor, features = as_dtensor(x), weight.shape[-2]
     weight, bias = to_local(weight), None if bias is None else to_local(bias)
-    if mesh is None:
+    if dtensor is None:
         return apply(x, weight, bias, recipe, state=state, counts=counts, parallel=parallel)
     before, after = _placements(parallel, x.ndim)
-    x = x.redistribute(placements=[before])  # pyright: ignore[reportAttributeAccessIssue]
+    mesh, x = dtensor.device_mesh, dtensor.redistribute(placements=[before])
     if parallel.sequence:
         parallel = replace(parallel, length=x.shape[parallel.sequence_dim])
     y = apply(to_local(x), weight, bias, recipe, state=state, counts=counts, parallel=parallel)

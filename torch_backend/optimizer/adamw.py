@@ -91,7 +91,7 @@ class _Adam(Optimizer):
                     self._state_of(LocalParameter(param), group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step; parameters without a gradient stay as they are.
 
         Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
@@ -250,11 +250,11 @@ def _local_gradient(param: Tensor) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
         raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
-    mesh = sharding.mesh_of(param)
-    if mesh is not None and sharding.mesh_of(gradient) is not None:
-        if gradient.placements != param.placements:  # pyright: ignore[reportAttributeAccessIssue]
-            gradient = gradient.redistribute(mesh, param.placements)  # pyright: ignore[reportAttributeAccessIssue]
-        gradient = gradient.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    whole, dtensor = sharding.as_dtensor(param), sharding.as_dtensor(gradient)
+    if whole is not None and dtensor is not None:
+        if dtensor.placements != whole.placements:
+            dtensor = dtensor.redistribute(whole.device_mesh, whole.placements)
+        gradient = dtensor.to_local()
     return gradient.contiguous()
 
 

@@ -142,8 +142,8 @@ def _local_values(one: LocalParameter, name: str, value: Tensor) -> Tensor:
         if sharding.placed_alike(value, one.param):
             value = sharding.local_of(value)
         else:
-            whole = value if sharding.mesh_of(value) is None else value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-            value = sharding.own_part(whole, one.param)
+            dtensor = sharding.as_dtensor(value)
+            value = sharding.own_part(value if dtensor is None else dtensor.full_tensor(), one.param)
     if tuple(value.shape) != tuple(one.local.shape):
         raise ValueError(
             f"{name} must be of the parameter's shape {tuple(one.param.shape)}, or of its local part's, "

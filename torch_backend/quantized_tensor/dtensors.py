@@ -14,7 +14,7 @@ from torch import Tensor
 from blockfp.sharding.placement import Sharding
 
 from ..torch_internals import dtensor_like, functional_collectives
-from .sharding import group_name, mesh_of
+from .sharding import as_dtensor, group_name, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,8 @@ def check_mesh(x: Tensor, parameter: Tensor) -> None:
 
 def to_local(tensor: Tensor) -> Tensor:
     """Returns a DTensor's local tensor, differentiably; a plain tensor itself."""
-    return tensor if mesh_of(tensor) is None else tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    dtensor = as_dtensor(tensor)
+    return tensor if dtensor is None else dtensor.to_local()
 
 
 def from_local(local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Any], shape: Sequence[int] | None = None) -> Tensor:
@@ -61,7 +62,7 @@ def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -
     """
     mesh, shape = mesh_of(param), tuple(param.shape) if shape is None else shape
     if mesh is not None and local.device.type not in (mesh.device_type, "meta"):
-        return dtensor_like(param, local, torch.empty(shape, dtype=local.dtype, device="meta"))  # pyright: ignore[reportArgumentType]
+        return dtensor_like(param, local, torch.empty(shape, dtype=local.dtype, device="meta"))
     return from_local(local, mesh, getattr(param, "placements", ()), shape)
 
 
