@@ -82,6 +82,8 @@ class QuantizedLayer(InParts, RecipeLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Worked out again, not read: a pickle of another version may lack it.
+        self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self._announce()
 
     def _announce(self) -> None:
