@@ -61,6 +61,7 @@ class QuantizedLayer(InParts, RecipeLayer):
     turned: ClassVar[bool] = False
 
     bias: nn.Parameter | None
+    compute: Compute
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
         # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
