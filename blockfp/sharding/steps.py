@@ -8,6 +8,7 @@ Each rank holds either values (one float array) or codes (codes, scales and, for
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -69,8 +70,9 @@ class Straddle:
     Attributes:
         dim: array axis whose cuts fall inside these blocks.
         axes: mesh axes to reduce over.
-        blocks: their indices along `dim` in the unsharded array's grid. Every rank puts the entries it has of `numerics.Amax`
-            (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back reduced.
+        blocks: their indices along `dim` in the unsharded array's grid, ascending. Every rank puts the entries it has of
+            `numerics.Amax` (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back
+            reduced.
     """
 
     dim: int
@@ -86,7 +88,8 @@ class Straddle:
             region: what the rank holds of it.
         """
         first, count = grid_span(format, region, self.dim)
-        return tuple((entry, block - first) for entry, block in enumerate(self.blocks) if first <= block < first + count)
+        low, high = bisect_left(self.blocks, first), bisect_left(self.blocks, first + count)
+        return tuple((entry, self.blocks[entry] - first) for entry in range(low, high))
 
 
 @dataclass(frozen=True)

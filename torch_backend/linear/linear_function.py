@@ -51,7 +51,7 @@ from .second_order import backward_with_graph, plus, taken, without_derivative
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -73,6 +73,7 @@ class LinearFunction(torch.autograd.Function):
         gathers = parallel is not None and parallel.gathers_input
         # What terms add up to gets its bias once.
         added = None if parallel is not None and parallel.style == "row" else bias
+        size = (weight.shape[-2], weight.shape[-1])
         w = weight_operand(weight, call.stored, recipe.weight, parallel)
         kept: list[Tensor] = []
         ctx.x_origin = (0, 0)
@@ -87,7 +88,7 @@ class LinearFunction(torch.autograd.Function):
                     ctx.x_origin = columns.origin
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
-            terms.append(_times("forward", row, w, weight.shape[-2:], recipe, x.dtype, bias=own, index=index))
+            terms.append(multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
             kept = [x]
@@ -119,7 +120,7 @@ class LinearFunction(torch.autograd.Function):
         return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
         if gradient is None:
@@ -171,7 +172,7 @@ class LinearFunction(torch.autograd.Function):
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
-                    each = _times("wgrad", column, x, size, recipe, ctx.dtype)
+                    each = multiply(column, x, size, None, ctx.dtype, fast_accum="wgrad" in recipe.fast_accum)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
                     if d_weight is None:
@@ -204,29 +205,16 @@ def _joined(groups: list[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
-def _times(
-    name: Product,
-    a: Matrix,
-    b: Matrix,
-    size: Sequence[int],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    index: int | None = None,
-) -> Tensor:
-    """Multiplies a @ b^T + bias, for size (rows of b, contracted length)."""
-    return multiply(a, b, size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
-
-
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
-    size = (ctx.shape[-1], ctx.shape[-2])
     columnwise = recipe.weight_columnwise
     if w.format is None and columnwise.format is not None:
         # A weight whose rowwise operand is in high precision has no codes yet.
         weight = w.parts[0] if index is None else w.parts[0][index]
-        return _times("dgrad", row, columnwise_weight(weight, columnwise, ctx.call.parallel), size, recipe, dtype)
-    return _times("dgrad", row, w._replace(transposed=True), size, recipe, dtype, index=index)
+        w, index = columnwise_weight(weight, columnwise, ctx.call.parallel), None
+    else:
+        w = w._replace(transposed=True)
+    size = (ctx.shape[-1], ctx.shape[-2])
+    return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:

@@ -70,27 +70,13 @@ def quantized(
         shard: where x lies in the whole.
         keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
     """
-    if shard is None:
-        return _whole(x, operand, rowwise, columnwise, scaling, keys)
-    directions = []
-    for i, cast in enumerate((rowwise, columnwise)):
-        if cast.format is not None:
-            plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
-            directions.append(_direction(i, cast, plan, keys))
-    parts = _parts(x, operand, directions, scaling, shard)
-    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
-    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
-
-
-def _whole(
-    x: Tensor, operand: Operand, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None
-) -> tuple[Matrix, Matrix | None]:
-    """Quantizes x [tokens, size] in both directions from one read."""
+    if shard is not None:
+        return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
     row, column = rowwise.format, columnwise.format
     if row is None and column is None:
         return Matrix([x], None), None
-    row_key = key[0] if key is not None and rowwise.stochastic else None
-    column_key = key[1] if key is not None and columnwise.stochastic else None
+    row_key = keys[0] if keys is not None and rowwise.stochastic else None
+    column_key = keys[1] if keys is not None and columnwise.stochastic else None
     amax = None
     if x.is_cuda and torch.compiler.is_compiling() and x.numel():
         # There the compiler finds it while it makes x.
@@ -116,6 +102,25 @@ def _whole(
     if scaling.observed is not None:
         observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
     return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
+
+
+def _quantized_part(
+    x: Tensor,
+    operand: Operand,
+    rowwise: Cast,
+    columnwise: Cast,
+    scaling: Scaling,
+    shard: TensorParallelShard,
+    keys: Tensor | None,
+) -> tuple[Matrix, Matrix | None]:
+    directions = []
+    for i, cast in enumerate((rowwise, columnwise)):
+        if cast.format is not None:
+            plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
+            directions.append(_direction(i, cast, plan, keys))
+    parts = _parts(x, operand, directions, scaling, shard)
+    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
+    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
 
 
 def kept_inputs(

@@ -33,12 +33,12 @@ class AmaxExchange:
         self.rounds = 1
 
     def add(self, amaxes: list[Any], step: Quantization, groups: Mapping[str, str]) -> None:
-        """Takes what a rank found of one array.
+        """Adds the amaxes of this rank's part of an array.
 
         Args:
-            amaxes: blocks, nan and tensor of `numerics.Amax`; `run` replaces what it reduces. Entries that the format hasn't
-                are not looked at.
-            step: what the plan says of the array.
+            amaxes: blocks, nan and tensor of `numerics.Amax`, which `run` replaces by the reduced ones. Entries that the format
+                doesn't have are ignored.
+            step: the part's quantization, from the plan.
             groups: from each mesh axis that the step reduces over to the name of its process group.
         """
         self.parts.append((amaxes, step, groups))
