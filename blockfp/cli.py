@@ -346,7 +346,7 @@ def export_command(
         raise _refused(f"--file-bytes {file_bytes}: must be 1 or more")
     folder = to == "compressed-tensors"
     if folder and target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
-        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites what is called the same in it")
+        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
     if not folder:
         _check_output(target, ".safetensors", "OUT", force=force)
     try:
@@ -369,7 +369,7 @@ def export_command(
         else:
             of_codes = export.export_values(model, target, dtype, file_bytes, done)
     if not (model.path / manifest.MANIFEST).exists():
-        say(f"{model.path} has no checksums: whether its files are what was saved is not known", "yellow")
+        say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
     if of_codes:
         say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:

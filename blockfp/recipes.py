@@ -154,7 +154,11 @@ class Recipe:
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 
     def replace(self, **changes) -> Recipe:
-        """A copy with some fields changed; a changed rowwise cast is the columnwise one too unless that is given."""
+        """A copy with some fields changed.
+
+        A rowwise cast that is given becomes the columnwise one too, unless that is given as well. A weight in 1-D blocks has no
+        exact transpose: its columnwise cast becomes high precision.
+        """
         for operand in _OPERANDS:
             if operand in changes and f"{operand}_columnwise" not in changes:
                 cast = changes[operand]

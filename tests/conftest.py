@@ -29,10 +29,10 @@ def route(request):
 
 
 @pytest.fixture
-def little_optimization():
-    """Of JAX's programs, for tests that compile long and hardly run."""
+def little_optimization(request):
+    """Of JAX's programs, for tests that compile long and hardly run; not of those that are marked `optimized`."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimized") is None)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -56,7 +57,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs; two runs through one node are told apart by nothing else."""
 
-DelayedError: Any = getattr(torch._C, "_functions").DelayedError  # noqa: B009
+DelayedError: Any = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
 """A node that raises when it is differentiated. `once_differentiable` makes the same one, without a reason of our own."""
 
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
@@ -64,13 +65,13 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 # ---- operations
 
-scaled_mm: Callable[..., Tensor] = getattr(torch, "_scaled_mm")  # noqa: B009
-"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS, after a third more of the host's time."""
+scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS after a third more of the host's time."""
 
-foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_")  # noqa: B009
+foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
 
-foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_")  # noqa: B009
+foreach_copy_: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 """Copies into many tensors in one launch."""
 
 functional_collectives: Any = torch.ops._c10d_functional
@@ -79,7 +80,7 @@ functional_collectives: Any = torch.ops._c10d_functional
 
 
 def mark_static_address(tensor: Tensor) -> None:
-    """Tells torch.compile that a tensor stays where it is: else CUDA graphs write into a copy of it, and the figures are lost."""
+    """Tells torch.compile that a tensor stays where it is: else CUDA graphs write into a copy of it, and that is lost."""
     torch._dynamo.mark_static_address(tensor, guard=False)
 
 
@@ -91,14 +92,14 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def dtensor_like(param: DTensor, local: Tensor, whole: Tensor) -> DTensor:
+def dtensor_like(param: Tensor, local: Tensor, whole: Tensor) -> DTensor:
     """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
 
     FSDP2 makes such DTensors of parameters that it keeps on the CPU in this way.
     """
     kind: Any = type(param)
-    spec = param._spec
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)  # pyright: ignore[reportCallIssue]
+    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
+    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
     return kind(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
 
 
@@ -107,28 +108,39 @@ def ddp_model() -> DistributedDataParallel | None:
     return DistributedDataParallel._get_active_ddp_module()
 
 
-def fsdp_gather(above: int) -> tuple[Any, Sequence[Any]] | None:
-    """FSDP2's records (`FSDPParam`) of the parameter whose hook calls, and of those that are gathered together with it.
+frame_above: Callable[[int], FrameType] = sys._getframe
+"""The frame of the function that called so many functions above.
 
-    FSDP2 tells the hook before a gather its mesh alone, so its own frames are looked at. The hook of five arguments is told the
-    module, but asks for one size on every rank, which shards of uneven weights have not.
+FSDP2 tells the hook before a gather its mesh alone, so its own frames are asked for which parameter it is, and which others are
+gathered with it. The hook of five arguments is told the module, but FSDP2 then asks for one size on every rank, which shards of
+uneven weights don't have.
+"""
 
-    Args:
-        above: how many frames above the caller the hook was called from.
 
-    Returns:
-        None where FSDP2 didn't call.
-    """
-    frame = sys._getframe(1 + above)
+def fsdp_param(frame: FrameType) -> Any:
+    """FSDP2's record (`FSDPParam`) of the parameter whose hook a frame calls; None where FSDP2 doesn't call."""
     param = frame.f_locals.get("self")
-    if param is None or not hasattr(param, "_module_info"):
-        return None
-    found = frame
+    return param if hasattr(param, "_module_info") else None
+
+
+def gathered_together(frame: FrameType, param: Any) -> Sequence[Any]:
+    """The records of all parameters that are gathered with one, found in the frames above the call of its hook."""
+    found: FrameType | None = frame
     for _ in range(4):
+        if found is None:
+            break
         params = found.f_locals.get("fsdp_params")
         if isinstance(params, list | tuple) and any(one is param for one in params):
-            return param, params
-        if found.f_back is None:
-            break
+            return params
         found = found.f_back
-    return param, [param]
+    return [param]
+
+
+def fsdp_name(param: Any) -> str:
+    """The name of the parameter of one of FSDP2's records: in the whole model where FSDP2 knows it, else in its module."""
+    return getattr(param, "_param_fqn", None) or param._module_info.param_name
+
+
+def fsdp_module(param: Any) -> nn.Module:
+    """The module of the parameter of one of FSDP2's records."""
+    return param._module_info.module

@@ -67,7 +67,7 @@ def find(folder: Path, step: int | None = None) -> Path:
         return folder
     there = steps(folder)
     if not there:
-        raise BadCheckpoint(f"{folder} holds no checkpoint: nothing in it is called step-.. and has a {MANIFEST}")
+        raise BadCheckpoint(f"{folder} holds no checkpoint: it has neither a {MANIFEST} nor a folder step-..")
     if step is not None and step not in there:
         raise BadCheckpoint(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, there))}")
     return folder_of(folder, there[-1] if step is None else step)
@@ -115,7 +115,7 @@ def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
         if not untrusted.is_plain_name(name):
             raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
         if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
-            raise BadCheckpoint(f"{path} says of {name!r} what is no length and no SHA-256: {expected}")
+            raise BadCheckpoint(f"{path} has no length and SHA-256 for {name!r}: {expected}")
     return found
 
 
@@ -129,7 +129,7 @@ def problem_with(path: Path, expected: FileSum, *, sum: bool = True) -> str | No
     """
     try:
         if untrusted.leads_out(path):
-            return f"{path} is a link out of the checkpoint's folder: copy what it leads to"
+            return f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place"
         with untrusted.open_regular(path) as file:
             length = untrusted.length_of(file)
         if length != expected.length:

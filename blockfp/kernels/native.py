@@ -252,7 +252,11 @@ class _Writable:
 
 
 class _Torch:
-    """How the library borrows CPU tensors, and how it gets new ones."""
+    """Lends CPU tensors to the library, and makes new ones.
+
+    torch is known here, and only where a tensor comes in: asking an array namespace for memory takes
+    more than twice as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
+    """
 
     def __init__(self, torch: Any):
         self._empty = torch.empty

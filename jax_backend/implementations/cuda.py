@@ -1,10 +1,6 @@
 """The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-<<<<<<< HEAD:jax_backend/implementations/cuda.py
-kernels/cuda/exports.cu documents the arguments of its functions. An absent array is passed as one without elements.
-=======
-kernels/cuda/exports.cu and products/product_exports.cu say what the functions take. An array that is absent has no elements.
->>>>>>> refs/heads/kernels:jax_backend/implementations/ffi.py
+kernels/cuda/exports.cu and products/product_exports.cu document the arguments. An absent array is passed as one without elements.
 """
 
 from __future__ import annotations

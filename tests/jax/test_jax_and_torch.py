@@ -143,7 +143,7 @@ def state_of(recipe, history):
 
 
 @BY_RECIPE
-def test_transformer_block(recipe, little_optimization):
+def test_transformer_block(recipe):
     recipe = recipes.parse(recipe)
     rng = np.random.default_rng(3)
     x, g = (rng.standard_normal((LENGTH, WIDTH)).astype(np.float32) for _ in range(2))

@@ -18,6 +18,9 @@ from blockfp.definition import decoding, numerics
 from blockfp.definition.rounding import fold_in
 from blockfp.formats import ELEMENTS
 
+# What XLA fuses, reorders and replaces must leave the bits as they are.
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(params=executors.of("jax"), ids=str)
 def executor(request):

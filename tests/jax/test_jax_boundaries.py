@@ -176,6 +176,7 @@ def test_what_comes_back_is_made_as_what_went_in(arrays):
     chex.assert_trees_all_equal(gradients, jnp.stack([w, w]))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3", "nvfp4"])
 def test_no_program_keeps_anything_for_it(format, arrays):
     x = arrays[0][0]

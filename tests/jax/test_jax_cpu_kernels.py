@@ -21,6 +21,7 @@ from blockfp.formats import FORMATS, Format
 from blockfp.kernels import switch
 
 pytestmark = [
+    pytest.mark.optimized,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="the CPU library's programs"),
     pytest.mark.skipif(choice.missing("ffi") is not None, reason=str(choice.missing("ffi"))),
 ]

@@ -92,7 +92,6 @@ RECIPES = {
 }
 
 
-@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("name", RECIPES)
 def test_linear(arrays, name):
     recipe, orders = RECIPES[name]
@@ -165,7 +164,6 @@ def test_fake_quantize(place):
         assert jnp.array_equal(jax.jacfwd(through)(x), jax.jacrev(through)(x))
 
 
-@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("around", ["scan", "checkpoint", "vmap", "jit"])
 def test_a_gradient_penalty_through_layers(arrays, around):
     """Layers one after another; those that the inner gradient only passes are differentiated by the outer one too."""
@@ -199,7 +197,6 @@ def test_a_gradient_penalty_through_layers(arrays, around):
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-4 * jnp.abs(want).max())
 
 
-@pytest.mark.usefixtures("little_optimization")
 def test_with_respect_to_quantized_weights(arrays):
     q = bfp.quantize_params(arrays.w, "mxfp8")
 
@@ -214,7 +211,6 @@ def test_with_respect_to_quantized_weights(arrays):
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("little_optimization")
 def test_grouped_linear(arrays):
     """Group by group `linear`'s, of groups of unequal sizes, one without rows, and rows beyond all."""
     sizes = (5, 0, 17)
@@ -247,7 +243,6 @@ def test_grouped_linear(arrays):
     chex.assert_trees_all_close(products(grouped, primals), products(one_by_one, primals), rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.usefixtures("little_optimization")
 def test_dot_general_and_delayed_scaling(arrays):
     x, w = arrays.x.reshape(2, 12, IN), jnp.stack([arrays.w, arrays.along_w])
     dimensions = (((2,), (2,)), ((0,), (0,)))
@@ -298,6 +293,7 @@ def test_what_a_sharded_weight_has_no_derivatives_of(arrays):
         over_ranks(penalty, spec("d"))
 
 
+@pytest.mark.optimized
 def test_what_is_kept_for_the_backward(arrays):
     """Codes of x and of the weight, and nothing of their original size and dtype."""
     x, w = (jnp.tile(a, (4, 4)) for a in (arrays.x, arrays.w))

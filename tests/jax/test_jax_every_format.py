@@ -27,7 +27,6 @@ MESHES = {
     "HSDP 2x4": ("HSDP 2x4",),
     "FSDP 4 x TP 2": ("FSDP 4 x TP 2, column", "FSDP 4 x TP 2, row"),
 }
-pytestmark = pytest.mark.usefixtures("little_optimization")
 
 WEIGHTS_ALONE = Recipe("weights alone", *(HIGH_PRECISION,) * 6)
 

@@ -17,7 +17,6 @@ from blockfp.formats import Format
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
-    pytest.mark.usefixtures("little_optimization"),
 ]
 # Cut along blocks and inside them, evenly for some of codes, scales and values and not for others.
 CUTS = [((128, 256), P("d")), ((128, 256), P(None, "d")), ((128, 256), P("d", "e")), ((72, 40), P(None, ("d", "e")))]

@@ -180,6 +180,7 @@ def test_vmap_and_scan_over_stacked_layers(arrays):
     assert_close(stacked[1], bfp.linear(x[:, :OUT], layers[1], recipe="fp8_current"))
 
 
+@pytest.mark.optimized
 def test_no_gradient_that_nobody_asked_for(arrays):
     x, w, g, _ = arrays
     q = bfp.quantize_params(w, "mxfp8")

@@ -17,8 +17,6 @@ import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition.rounding import fold_in
 
-pytestmark = pytest.mark.usefixtures("little_optimization")
-
 TOKENS = 24
 # (out, in): whole blocks on every rank; cuts inside blocks, and with FSDP rows that don't divide evenly.
 ALIGNED, STRADDLING = (256, 128), (82, 72)

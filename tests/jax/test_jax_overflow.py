@@ -54,7 +54,6 @@ def check_linear(recipe, variant):
     chex.assert_tree_all_finite(dw)
 
 
-@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe(recipe):
     check_linear(recipe, jax.jit)
@@ -76,7 +75,6 @@ def test_16_bits(dtype):
     chex.assert_tree_all_finite(run(x, w, jnp.full_like(g, jnp.finfo(dtype).max).at[:, 1:].set(0))[0])
 
 
-@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed"])
 def test_grouped_linear(recipe):
     x, w, g = arrays()
@@ -113,7 +111,6 @@ def test_dot_general():
     assert nowhere_finite(run(x.at[3, 4].set(jnp.inf), w, g)[2])
 
 
-@pytest.mark.usefixtures("little_optimization")
 @pytest.mark.parametrize("recipe", [*RECIPES, "high_precision"])
 def test_optax_skips_the_step(recipe):
     """`apply_if_finite` sees an Inf of the loss's cotangent: parameters stay, and the step is counted."""

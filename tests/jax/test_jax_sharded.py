@@ -10,20 +10,15 @@ from jax.sharding import PartitionSpec as P
 from meshes import CASES
 from same_trees import assert_same_tree
 from samples import sample
+from sharded import ALIKE
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.sharding import plans
 
 # Cuts inside blocks and bytes; rows that don't divide evenly. (test_jax_every_format has weights that are quantized as shards.)
 SHAPES = {"straddling": (160, 84), "uneven": (83, 84)}
-
-# Formats that a gather can't tell apart: one case takes one of each kind, the other another.
-_KINDS = {(f.element.bits, f.block, f.scale.dtype, f.scale.two_level): [] for f in FORMATS}
-for _format in FORMATS:
-    _KINDS[_format.element.bits, _format.block, _format.scale.dtype, _format.scale.two_level].append(_format)
-ALIKE = tuple(_KINDS.values())
 
 
 def quantized(x, format):
@@ -41,6 +36,7 @@ def sharded_map(case, body, in_specs, out_specs, **options):
 def test_placed_weights_are_the_whole_ones(case, shape):
     """From the placed shards to what each rank of the gather has, and back."""
     case, shape, turn = CASES[case], SHAPES[shape], shape == "uneven"
+    # One case takes one of each kind, the other another.
     formats = [alike[turn % len(alike)] for alike in ALIKE]
     tree = {str(f): quantized(sample("bf16_valued", shape, seed=i), f) for i, f in enumerate(formats)}
     placed = bfp.shard_params(tree, case.mesh, case.weight)

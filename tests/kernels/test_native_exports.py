@@ -8,11 +8,11 @@ from same_bits import assert_same_bits
 from blockfp.definition import adamw
 from blockfp.formats import Format
 from blockfp.kernels import native
-from blockfp.kernels.format_numbers import DTYPES, format_numbers
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
 from blockfp.kernels.step_table import pack
 
 MX, FP8 = format_numbers(Format.parse("mxint8")), format_numbers(Format.parse("fp8_e4m3"))
-FP32 = DTYPES["float32"]
+FP32 = DTYPE_NUMBERS["float32"]
 
 
 def lent(*shape, dtype="float32"):

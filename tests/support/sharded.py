@@ -1,9 +1,12 @@
 """Meshes and placements to try plans on, and what every rank must hold if nothing depends on them."""
 
+from collections import defaultdict
+
 import numpy as np
 from samples import KINDS, sample
 
 from blockfp.definition import layout, numerics
+from blockfp.formats import FORMATS
 from blockfp.sharding import simulate
 from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 
@@ -26,6 +29,15 @@ LAYOUTS = {
     "both_axes": (Mesh((2, 3), ("rows", "columns")), (Shard(0), Shard(1)), ("rows", "columns")),
     "hsdp_tp": (Mesh((2, 2, 2), ("replicate", "fsdp", "tp")), (Replicate(), StridedShard(0, 2), Shard(0)), ("fsdp",)),
 }
+
+_alike = defaultdict(list)
+for _format in FORMATS:
+    _element, _scale = _format.element, _format.scale
+    _alike[_format.block, _element.bits, _element.has_nan, _scale.dtype, _scale.two_level].append(_format)
+ALIKE = tuple(map(tuple, _alike.values()))
+"""Formats that lie, are cut and sent, and share amaxes alike; they differ in what rounding makes of a block, in nothing else."""
+GEOMETRIES = tuple(alike[0] for alike in ALIKE)
+"""One of each."""
 
 
 def shapes(format):

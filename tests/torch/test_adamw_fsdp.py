@@ -7,6 +7,7 @@ import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from sharded import GEOMETRIES
 from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -108,8 +109,11 @@ def sharded(rank, mesh_shape, weights, format, options, expected, expected_plain
         assert torch.equal(model.get_parameter(name).full_tensor(), want)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("format", "mesh"),
+    [*((format, "fsdp4") for format in FORMATS), *((format, "hsdp2x2") for format in GEOMETRIES)],
+    ids=str,
+)
 def test_gathered_weights_are_the_masters_quantization(format, mesh):
     """Aligned, uneven, straddling and empty shards (`shapes_for`) after three steps."""
     shapes = shapes_for(format, MESHES[mesh][-1])

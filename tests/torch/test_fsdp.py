@@ -5,6 +5,7 @@ import threaded
 import torch
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.requantize import requantize_
+from sharded import GEOMETRIES
 from small_model import (
     Side,
     assert_gathered,
@@ -30,8 +31,11 @@ MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    ("format", "reshard"),
+    [*((format, True) for format in FORMATS), *((format, False) for format in GEOMETRIES)],
+    ids=lambda value: {True: "reshard", False: "keep"}.get(value, str(value)),
+)
 def test_whole_weights_at_the_start_and_after_updates(format, reshard):
     for shape in MESHES.values():
         ranks = torch.Size(shape).numel()

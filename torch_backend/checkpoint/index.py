@@ -114,7 +114,7 @@ def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
         path = checkpoint / name
         try:
             if untrusted.leads_out(path):
-                raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: copy what it leads to")
+                raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place")
             with untrusted.open_regular(path) as file:
                 found[name] = untrusted.length_of(file)
         except OSError as error:

@@ -22,6 +22,7 @@ from blockfp.recipes import Delayed
 
 from ..custom_ops.collectives import max_reduce
 from ..quantized_tensor import sharding
+from ..torch_internals import foreach_copy_
 from . import scale_watch
 from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
@@ -150,7 +151,7 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
 
 
 def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
-    torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
+    foreach_copy_(into, list(values))
 
 
 def _operands(layer: RecipeLayer, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:

@@ -19,7 +19,7 @@ Run = Callable[..., Tensor]
 
 def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
     """Calls `run(x, weight, bias)` so that torch.func can differentiate it, map it and differentiate it again."""
-    return _Linear.apply(x, weight, bias, run)  # pyright: ignore[reportReturnType]
+    return _Linear.apply(x, weight, bias, run)
 
 
 class _Mapped(torch.autograd.Function):
@@ -37,7 +37,7 @@ class _Mapped(torch.autograd.Function):
 
 class _Linear(_Mapped):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
         return run(x, weight, bias)
 
     @staticmethod
@@ -46,19 +46,19 @@ class _Linear(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor):
         wanted = ctx.needs_input_grad[:3]
-        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))  # pyright: ignore[reportArgumentType]
+        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))
         return *(next(grads) if one else None for one in wanted), None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, *tangents: Tensor | None):
         raise NotImplementedError(
             "linear has no forward-mode derivative: use torch.func.vjp, grad or jacrev (twice for a Hessian)"
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Linear.each(info, in_dims, args)
 
 
@@ -66,7 +66,7 @@ class _Gradients(_Mapped):
     """Gradients of x, weight and bias, as far as they are wanted."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, run):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x, weight, bias, gradient, wanted, run):
         leaves = _leaves((x, weight, bias), wanted)
         return _grads(run, leaves, wanted, gradient)
 
@@ -76,13 +76,13 @@ class _Gradients(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *along: Tensor):
         needs = ctx.needs_input_grad[:4]
-        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))  # pyright: ignore[reportArgumentType]
+        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))
         return *(next(grads) if one else None for one in needs), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Gradients.each(info, in_dims, args)
 
 
@@ -90,7 +90,7 @@ class _Seconds(_Mapped):
     """Gradients of `_Gradients` with respect to x, weight, bias and the output's gradient."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, needs, run, *along):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x, weight, bias, gradient, wanted, needs, run, *along):
         leaves = _leaves((x, weight, bias, gradient), tuple(a or b for a, b in zip((*wanted, True), needs, strict=True)))
         with torch.enable_grad():
             first = _grads(run, leaves[:3], wanted, leaves[3], create_graph=True)
@@ -109,13 +109,13 @@ class _Seconds(_Mapped):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *along: Tensor):
         raise NotImplementedError(
             "torch.func differentiates linear twice: for a third time use torch.autograd.grad in eager mode"
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Seconds.each(info, in_dims, args)
 
 

@@ -15,6 +15,7 @@ from blockfp.recipes import Compute, Recipe
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import functorch_is_active, unsafe_view
 from .call import Call
 from .functional import transformed
 from .linear_function import LinearFunction
@@ -112,7 +113,7 @@ def apply(
     if parallel is not None and shared is not None and shared.sequence:
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
-    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
+    return y if x.ndim == 2 else unsafe_view(y, [*leading, y.shape[-1]])
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
@@ -146,7 +147,7 @@ def _run(
     transposed: bool,
 ) -> Tensor:
     device = x.device.type
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and functorch_is_active():
         run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, transposed)  # noqa: E731
         return transformed(x, weight, bias, run)
     # torch has none for meta.

@@ -51,7 +51,7 @@ from .second_order import backward_with_graph, plus, taken, without_derivative
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -120,7 +120,7 @@ class LinearFunction(torch.autograd.Function):
         return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
         if gradient is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Cast
 
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from ..torch_internals import mark_static_address
 from .recipe_layer import RecipeLayer
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
             device = next(module.parameters(recurse=False)).device
             module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
-            torch._dynamo.mark_static_address(module.observed, guard=False)
+            mark_static_address(module.observed)
         yield Observation(modules)
     finally:
         for module in modules.values():

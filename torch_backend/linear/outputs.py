@@ -23,8 +23,7 @@ from blockfp.formats import Format
 
 from ..custom_ops import ops
 from ..sharded.shard import TensorParallelShard
-
-_c10d = torch.ops._c10d_functional
+from ..torch_internals import functional_collectives as collectives
 
 
 class PendingSum(NamedTuple):
@@ -43,7 +42,7 @@ class PendingSum(NamedTuple):
 
 def all_reduce(y: Tensor, group: str) -> Tensor:
     """Sums y over the group's ranks, in its dtype; y is left as it is."""
-    return _c10d.wait_tensor(_c10d.all_reduce(y.contiguous(), "sum", group))
+    return collectives.wait_tensor(collectives.all_reduce(y.contiguous(), "sum", group))
 
 
 def check_reduce_format(format: Format | str | None) -> Format | None:
@@ -72,7 +71,7 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
         format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
     """
     if isinstance(to, str):
-        return PendingSum(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
+        return PendingSum(collectives.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
     shard, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
     length = rows // shard.runs
     chunk = -(-length // shard.ranks)
@@ -85,21 +84,21 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
         terms.view(shard.runs, shard.ranks, chunk, columns).transpose(0, 1).reshape(shard.ranks * shard.runs * chunk, columns)
     )
     if format is None or not rows:
-        sums = _c10d.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
+        sums = collectives.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
         return PendingSum(sums, shard.runs * own, chunk)
     # Codes saturate an Inf, which a loss scaler is to see.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
     sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
     sizes = [1] * shard.ranks
-    return PendingSum(_c10d.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
+    return PendingSum(collectives.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
 
 
 def finish(
     pending: PendingSum, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
 ) -> Tensor:
     """Waits for the sum, or for this rank's rows of it, and returns it, [rows, columns] in `dtype`."""
-    received = _c10d.wait_tensor(pending.received)
+    received = collectives.wait_tensor(pending.received)
     if isinstance(to, str):
         return received.to(dtype)
     shard = to

@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..custom_ops.products import product, weight_product
+from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
     product,
@@ -20,9 +21,9 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     # What finishes sums. Waiting for it again costs nothing.
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_reduce.default,
+    collectives.all_to_all_single.default,
 }
 
 

@@ -25,6 +25,7 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import ops
+from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import Scaling, columnwise_weight, kept_inputs, quantized
 
@@ -54,12 +55,12 @@ class StraightThrough(torch.autograd.Function):
     """A value that stands for `original`, which gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, original: Tensor, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, original: Tensor, value: Tensor) -> Tensor:
         ctx.dtype = original.dtype
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor):
         return gradient.to(ctx.dtype), None
 
 
@@ -70,13 +71,13 @@ class OfInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, waiting: list[tuple[int, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, waiting: list[tuple[int, Tensor]]) -> Tensor:
         ctx.waiting = waiting
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.waiting.append((torch._C._current_graph_task_id(), gradient))
+    def backward(ctx: Any, gradient: Tensor):
+        ctx.waiting.append((current_graph_task(), gradient))
         return gradient.new_empty(0), None, None
 
 
@@ -85,7 +86,7 @@ def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | Non
 
     Others are of runs that ended before the forward's node.
     """
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task()
     own = [gradient for number, gradient in waiting if number == task]
     waiting.clear()
     return sum(own[1:], own[0]).to(dtype) if own else None
@@ -162,5 +163,5 @@ def without_derivative(backward: Callable[..., Any], ctx: Any, gradient: Tensor,
         results = backward(ctx, gradient)
     if not gradient.requires_grad:
         return results
-    refuse = torch._C._functions.DelayedError(reason.encode(), len(results))  # pyright: ignore[reportAttributeAccessIssue]
+    refuse = DelayedError(reason.encode(), len(results))
     return refuse(*(None if one is None else one.detach().requires_grad_() for one in results))

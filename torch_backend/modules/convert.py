@@ -142,7 +142,7 @@ def _made(
         except ValueError as error:
             raise ValueError(f"{one.path!r}: {error}") from None
         first = by_weight.setdefault(layer.get_parameter("weight"), new)
-        if first.recipe.weight != new.recipe.weight or first.turned != new.turned:
+        if first.recipe.weight != new.recipe.weight or first.transposed != new.transposed:
             raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
         new.weight = first.weight
         # A class that can't be derived from raises here, before anything is changed.

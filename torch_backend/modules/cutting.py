@@ -155,7 +155,7 @@ def _check(module: nn.Module, style: Style | None) -> None:
         if type(module) not in SHARED_NORMS:
             raise ValueError(f"a norm must be one of {[norm.__name__ for norm in SHARED_NORMS]} to be shared, got a {kind}")
         return
-    if module.turned:
+    if module.transposed:
         raise ValueError(f"a {kind}, whose weight lies [in, out], can't be cut: use torch.nn.Linear for it, and convert that")
     styles = ("column", "row", "experts") if module.weight.ndim > 2 else ("column", "row")
     if style not in styles:

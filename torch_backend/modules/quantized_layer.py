@@ -25,6 +25,7 @@ from ..quantized_tensor.dtensors import from_local
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_
 from ..weights.module_state import InParts, keep_in_parts
@@ -55,10 +56,10 @@ class QuantizedLayer(InParts, RecipeLayer):
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
-        turned: whether the weight lies [in, out] instead.
+        transposed: whether the weight lies [in, out] instead.
     """
 
-    turned: ClassVar[bool] = False
+    transposed: ClassVar[bool] = False
 
     bias: nn.Parameter | None
 
@@ -117,7 +118,7 @@ class QuantizedLayer(InParts, RecipeLayer):
         Raises:
             ValueError: a negative length.
         """
-        lengths = shape if self.turned else reversed(shape)
+        lengths = shape if self.transposed else reversed(shape)
         for name, length in zip(("in_features", "out_features"), lengths, strict=False):
             if length < 0:
                 raise ValueError(f"{name} must be 0 or more, got {length}")
@@ -126,7 +127,7 @@ class QuantizedLayer(InParts, RecipeLayer):
         device = torch.empty(0, device=device).device
         if device.type != "meta":
             self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
-        outputs = shape[-1:] if self.turned else shape[:-1]
+        outputs = shape[-1:] if self.transposed else shape[:-1]
         self.bias = nn.Parameter(values.new_empty(outputs, device=device)) if bias else None
         self.set_buffers(device)
         self.reset_parameters()
@@ -186,7 +187,7 @@ class QuantizedLayer(InParts, RecipeLayer):
         A CUDA graph would write into copies of them otherwise.
         """
         for buffer in self.buffers(recurse=False):
-            torch._dynamo.mark_static_address(buffer, guard=False)
+            mark_static_address(buffer)
 
     def state(self) -> LinearState:
         """Returns the buffers as `linear` takes them."""
@@ -216,7 +217,8 @@ class QuantizedLayer(InParts, RecipeLayer):
             )
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.linear_recipe, state=self.state(), counts=counts, transposed=self.turned)
+        recipe, state = self.linear_recipe, self.state()
+        return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, transposed=self.transposed)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -25,7 +25,7 @@ class TransposedLinear(QuantizedLayer):
         ValueError: the recipe stores weights in a format whose transpose isn't exact (1-D blocks).
     """
 
-    turned: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import foreach_add_
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
 from .optimizer_step import carry_out
@@ -165,7 +166,7 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_add_(steps, 1)
         known: dict[int, Coefficients] = {}
         for one, step in zip(todo, steps, strict=True):
             one.step = int(step.item())
@@ -265,7 +266,7 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
     for device, places in by_device.items():
         counts = [steps[i] for i in places]
         skip = torch.zeros((), device=device) if found is None else (found.to(device) != 0).to(torch.float32)
-        torch._foreach_add_(counts, [1 - skip] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
+        foreach_add_(counts, [1 - skip] * len(counts))
         step = torch.stack(counts).to(torch.float64)
         rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
         c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)

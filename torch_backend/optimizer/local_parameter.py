@@ -22,7 +22,7 @@ from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
 from blockfp.formats import Format
 from blockfp.kernels import step_table
-from blockfp.sharding.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
+from blockfp.sharding.placement import Mesh, Placement, Shard, Sharding, StridedShard, from_dtensor
 
 from ..custom_ops.ops import name_of
 from ..quantized_tensor import sharding
@@ -226,7 +226,7 @@ def _lying(param: Tensor) -> Sharding:
         return sharding.sharding_of(param)
     mesh, shape = sharding.mesh_of(param), (1, math.prod(param.shape))
     if mesh is None:
-        return Sharding(shape, sharding.ONE_RANK, (Replicate(),))
+        return sharding.unsharded(shape)
     placements = from_dtensor(param.placements)  # pyright: ignore[reportAttributeAccessIssue]
     return _row(shape, sharding.core_mesh(mesh), placements)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Sharding
 
+from ..torch_internals import dtensor_like, functional_collectives
 from .sharding import group_name, mesh_of
 
 if TYPE_CHECKING:
@@ -60,20 +61,8 @@ def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -
     """
     mesh, shape = mesh_of(param), tuple(param.shape) if shape is None else shape
     if mesh is not None and local.device.type not in (mesh.device_type, "meta"):
-        return offloaded(param, local, torch.empty(shape, dtype=local.dtype, device="meta"))
+        return dtensor_like(param, local, torch.empty(shape, dtype=local.dtype, device="meta"))  # pyright: ignore[reportArgumentType]
     return from_local(local, mesh, getattr(param, "placements", ()), shape)
-
-
-def offloaded(param: Tensor, local: Tensor, whole: Tensor) -> Tensor:
-    """Makes a DTensor that lies as a parameter does, of memory off the mesh's device, which `from_local` would copy there.
-
-    FSDP2 makes such DTensors of parameters that it keeps on the CPU, in this way, which torch has no public name for.
-    """
-    from torch.distributed.tensor import DTensor
-
-    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore
 
 
 def replicated(param: Tensor, whole: Tensor) -> Tensor:
@@ -93,6 +82,6 @@ def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
     tensor = tensor.to(mesh.device_type)
     for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
         group = group_name(param, axis)
-        sent = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group)
-        tensor = torch.ops._c10d_functional.wait_tensor(sent)
+        sent = functional_collectives.all_reduce(tensor.contiguous(), op, group)
+        tensor = functional_collectives.wait_tensor(sent)
     return tensor.to(device)

@@ -29,6 +29,7 @@ from blockfp.sharding.placement import Mesh, Shard, Sharding
 
 from ..sharded.gather import index_of, lengthened
 from ..sharded.rank_plan import Chunk, rank_plan
+from ..torch_internals import keeping_version
 from .geometry import Base, Geometry
 from .sharding import local_of
 
@@ -159,7 +160,7 @@ def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
         if values is not None:
             into = getattr(local_of(out), name)
             # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
-            with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
+            with keeping_version(into):
                 into.copy_(values)
 
 

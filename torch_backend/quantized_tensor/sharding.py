@@ -14,6 +14,8 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
+from ..torch_internals import local_tensor
+
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -24,6 +26,11 @@ ONE_RANK = Mesh((1,), ("one",))
 
 # An optimizer step asks the same of the same values for every parameter.
 _kept = lru_cache(maxsize=4096)
+
+
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """The tensor itself, known to be a DTensor; None for a plain one."""
+    return tensor if isinstance(tensor, DTensor) else None
 
 
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
@@ -42,10 +49,16 @@ def sharding_of(tensor: Tensor) -> Sharding:
     Raises:
         ValueError: a placement that has no counterpart in the core, or several separate runs on a rank.
     """
-    mesh = mesh_of(tensor)
-    if mesh is None:
-        return Sharding(tuple(tensor.shape), ONE_RANK, (Replicate(),))
-    return _sharding(tuple(tensor.shape), core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return unsharded(tuple(tensor.shape))
+    return _sharding(tuple(dtensor.shape), core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
+
+
+@_kept
+def unsharded(shape: tuple[int, ...]) -> Sharding:
+    """Returns how a plain tensor lies: whole, on a mesh of one rank."""
+    return Sharding(shape, ONE_RANK, (Replicate(),))
 
 
 @_kept
@@ -66,7 +79,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
     It is looked up each time: FSDP2 replaces a short shard when it first gathers it.
     """
-    return tensor if mesh_of(tensor) is None else tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
@@ -111,12 +124,12 @@ def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
 
     Not what torch's `distribute_tensor` gives: where nothing divides evenly, FSDP2 gives the ranks of a strided DTensor others.
     """
-    mesh = mesh_of(tensor)
-    if mesh is None:
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
         return whole
     # The core knows matrices: a vector is one of one column.
     shape = (*tensor.shape, 1, 1)[: max(tensor.ndim, 2)]
-    lies = _sharding(shape, core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+    lies = _sharding(shape, core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
     return whole[_region(lies, rank_in(tensor, lies)).slices[: tensor.ndim]]
 
 

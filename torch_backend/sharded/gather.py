@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_internals import functional_collectives as collectives
 from .rank_plan import Chunk, RankPlan
 from .shard import ROWS, TensorParallelShard
 
@@ -38,12 +39,12 @@ def _padded(chunk: Chunk, tensor: Tensor) -> Tensor:
 
 def start(shard: TensorParallelShard, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Begins the all-gather of tensors from `padded`, all in one collective; `join` takes the result."""
-    return torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), shard.ranks, shard.group)
+    return collectives.all_gather_into_tensor_coalesced(list(tensors), shard.ranks, shard.group)
 
 
 def join(plan: RankPlan, shard: TensorParallelShard, received: Sequence[Tensor]) -> list[Tensor]:
     """Waits for the chunks of all ranks and joins them. Equal parts of rows are together already, and not copied."""
-    waited = [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in received]
+    waited = [collectives.wait_tensor(tensor) for tensor in received]
     return [_joined(chunk, shard.ranks, tensor) for chunk, tensor in zip(plan.chunks, waited, strict=True)]
 
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp.definition.checks import check_input
 from blockfp.formats import Format
@@ -31,6 +29,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import Quantization, weight_quantization
 from ..sharded.shard import AXIS, TensorParallelShard
+from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass, pytree, return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,13 +71,11 @@ class CastWeight(Wrapper):
     whole: tuple[int, ...]
     cut: TensorParallelShard | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, values, format, whole, cut=None):
-        return Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
-        )
+        return make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device)
 
     def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None = None):
         # No checks: tracing passes placeholders here. `from_values` has them.

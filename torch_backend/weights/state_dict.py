@@ -186,12 +186,12 @@ def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: 
     region = sharding.region_of(param)
     if value.dtype != own.dtype:
         raise ValueError(f"{key}{SUFFIXES[part.name]} must be {own.dtype}, got {value.dtype}")
-    mesh = sharding.mesh_of(value)
-    if mesh is not None:
+    dtensor = sharding.as_dtensor(value)
+    if dtensor is not None:
         alike = part.sharded and sharding.placed_alike(value, param)
         if alike and sharding.local_of(value).shape == own.shape:
             return sharding.local_of(value)
-        value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        value = dtensor.full_tensor()
     if sharding.mesh_of(param) is None and value.shape == own.shape:
         return value
     if tuple(value.shape) != part.shape:
