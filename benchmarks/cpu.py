@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from quiet import Stopwatch
 
-from blockfp.array import DTYPES
 from blockfp.definition import numerics
+from blockfp.definition.views import DTYPES
 from blockfp.formats import NAMES, Format
 from blockfp.kernels import native
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-import ml_dtypes
 import numpy as np
 
 from .definition import checks, numerics, views
@@ -14,12 +14,82 @@ from .definition.rounding import Key
 from .formats import Format
 from .kernels import native
 
-DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""NumPy's dtype for each name of a high-precision dtype."""
+
+class BlockScaledArray(NoValues):
+    """The base of NumPy's and JAX's quantized arrays."""
+
+    if TYPE_CHECKING:
+        codes: Any
+        scales: Any
+        tensor_scale: Any
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+
+        @property
+        def mT(self) -> Self: ...
+
+    @classmethod
+    def from_parts(
+        cls,
+        codes: Any,
+        scales: Any,
+        tensor_scale: Any = None,
+        *,
+        format: Format | str,
+        columns: int,
+        dtype: Any,
+        origin: tuple[int, int] = (0, 0),
+    ) -> Self:
+        """Makes a quantized array of codes and scales that are already there; of one byte each they are not copied.
+
+        Args:
+            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
+            scales: as the format stores them, one for each block, or as `view_scales` gives them.
+            tensor_scale: float32 of shape () for NVFP4, else None.
+            format: a `Format` or its name.
+            columns: length of the last axis.
+            dtype: float32, float16 or bfloat16: the dtype of the original.
+            origin: (row, column) of the first element in the unsharded matrix.
+
+        Raises:
+            TypeError: codes, scales or dtype are of a wrong dtype.
+            ValueError: a shape doesn't fit, or the format is not known.
+        """
+        return cls._from_parts(codes, scales, tensor_scale, Format.parse(format), columns, dtype, origin)
+
+    @classmethod
+    def _from_parts(cls, *parts: Any) -> Self:
+        return cls(*parts)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the array that was quantized."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.tensor_scale)
+        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
+
+    @property
+    def T(self) -> Self:
+        """`mT` of a matrix.
+
+        Raises:
+            ValueError: there are more than two axes, or the blocks are not square.
+        """
+        checks.check_matrix(self.shape)
+        return self.mT
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray(NoValues):
+class QuantizedArray(BlockScaledArray):
     """Codes, scales and a format.
 
     Attributes:
@@ -47,61 +117,13 @@ class QuantizedArray(NoValues):
         object.__setattr__(self, "format", Format.parse(self.format))
         object.__setattr__(self, "codes", views.stored_codes(self.codes, self.format))
         object.__setattr__(self, "scales", views.stored_scales(self.scales, self.format))
-        checks.check_place(self.columns, self.origin)
-        checks.check_codes(self.codes, self.columns, self.format)
-        checks.check_scales(self.scales, self.tensor_scale, self.shape, self.format, self.origin)
-        dtype = np.dtype(self.dtype)
-        if dtype not in DTYPES.values():
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-        object.__setattr__(self, "dtype", dtype)
-
-    @classmethod
-    def from_parts(
-        cls,
-        codes: np.ndarray,
-        scales: np.ndarray,
-        tensor_scale: np.ndarray | None = None,
-        *,
-        format: Format | str,
-        columns: int,
-        dtype,
-        origin: tuple[int, int] = (0, 0),
-    ) -> QuantizedArray:
-        """A quantized array of codes and scales that are already there; of one byte each they are not copied.
-
-        Args:
-            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
-            scales: as the format stores them, one for each block, or as `view_scales` gives them.
-            tensor_scale: float32 of shape () for NVFP4, else None.
-            format: a `Format` or its name.
-            columns: length of the last axis.
-            dtype: float32, float16 or bfloat16: the dtype of the original.
-            origin: (row, column) of the first element in the unsharded matrix.
-
-        Raises:
-            TypeError: codes, scales or dtype are of a wrong dtype.
-            ValueError: a shape doesn't fit, or the format is not known.
-        """
-        return cls(codes, scales, tensor_scale, format, columns, dtype, origin)  # pyright: ignore[reportArgumentType]
+        checks.check_parts(self.codes, self.scales, self.tensor_scale, self.format, self.columns, self.origin)
+        object.__setattr__(self, "dtype", checks.nominal_dtype(self.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that was quantized."""
         return (*self.codes.shape[:-1], self.columns)
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        """How many elements the array that was quantized has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
 
     @property
     def mT(self) -> QuantizedArray:
@@ -113,16 +135,6 @@ class QuantizedArray(NoValues):
         codes, scales = numerics.transpose(self.codes, self.scales, self.format, columns=self.columns)
         rows = self.codes.shape[-2]
         return QuantizedArray(codes, scales, self.tensor_scale, self.format, rows, self.dtype, (self.origin[1], self.origin[0]))
-
-    @property
-    def T(self) -> QuantizedArray:
-        """`mT` of a matrix.
-
-        Raises:
-            ValueError: there are more than two axes, or the blocks are not square.
-        """
-        checks.check_matrix(self.shape)
-        return self.mT
 
     def view_codes(self) -> np.ndarray:
         """The codes as elements [..., rows, columns] of an ml_dtypes dtype; times the scales of their blocks they are values.
@@ -179,5 +191,5 @@ def quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> 
 
 
 def fake_quantize(x: np.ndarray, format: Format | str, *, key: Key | None = None) -> np.ndarray:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see."""
+    """Quantizes x and dequantizes it again, in its own dtype: the values that a product would see."""
     return quantize(x, format, key=key).dequantize()

@@ -37,13 +37,13 @@ try:
     from .check.report import Findings, comparison_table, format_table, tensor_table, to_json
     from .files import compressed_tensors, export
     from .files.modelfile import Model, Tensor, open_model
-    from .files.store import dequantize_model, quantize_model
+    from .files.quantized_model import dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
 
 
 class _SayingErrors(TyperGroup):
-    """Commands whose input or disk is bad end with a line that says so, and 2."""
+    """Ends a command with a line and exit code 2 where its input or the disk is bad."""
 
     def invoke(self, ctx: Context) -> Any:
         try:
@@ -60,7 +60,7 @@ err = Console(stderr=True)
 
 
 def say(text: str, style: str = "", console: Console = out) -> None:
-    """Prints a line as it is: no markup in it, no wrapping, so that it can be searched for; nothing that a terminal obeys."""
+    """Prints a line as it is: without markup, wrapping or control characters, so that it can be searched for."""
     console.print(Text(untrusted.printable(text), style), soft_wrap=True)
 
 
@@ -77,7 +77,7 @@ def _format(name: str) -> Format:
 
 
 def _refused(why: object) -> typer.Exit:
-    """What ends a command because of its input, after saying why."""
+    """Says why the input is refused; returns the exit to raise."""
     say(f"error: {why}", "red", err)
     return typer.Exit(2)
 
@@ -190,7 +190,7 @@ def check_command(
 
 @contextmanager
 def _pool() -> Iterator[ThreadPoolExecutor]:
-    """A thread for each core; what hasn't begun when an exception comes is dropped."""
+    """Yields a pool with a thread for each core; an exception drops the work that hasn't begun."""
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         yield pool
@@ -250,7 +250,7 @@ def _print_verdict(findings: Findings, shown: int = 20) -> None:
 
 
 def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
-    """Prints what two reports differ in; the exit code."""
+    """Prints the differences of two reports and returns the exit code."""
     for remark in comparison.remarks:
         say(f"A and B differ in {remark}")
     for line in comparison_table(comparison):
@@ -346,7 +346,7 @@ def export_command(
         raise _refused(f"--file-bytes {file_bytes}: must be 1 or more")
     folder = to == "compressed-tensors"
     if folder and target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
-        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites what is called the same in it")
+        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
     if not folder:
         _check_output(target, ".safetensors", "OUT", force=force)
     try:
@@ -369,7 +369,7 @@ def export_command(
         else:
             of_codes = export.export_values(model, target, dtype, file_bytes, done)
     if not (model.path / manifest.MANIFEST).exists():
-        say(f"{model.path} has no checksums: whether its files are what was saved is not known", "yellow")
+        say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
     if of_codes:
         say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
     if model.left_out:

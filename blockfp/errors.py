@@ -1,4 +1,4 @@
-"""The errors of blockfp's own. Importing them needs nothing but Python."""
+"""blockfp's own errors. Importing them needs nothing but Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantized array is made of: element formats, scale formats, and the named formats that combine them.
+"""Element formats, scale formats, and the named formats that combine them.
 
 A `Format` is a plain immutable value. Its name is its identity: `Format.parse(name)` returns the one instance with that
 name, copies and unpickled formats are that instance, and so a format serves as a JAX static argument, a torch.compile
@@ -59,7 +59,7 @@ class ElementFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether several codes share a byte."""
+        """True where several codes share a byte."""
         return self.bits < 8
 
     @property
@@ -85,7 +85,7 @@ ELEMENTS = {element.name: element for element in (E4M3, E5M2, E3M2, E2M3, E2M1, 
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """How the scale of a block is stored, and the rule that turns the block's amax into it.
+    """Storage of the scale of a block, and the rule that turns the block's amax into it.
 
     Attributes:
         name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
@@ -107,17 +107,17 @@ class ScaleFormat:
 
     @property
     def e8m0(self) -> bool:
-        """Whether scales are bytes that hold an exponent, as in the MX formats."""
+        """True for the scales of the MX formats: bytes that hold an exponent."""
         return self.name in ("e8m0_ceil", "e8m0_floor")
 
     @property
     def power_of_two(self) -> bool:
-        """Whether every scale is a power of two."""
+        """True where every scale is a power of two."""
         return self.e8m0 or self.name == "pow2"
 
     @property
     def two_level(self) -> bool:
-        """Whether there is an fp32 scale per tensor above the block scales."""
+        """True where an fp32 scale per tensor stands above the block scales."""
         return self.name == "e4m3"
 
     def __str__(self) -> str:
@@ -171,22 +171,22 @@ class Format:
 
     @property
     def per_tensor(self) -> bool:
-        """Whether the whole tensor shares one scale."""
+        """True where the whole tensor shares one scale."""
         return self.block is None
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether the whole tensor shares a scale: its only one, or the one above those of its blocks."""
+        """True where the whole tensor shares a scale: its only one, or the one above those of its blocks."""
         return self.per_tensor or self.scale.two_level
 
     @property
     def square(self) -> bool:
-        """Whether a transposed array has the transposed codes and scales (square blocks, or one scale per tensor)."""
+        """True where a transposed array has the transposed codes and scales: square blocks, or one scale per tensor."""
         return self.block is None or self.block[0] == self.block[1]
 
     @property
     def bytes_per_element(self) -> float:
-        """Storage of a large array per element: codes and block scales."""
+        """Bytes that an element of a large array takes: its code and its share of the block's scale."""
         scale_bytes = 4 if self.scale.dtype == "float32" else 1
         share = 0.0 if self.block is None else scale_bytes / (self.block[0] * self.block[1])
         return self.element.bits / 8 + share

@@ -32,7 +32,7 @@ _PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 @dataclass(frozen=True)
 class Cast:
-    """How one operand is quantized in one direction.
+    """Quantization of one operand in one direction.
 
     Attributes:
         format: a `Format` (or its name); None keeps the operand in high precision.
@@ -154,7 +154,11 @@ class Recipe:
         return getattr(self, operand if direction == "rowwise" else f"{operand}_columnwise")
 
     def replace(self, **changes) -> Recipe:
-        """A copy with some fields changed; a changed rowwise cast is the columnwise one too unless that is given."""
+        """A copy with some fields changed.
+
+        A rowwise cast that is given becomes the columnwise one too, unless that is given as well. A weight in 1-D blocks has no
+        exact transpose: its columnwise cast becomes high precision.
+        """
         for operand in _OPERANDS:
             if operand in changes and f"{operand}_columnwise" not in changes:
                 cast = changes[operand]
@@ -236,10 +240,10 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 _NAMED = {name: make() for name, make in RECIPES.items()}
 
 ByPath = Callable[[str], "Recipe | str | None"]
-"""From a module's (or a weight's) path to a recipe, its name, or None: that one stays as it is, in high precision."""
+"""A function from a module's (or a weight's) path to a recipe, its name, or None, which leaves it in high precision."""
 
 CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
-"""From (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
+"""A function from (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
 
 
 def parse(recipe: Recipe | str) -> Recipe:
@@ -278,7 +282,7 @@ def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
 
 
 def by_operand(casts: CastFunction) -> ByPath:
-    """A function of the path, as `resolve` takes it, of one that gives the cast of each operand in each direction.
+    """Makes a function of the path, which `resolve` takes, from one that gives the cast of each operand in each direction.
 
     Where it gives None for all of them, the module stays as it is.
 

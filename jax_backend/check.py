@@ -1,4 +1,4 @@
-"""What `blockfp check` knows JAX as."""
+"""The adapter of JAX for `blockfp check`."""
 
 from __future__ import annotations
 

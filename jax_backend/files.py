@@ -107,12 +107,12 @@ def load(path: str | PathLike[str], like: Any = None) -> Any:
 
 
 def _is_stack(leaf: Any) -> bool:
-    """Whether a leaf is a stack of matrices that have a scale per tensor each."""
+    """Returns True for a stack of matrices that have a scale per tensor each."""
     return is_quantized(leaf) and leaf.ndim > 2 and leaf.format.has_tensor_scale and not shares_scale(leaf)
 
 
 def _matrices(name: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """(name, array) of what a leaf is in a file: itself, or each matrix of a stack."""
+    """Yields (name, array) for what a leaf is in a file: itself, or each matrix of a stack."""
     if not _is_stack(leaf):
         yield name, leaf
         return

@@ -1,4 +1,4 @@
-"""The backends that `blockfp check` knows, those that users name, and what loads them where they are installed."""
+"""The backends of `blockfp check`, its own and those that users name, loaded where they are installed."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def _kernels() -> Backend:
 
 
 def find(library: str, module: str, name: str) -> Any:
-    """Something of a backend's; raises ImportError where its library is not installed."""
+    """Imports a name from a backend; raises ImportError where its library is not installed."""
     if importlib.util.find_spec(library) is None:
         raise ImportError(f"{library} is not installed: pip install 'blockfp[{library}]'")
     return getattr(importlib.import_module(f"blockfp.{module}"), name)
 
 
 def installed(library: str, adapter: str, name: str) -> Callable[[], Backend]:
-    """What makes a backend of a library, once it is looked for."""
+    """A function that makes a library's backend when it is called."""
     return lambda: find(library, adapter, name)()
 
 

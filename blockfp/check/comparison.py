@@ -15,12 +15,12 @@ from typing import Any
 from ..errors import BadFile
 
 PARTS = ("codes", "scales", "values")
-"""What a report has a SHA-256 of, for each tensor and format."""
+"""The parts of which a report has a SHA-256, for each tensor and format."""
 
 
 @dataclass
 class Comparison:
-    """What two reports say of the same tensors.
+    """The outcome of a comparison of two reports.
 
     Attributes:
         compared: of each format, how many tensors both have in it.
@@ -36,12 +36,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both have the same tensors in the same formats, and all bits of them are equal."""
+        """True where both have the same tensors in the same formats, and all their bits are equal."""
         return not self.differences
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report as `blockfp check --report` writes it.
+    """Reads a report that `blockfp check --report` wrote.
 
     Raises:
         BadFile: it isn't one.
@@ -80,7 +80,7 @@ def _facts(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _tensors(report: Mapping[str, Any]) -> dict[str, tuple[dict[str, Any], dict[str, dict[str, str]]]]:
-    """Of each tensor by name what it is, and by format its hashes. Machines have files elsewhere: paths don't count."""
+    """Each tensor's identity and, by format, its hashes, by name. Paths don't count: machines have files elsewhere."""
     files = {file["path"]: file for file in report["files"]}
     tensors = {}
     for number, file in enumerate(files.values(), 1):

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..definition import layout, numerics
+from ..definition import checks, layout, numerics
 from ..definition.numerics import Quantized
 from ..errors import BadBackend
 from ..formats import Format
@@ -26,16 +26,16 @@ PIECE = 1 << 18
 
 
 class Backend(Protocol):
-    """What quantizes: a library behind NumPy arrays."""
+    """The protocol of a backend: a library that quantizes NumPy arrays."""
 
     @property
     def name(self) -> str:
-        """How reports call it, such as "jax"."""
+        """The name in reports, such as "jax"."""
         ...
 
     @property
     def version(self) -> str:
-        """What exactly runs: versions, device, instruction set."""
+        """The exact software and hardware: versions, device, instruction set."""
         ...
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:
@@ -132,7 +132,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one array in one format.
+    """The outcome for one array in one format.
 
     Attributes:
         format: the format.
@@ -167,7 +167,7 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     Raises:
         TypeError, ValueError: x can't be quantized, or the format is not known.
     """
-    numerics.check_input(x)
+    checks.check_input(x)
     format = Format.parse(format)
     pieces = [()] if format.has_tensor_scale or not x.size else split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
@@ -204,7 +204,7 @@ def _run(backend: Backend, x: np.ndarray, format: Format) -> tuple[Quantized, np
 
 
 def _checked(q: object, backend: str) -> Quantized:
-    """What a backend's quantize returned, if it is that."""
+    """Checks what a backend's quantize returned; raises BadBackend where it isn't codes and scales."""
     if not isinstance(q, Quantized):
         raise BadBackend(
             f"backend {backend!r}: quantize must return blockfp.definition.numerics.Quantized(codes, scales, tensor_scale), "
@@ -268,7 +268,7 @@ def _input(x: np.ndarray, part: str, index: tuple[int, ...], format: Format) -> 
 
 
 def _in_whole(found: Difference, corner: tuple[int, ...], format: Format) -> tuple[int, ...] | None:
-    """The index of a piece's difference in the array whose piece at `corner` it is."""
+    """Index in the whole array of a place in the piece that lies at `corner`."""
     if not found.index:
         return found.index
     if found.part == "scales":

@@ -1,4 +1,4 @@
-"""How far quantized values lie from the originals: noise, largest error, saturation, zeros, bytes, exponents of scales."""
+"""Figures of quantization: noise, largest error, saturation, zeros, bytes, exponents of scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..formats import ElementFormat, Format
 
 @dataclass
 class Statistics:
-    """How far dequantized values lie from the originals. Sums, so that statistics of parts can be added.
+    """The distance of dequantized values from the originals, as sums: statistics of parts can be added.
 
     Attributes:
         elements: how many there are.
@@ -98,7 +98,7 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
 
 
 def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> Array:
-    """Which elements have the largest code and lie above it by more than half a step; of any array library.
+    """A mask of elements that have the largest code and lie above it by more than half a step; on any array library.
 
     Args:
         x: the original, float32.
@@ -115,7 +115,7 @@ def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> 
 
 
 def scale_exponents(q: Quantized, format: Format) -> Counter[int]:
-    """How many decode scales have the binary exponent e, that is floor(log2(scale)); zero, Inf and NaN not counted."""
+    """Number of decode scales by binary exponent, floor(log2(scale)); zero, Inf and NaN are not counted."""
     scales = views.view_scales(q.scales, format).astype(np.float64)
     if q.tensor_scale is not None:
         scales = scales * np.float64(q.tensor_scale)

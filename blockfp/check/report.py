@@ -1,4 +1,4 @@
-"""What `blockfp check` found: summed by format, as JSON, and as tables."""
+"""The findings of `blockfp check`: summed by format, as JSON, and as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .measure import Statistics
 
 @dataclass
 class Findings:
-    """All that was found in a number of files.
+    """The findings in a number of files.
 
     Attributes:
         backends: what was compared, the reference first.
@@ -34,7 +34,7 @@ class Findings:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was checked."""
+        """True where nothing was checked."""
         return not any(self.files.values())
 
     @property
@@ -49,7 +49,7 @@ class Findings:
                     yield path, tensor, check
 
     def by_format(self) -> dict[Format, tuple[int, Statistics]]:
-        """Of each format, how many tensors differ between backends, and the statistics of all tensors."""
+        """By format, the number of tensors that differ between backends, and the statistics of all tensors."""
         summary = {format: (0, Statistics()) for format in self.formats}
         for _, _, check in self.checks():
             differing, statistics = summary[check.format]
@@ -146,7 +146,7 @@ _TITLES = ("SQNR dB", "max rel.", "saturated", "to zero", "bytes")
 
 
 def _aligned(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Rows as lines, never wrapped, so that each can be searched for: the first columns to the left, the rest to the right."""
+    """Joins rows to lines that are never wrapped: the first `left` columns lie to the left, the rest to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))

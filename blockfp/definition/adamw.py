@@ -28,13 +28,13 @@ from .numerics import Origin
 from .rounding import Key, fold_in
 
 Moments = Literal["float32", "bfloat16", "fp8"]
-"""What moments are kept in."""
+"""The storage of moments."""
 
 MOMENT_FORMAT = Format.parse("fp8_e4m3_1x128")
 """The blocks of FP8 moments: E4M3, 1x128, power-of-two scales in fp32."""
 
 WEIGHT, FIRST, SECOND = 2, 3, 4
-"""What is rounded, as `fold_in` is told (`rounding_key`)."""
+"""The numbers that `rounding_key` folds into the key for the weight and both moments."""
 
 
 class Coefficients(NamedTuple):
@@ -105,13 +105,14 @@ def check_settings(lr: Any, betas: tuple[float, float], eps: float, weight_decay
 
 
 def stands_still(c: Coefficients) -> Any:
-    """Whether the step moves no weight, whatever the gradient (lr 0): nothing is written to the weight then, and a
-    quantized one keeps codes and scales. (Requantizing what was dequantized would change them.)"""
+    """Tells whether the step moves no weight, whatever the gradient is (lr 0).
+
+    Nothing is written to the weight then: requantizing the values of codes would change them."""
     return (c.rate == 0) & (c.decay == 1)
 
 
 def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coefficients) -> tuple[Array, Array, Array]:
-    """One step: the new (weight, first moment, second moment); the old ones where the step is skipped.
+    """Takes a step; returns (weight, first moment, second moment), the old ones where the step is skipped.
 
     Args:
         weight, first, second, gradient: float32, of one shape.
@@ -131,7 +132,7 @@ def update(weight: Array, first: Array, second: Array, gradient: Array, c: Coeff
 
 
 def _square_root(x: Array) -> Array:
-    """IEEE's square root. Torch's own on a CPU is off in the last place now and then; by way of float64 it is right."""
+    """IEEE's square root. Torch's on a CPU is now and then off in the last place; taken in float64 it is right."""
     xp = array_namespace(x)
     if is_torch_array(x) and x.device.type == "cpu":
         return xp.astype(xp.sqrt(xp.astype(x, xp.float64)), xp.float32)
@@ -183,7 +184,7 @@ def load_fp8(codes: Array, scales: Array, *, second: bool, origin: Origin = (0, 
 
 
 def round_to_bfloat16(x: Array, key: Key, *, origin: Origin = (0, 0), shape: tuple[int, int] | None = None) -> Array:
-    """x rounded stochastically to bfloat16: floor(|x| / ulp + (2 u + 1) / 512) ulp, at most the largest finite value.
+    """Rounds x stochastically to bfloat16: floor(|x| / ulp + (2 u + 1) / 512) ulp, at most the largest finite value.
 
     Args:
         x: float32 [..., rows, columns].

@@ -44,7 +44,7 @@ def dtype_name(x: Array) -> str:
 
 
 def at_most(x: Array, limit: int) -> Array:
-    """Elementwise minimum of int32 and a limit: torch's own takes no Python numbers, and what stands in breaks dynamo."""
+    """Elementwise minimum of int32 and a limit. (torch's takes no Python numbers, and dynamo can't trace its substitute.)"""
     return array_namespace(x).where(x > limit, limit, x)
 
 
@@ -101,7 +101,7 @@ def _bfloat16(xp) -> Any:
 
 
 def split(magnitude: Array) -> tuple[Array, Array]:
-    """(significand, exponent) of non-negative fp32 bits, subnormals normalized.
+    """Splits non-negative fp32 bits into (significand, exponent), subnormals normalized.
 
     Zero counts as 2^-276, far below anything that rounds to a nonzero number here. Inf and NaN have exponents above every
     product of finite numbers, so that they saturate.
@@ -191,7 +191,7 @@ def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin:
 
 
 def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, emin: int, random_byte: Array) -> Array:
-    """Like `round_nearest` with point 23, but floor(|y| / ulp + (2 u + 1) / 512) ulp for the random byte u, exactly.
+    """Rounds like `round_nearest` with point 23, but to floor(|y| / ulp + (2 u + 1) / 512) ulp for the random byte u, exactly.
 
     The fraction f of |y| / ulp reaches the next integer where 512 f >= 511 - 2 u, an integer comparison.
     """
@@ -204,7 +204,7 @@ def round_stochastic(significand: Array, exponent: Array, mantissa_bits: int, em
 
 
 def _cut(xp, significand, exponent, mantissa_bits, emin, point):
-    """(bits kept, bits dropped, how many were dropped), for a result whose spacing stays constant below 2^emin."""
+    """Cuts to a spacing that stays constant below 2^emin; returns (bits kept, bits dropped, number of bits dropped)."""
     # 29 places drop every bit of a significand below 2^28, and leave room to double what is dropped.
     shift = at_most(at_least(emin - exponent, 0) + (point - mantissa_bits), 29)
     quotient = significand >> shift

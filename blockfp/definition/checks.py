@@ -1,4 +1,4 @@
-"""What is refused, in the same words by every face and backend, before anything is changed."""
+"""Checks of arguments: every face and backend refuses in the same words, before anything is changed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from ..formats import Format
 from . import bits, layout
 from .bits import Array
+from .views import DTYPES
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -46,19 +47,36 @@ def check_limits(format: Format, eps: float, nominal: str) -> None:
 
 
 def check_output_dtype(dtype: str) -> None:
-    """Raises ValueError where dtype is not the name of one that can be dequantized to."""
+    """Raises ValueError where dtype is not the name of one that values can come in."""
     if dtype not in bits.FLOAT_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}")
 
 
 def output_dtype(dtype: Any) -> str:
-    """The name of what NumPy takes for a dtype; raises TypeError or ValueError where it can't be dequantized to."""
+    """Name of a dtype in any form that NumPy takes; raises TypeError or ValueError where values can't come in it."""
     try:
         name = np.dtype(dtype).name
     except TypeError:
         raise TypeError(f"dtype must be one of {', '.join(bits.FLOAT_DTYPES)}, got {dtype!r}") from None
     check_output_dtype(name)
     return name
+
+
+def nominal_dtype(dtype: Any) -> np.dtype:
+    """NumPy's dtype of the array that was quantized; raises TypeError where values don't come in it."""
+    dtype = np.dtype(dtype)
+    if dtype not in DTYPES.values():
+        raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    return dtype
+
+
+def check_parts(
+    codes: Array, scales: Array, tensor_scale: Array | None, format: Format, columns: int, origin: tuple[int, int]
+) -> None:
+    """Raises TypeError or ValueError where codes and scales don't make an array of `columns` in this format at `origin`."""
+    check_place(columns, origin)
+    check_codes(codes, columns, format)
+    check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
 
 
 def check_place(columns: int, origin: tuple[int, int]) -> None:
@@ -80,7 +98,7 @@ def check_square(format: Format) -> None:
 
 
 def check_matrix(shape: Sequence[int]) -> None:
-    """Raises ValueError where an array has other than two axes, of which `.T` swaps the last two alone."""
+    """Raises ValueError where an array hasn't two axes: `.T` swaps the last two alone."""
     if len(shape) != 2:
         raise ValueError(f".T is for two axes, got shape {tuple(shape)}: .mT swaps the last two")
 

@@ -1,4 +1,4 @@
-"""Where codes and scales lie: shapes, blocks, packing, and the scale layouts that matrix products want.
+"""The layout of codes and scales: shapes, blocks, packing, and the scale layouts that matrix products want.
 
 The last two axes of an array are the matrix. Codes keep its shape, packed along the last axis; scales are compact, one per
 block, row-major. `origin` is the (row, column) of an array's first element in the unsharded matrix: blocks are counted
@@ -20,12 +20,12 @@ from .bits import Array
 Length = TypeVar("Length", int, np.ndarray)
 
 Settle = Callable[[Array], Array]
-"""Returns its argument; a compiler stores what goes through it. Values per block, random words and codes to be packed are used
-many times, and a compiler that fuses all into one loop would work them out anew at each use."""
+"""A function that returns its argument and makes a compiler store it. Values per block, random words and codes to be packed are
+used many times: a compiler that fuses everything into one loop would work them out anew at each use."""
 
 
-def as_it_is(x: Array) -> Array:
-    """What libraries need that carry out one operation after another: they store everything."""
+def unsettled(x: Array) -> Array:
+    """Returns x: libraries that carry out one operation after another store everything anyway."""
     return x
 
 
@@ -44,7 +44,7 @@ def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] =
 
 @lru_cache(maxsize=4096)
 def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 0)) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shape and dtype of what an array is stored in: codes, scales and, of formats with two levels, the tensor scale.
+    """Shapes and dtypes of an array's codes, scales and, in formats with two levels, tensor scale.
 
     Raises:
         TypeError: a length that a compiler leaves open, which has no hash; `parts.__wrapped__` takes it.
@@ -55,7 +55,7 @@ def parts(shape: tuple[int, ...], format: Format, origin: tuple[int, int] = (0, 
 
 
 def block_grid(size: int, block: int, origin: int = 0) -> int:
-    """How many blocks of length `block`, counted from 0, the elements origin .. origin + size touch."""
+    """Number of blocks of length `block`, counted from 0, that the elements origin .. origin + size touch."""
     return 0 if size == 0 else -(-(origin % block + size) // block)
 
 
@@ -67,7 +67,7 @@ def packed_columns(columns: Length, bits: int) -> Length:
 
 
 def split_blocks(x: Array, block: tuple[int, int], origin: tuple[int, int] = (0, 0)) -> Array:
-    """[..., rows, columns] as [..., row blocks, block rows, column blocks, block columns], zeros where nothing is."""
+    """Reshapes [..., rows, columns] to [..., row blocks, block rows, column blocks, block columns], filled up with zeros."""
     *leading, rows, columns = x.shape
     for axis, size, length, start in ((-2, rows, block[0], origin[0]), (-1, columns, block[1], origin[1])):
         before = start % length if size else 0
@@ -98,12 +98,12 @@ def _pad(x: Array, before: int, after: int, axis: int) -> Array:
 
 
 def on_device_of(x: Array) -> dict[str, Any]:
-    """Keyword that creates an array beside x: torch must be told where; JAX places it itself, under a trace too."""
+    """Keyword that creates an array on x's device. Torch must be told; JAX places it itself, under a trace too."""
     return {"device": x.device} if is_torch_array(x) else {}
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Codes, one a byte along the last axis, packed into bytes and filled up with zero codes.
+    """Packs codes, one a byte along the last axis, into bytes, filled up with zero codes.
 
     Two 4-bit codes a byte, low nibble first. Four 6-bit codes in three bytes, the first in the low bits.
     """
@@ -135,14 +135,14 @@ def unpack(packed: Array, bits: int, columns: int) -> Array:
 
 
 def _groups(x: Array, size: int) -> Array:
-    """[..., n] as [..., ceil(n / size), size], filled with zeros."""
+    """Reshapes [..., n] to [..., ceil(n / size), size], filled up with zeros."""
     groups = -(-x.shape[-1] // size)
     x = _pad(x, 0, groups * size - x.shape[-1], -1)
     return x.reshape((*x.shape[:-1], groups, size))
 
 
 def pad_scales(scales: Array, rows: int = 128, columns: int = 4) -> Array:
-    """[..., m, n] scales padded with zeros to multiples of `rows` and `columns`."""
+    """Pads [..., m, n] scales with zeros to multiples of `rows` and `columns`."""
     m, n = scales.shape[-2:]
     return _pad(_pad(scales, 0, -m % rows, -2), 0, -n % columns, -1)
 

@@ -21,7 +21,7 @@ from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .decoding import scaled
-from .layout import Settle, as_it_is
+from .layout import Settle, unsettled
 from .rounding import Key, random_bytes, round_to_element
 
 Origin = tuple[int, int]
@@ -111,7 +111,7 @@ def quantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
     multiplier: Array | None = None,
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
 
@@ -166,7 +166,7 @@ def _delayed(multiplier: Array, format: Format, amax: Amax | None) -> Array:
 
 
 def _phase(format: Format, origin: Origin) -> Origin:
-    """Where in its block x begins; an origin known only at run time is taken to be aligned."""
+    """Position of x's first element in its block; an origin known only at run time is taken to be aligned."""
     block = format.block or (1, 1)
     row, column = (o % b if isinstance(o, int) else 0 for o, b in zip(origin, block, strict=True))
     return row, column
@@ -199,9 +199,9 @@ def encode(
     key: Key | None = None,
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Array:
-    """Codes of x for scales that are already there: what a route through high precision does with the scales it carried.
+    """Codes of x for scales that are already there, such as those that a route through high precision carries along.
 
     Encoding what was dequantized to fp32, with its own scales, gives its codes back wherever a value tells its code: not
     where the scale is NaN or zero, nor for values beyond fp32 (the largest inputs may round up to 2^128).
@@ -267,7 +267,7 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
     return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
 
 
-def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = as_it_is) -> Array:
+def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = unsettled) -> Array:
     """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
@@ -290,7 +290,7 @@ def dequantize(
     *,
     columns: int,
     origin: Origin = (0, 0),
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Array:
     """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
 

@@ -1,4 +1,4 @@
-"""What is refused, with what to write instead, where a quantized array is taken for an array of values."""
+"""Errors where a quantized array is taken for an array of values, with what to write instead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 
 class NoValues:
-    """The base of quantized arrays: what other code asks of arrays, and codes and scales can't answer, raises TypeError.
+    """Base of quantized arrays: raises TypeError for operations that need values, which codes and scales are not.
 
     Equality is among it: arrays can have the same codes, or the same values. `is` and hashing go by identity.
     """

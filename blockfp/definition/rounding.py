@@ -16,7 +16,7 @@ from array_api_compat import array_namespace
 from ..formats import ElementFormat
 from . import bits
 from .bits import Array
-from .layout import Settle, as_it_is, on_device_of
+from .layout import Settle, on_device_of, unsettled
 
 Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
@@ -128,7 +128,7 @@ def fold_in(key: Key, data: int | Array) -> tuple[int, int] | Array:
 
 
 ROWWISE, COLUMNWISE = 0, 1
-"""What of a gradient is rounded, as `gradient_key` is told."""
+"""The directions of a gradient, as `gradient_key` takes them."""
 
 
 def gradient_key(
@@ -153,7 +153,7 @@ def random_bytes(
     columns: int,
     first_column: int | Array,
     row_length: int | Array,
-    settle: Settle = as_it_is,
+    settle: Settle = unsettled,
 ) -> Array:
     """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
 
@@ -197,7 +197,7 @@ def _less_unsigned(a: Array, b: Array) -> Array:
 
 
 def _multiply_wide(a: Array, b: int) -> tuple[Array, Array]:
-    """(high, low) words of the 64-bit products of non-negative int32 a and b, by 16-bit limbs."""
+    """Multiplies non-negative int32 a and b by 16-bit limbs; returns the (high, low) words of the 64-bit products."""
     a1, a0, b1, b0 = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     low, cross = a0 * b0, (a1 * b0, a0 * b1)
     middle = shift_right(low, 16) + (cross[0] & 0xFFFF) + (cross[1] & 0xFFFF)

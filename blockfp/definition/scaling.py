@@ -1,4 +1,4 @@
-"""From the largest magnitude of a block to its scale: one function for each rule, and delayed scaling as a state transition.
+"""The scale of a block from its largest magnitude: one function for each rule, and delayed scaling's step.
 
 An amax is fp32 bits (int32), NaN ignored, 0 where there is nothing else: an integer maximum finds and reduces it, with no
 order and no flushing of subnormals. Every rule gives the *stored* scale and the *multiplier* that encodes with it.
@@ -17,7 +17,7 @@ from .checks import check_eps
 from .rounding import round_to_element
 
 Split = tuple[Array, Array]
-"""(significand, exponent), see `bits`."""
+"""A split number: (significand, exponent), see `bits`."""
 
 # Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
@@ -133,13 +133,13 @@ def clamped_reciprocal(scale: Array) -> Array:
 
 
 def lift(amax: Array, eps: float) -> Array:
-    """amax, at least eps."""
+    """Lifts amax to at least eps."""
     check_eps(eps)
     return bits.at_least(amax, bits.constant_bits(eps)) if eps else amax
 
 
 def record(history: Array, amax: Array) -> Array:
-    """Delayed scaling's history after a cast: history[0] = max(history[0], amax), a non-finite amax counted as 0.
+    """Enters an amax into delayed scaling's history: history[0] = max(history[0], amax), a non-finite amax counted as 0.
 
     Args:
         history: float32 [length, ...], newest first; never negative.
@@ -154,7 +154,7 @@ def record(history: Array, amax: Array) -> Array:
 def update(
     history: Array, scale: Array, element: ElementFormat, *, margin: int = 0, algorithm: str = "max"
 ) -> tuple[Array, Array]:
-    """Delayed scaling's step, once per optimizer step: (history, scale) -> (history, scale).
+    """Takes delayed scaling's step, once per optimizer step: (history, scale) -> (history, scale).
 
     The amax is the largest of the history ("max") or its newest entry ("most_recent"); the new scale is
     MAX * 2^-margin / amax, the old scale where amax is 0, fp32's largest where the quotient overflows. The history moves

@@ -13,6 +13,9 @@ from ..formats import Format
 from . import bits, layout
 from .bits import Array
 
+DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+"""NumPy's dtypes of values, by name."""
+
 
 def dtype_of(name: str) -> np.dtype:
     """NumPy's dtype of a `native_dtype`."""

@@ -62,7 +62,7 @@ def remove_left_behind(path: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Returns when a file, or the names in a folder, would survive a crash of the machine."""
+    """Waits until a file, or the names in a folder, would survive a crash of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +71,7 @@ def to_disk(path: Path) -> None:
 
 
 def _locked(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, and what holds its lock for as long as it is open."""
+    """Makes a new file beside `path`; returns it and the open descriptor that holds its lock."""
     while True:
         temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -85,7 +85,7 @@ def _locked(path: Path) -> tuple[Path, int]:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the file of a name is still the open one."""
+    """Tells whether a name still means the open file."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -39,7 +39,7 @@ _FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How compressed-tensors calls a format.
+    """compressed-tensors' description of a format.
 
     Attributes:
         format: its name for the layout.
@@ -58,7 +58,7 @@ class Scheme:
 
 
 def scheme(format: Format) -> Scheme | None:
-    """What a format is called there; None where compressed-tensors has no layout for it."""
+    """The description of a format; None where compressed-tensors has no layout for it."""
     common = {"num_bits": format.element.bits, "type": "float", "symmetric": True, "dynamic": False}
     if format.element is E4M3 and format.block is None:
         return Scheme("float-quantized", {**common, "strategy": "tensor"}, False)
@@ -179,5 +179,5 @@ def _config(schemes: dict[str, Scheme]) -> dict[str, Any]:
 
 
 def _target(layer: str) -> str:
-    """What compressed-tensors takes for a layer's name: without a dot it might be that of a class, such as "Linear"."""
+    """A layer's name as a target: without a dot, compressed-tensors might take it for a class such as "Linear"."""
     return layer if "." in layer else f"re:^{re.escape(layer)}$"

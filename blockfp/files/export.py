@@ -1,4 +1,4 @@
-"""From a training checkpoint to a file of the model alone: quantized as it was trained, or in high precision.
+"""Export of a training checkpoint's model to a file: quantized as it was trained, or in high precision.
 
 A checkpoint (`blockfp.torch.save_checkpoint`, or torch's DCP over a model's state dict) holds for a quantized weight NAME its
 codes, scales, and, under NAME and NAME_format_FORMAT, tensors of no bytes whose shape is (0, *shape of the weight) and whose
@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..array import DTYPES, QuantizedArray
+from ..array import QuantizedArray
+from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import Format
-from . import saving, store
+from . import quantized_model, saving
 from .modelfile import Model, Tensor
 from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
@@ -82,7 +83,7 @@ class Contents:
 
 
 def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
-    """What a checkpoint holds of the model.
+    """The model in a checkpoint.
 
     Args:
         checkpoint: the open checkpoint.
@@ -122,9 +123,9 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
 
 
 def _optimizers(there: Collection[str], prefix: str) -> dict[str, str]:
-    """What the names of each optimizer begin with, and what makes a name that is there of each parameter's that it has.
+    """The optimizers in a checkpoint, each with the beginning that completes its parameters' names.
 
-    The optimizer's names are those of the whole model, which begin with some of the prefix's parts in the checkpoint or with
+    An optimizer calls parameters as the whole model does. In the checkpoint some of the prefix's parts stand before that, or
     nothing.
     """
     parameters: dict[str, set[str]] = {}
@@ -166,7 +167,7 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
         raise BadFile(checkpoint.path, error, name) from error
     shape = marker.shape[1:]
     parts = []
-    for entry in store.quantized_entries(name, shape, marker.dtype, parsed):
+    for entry in quantized_model.quantized_entries(name, shape, marker.dtype, parsed):
         part = own.get(entry.name)
         if part is None or (part.dtype, part.shape) != (entry.dtype, entry.shape):
             found = "missing" if part is None else f"{part.dtype} of shape {part.shape}"
@@ -178,7 +179,7 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
-    """Whether it is a buffer of blockfp's layers: the other one that they have with it is there too."""
+    """Tells whether an entry is a buffer that blockfp's layers train with: its partner is there too."""
     layer, dot, last = name.rpartition(".")
     return any(last in pair and all(f"{layer}{dot}{other}" in own for other in pair) for pair in LAYER_BUFFERS)
 

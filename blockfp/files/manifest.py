@@ -38,17 +38,17 @@ class FileSum:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies in a run's folder."""
+    """Path of a step's checkpoint in a run's folder."""
     return run / f"step-{step:08d}"
 
 
 def temporary_of(checkpoint: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """Path at which a checkpoint is written until it is whole."""
     return checkpoint.parent / f".{checkpoint.name}.tmp"
 
 
 def steps(run: Path) -> list[int]:
-    """The steps of which there are checkpoints in a run's folder, ascending. Whether they have manifests is not looked at."""
+    """The steps that have checkpoints in a run's folder, ascending. It doesn't look for manifests."""
     there = run.iterdir() if run.is_dir() else ()
     found = {int(match[1]) for path in there if (match := _WHOLE.fullmatch(path.name))}
     # What is a file, or has more zeros in its name than a checkpoint gets, is somebody else's.
@@ -67,21 +67,21 @@ def find(folder: Path, step: int | None = None) -> Path:
         return folder
     there = steps(folder)
     if not there:
-        raise BadCheckpoint(f"{folder} holds no checkpoint: nothing in it is called step-.. and has a {MANIFEST}")
+        raise BadCheckpoint(f"{folder} holds no checkpoint: it has neither a {MANIFEST} nor a folder step-..")
     if step is not None and step not in there:
         raise BadCheckpoint(f"{folder} has no checkpoint of step {step}: there are {', '.join(map(str, there))}")
     return folder_of(folder, there[-1] if step is None else step)
 
 
 def is_own(checkpoint: Path) -> bool:
-    """Whether a folder has a manifest, or the name of one that must: step-.., or what that is called until it is whole."""
+    """Tells whether a folder is a checkpoint of blockfp's: by its manifest, or its name (step-.., also while it is written)."""
     names = {checkpoint.absolute().name, checkpoint.resolve().name}
     called = any(pattern.fullmatch(name) for pattern in (_WHOLE, _LEFT_BEHIND) for name in names)
     return called or os.path.lexists(checkpoint / MANIFEST)
 
 
 def file_sum(path: Path) -> FileSum:
-    """Reads a file whole."""
+    """Reads a file whole; returns its length and checksum."""
     with untrusted.open_regular(path) as file:
         return FileSum(untrusted.length_of(file), hashlib.file_digest(file, "sha256").hexdigest())  # pyright: ignore[reportArgumentType]
 
@@ -96,7 +96,7 @@ def write_manifest(checkpoint: Path, files: Mapping[str, FileSum]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
-    """What the files of a checkpoint must be.
+    """Reads the manifest: the files of a checkpoint with their lengths and checksums.
 
     Raises:
         BadCheckpoint: there is no manifest, or it is not one.
@@ -115,12 +115,12 @@ def read_manifest(checkpoint: Path) -> dict[str, FileSum]:
         if not untrusted.is_plain_name(name):
             raise BadCheckpoint(f"{path} names {name!r}, which is no file in its folder")
         if not untrusted.is_size(expected.length) or not isinstance(expected.sha256, str):
-            raise BadCheckpoint(f"{path} says of {name!r} what is no length and no SHA-256: {expected}")
+            raise BadCheckpoint(f"{path} has no length and SHA-256 for {name!r}: {expected}")
     return found
 
 
 def problem_with(path: Path, expected: FileSum, *, sum: bool = True) -> str | None:
-    """What is wrong with a file of a checkpoint, or None.
+    """The problem with a file of a checkpoint, or None.
 
     Args:
         path: the file.
@@ -129,7 +129,7 @@ def problem_with(path: Path, expected: FileSum, *, sum: bool = True) -> str | No
     """
     try:
         if untrusted.leads_out(path):
-            return f"{path} is a link out of the checkpoint's folder: copy what it leads to"
+            return f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place"
         with untrusted.open_regular(path) as file:
             length = untrusted.length_of(file)
         if length != expected.length:

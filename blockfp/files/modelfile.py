@@ -32,15 +32,15 @@ _NAMES = "F64 float64, F32 float32, F16 float16, I64 int64, I32 int32, I16 int16
 _NAMES += ", U64 uint64, U32 uint32, U16 uint16, U8 uint8"
 _SMALL = "BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E8M0 float8_e8m0fnu"
 
-DTYPES = {tag: np.dtype(name) for tag, name in (pair.split() for pair in _NAMES.split(", "))}
-DTYPES |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split() for pair in _SMALL.split(", "))}
+BY_TAG = {tag: np.dtype(name) for tag, name in (pair.split() for pair in _NAMES.split(", "))}
+BY_TAG |= {tag: np.dtype(getattr(ml_dtypes, name)) for tag, name in (pair.split() for pair in _SMALL.split(", "))}
 """NumPy's dtype for safetensors' name of it."""
 
-TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+TAGS = {dtype: tag for tag, dtype in BY_TAG.items()}
 """safetensors' name for a NumPy dtype."""
 
 METADATA = "__metadata__"
-"""What a header calls the file's strings, and no tensor can be called."""
+"""The key of the file's strings in a header; no tensor can have this name."""
 
 _MOST_AXES = 64
 _DEFLATED = 1032
@@ -73,7 +73,7 @@ class Tensor:
 
     @property
     def skipped(self) -> str | None:
-        """Why it can't be quantized, or None where it can."""
+        """The reason why it can't be quantized, or None."""
         if self.dtype.name not in ("float32", "float16", "bfloat16"):
             return f"dtype {self.dtype.name}"
         if len(self.shape) < 2:
@@ -107,7 +107,7 @@ def open_model(path: Path) -> Model:
 
 @contextmanager
 def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None]:
-    """Whatever a library makes of what it doesn't expect: a BadFile of this file."""
+    """Turns any error of a library that reads this file into a BadFile."""
     try:
         yield
     except BadFile:
@@ -123,7 +123,7 @@ def _failing_as_bad_file(path: Path, tensor: str | None = None) -> Iterator[None
 
 
 def _problem_with_shape(shape: Sequence[int], dtype: np.dtype) -> str | None:
-    """Why no array can have it, or None."""
+    """The reason why no array can have this shape, or None."""
     if len(shape) > _MOST_AXES or not all(map(untrusted.is_size, shape)):
         return f"shape {_shortened(shape)} must be integers of 0 or more, {_MOST_AXES} at most"
     if math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
@@ -164,14 +164,14 @@ def _open_safetensors(path: Path) -> Model:
 def _safetensors_entry(
     path: Path, data: int, size: int, name: str, *, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> Tensor:
-    if dtype not in DTYPES:
+    if dtype not in BY_TAG:
         raise BadFile(path, f"dtype {dtype} is not known", name)
     start, end = data_offsets
     if not isinstance(shape, list) or not all(map(untrusted.is_size, data_offsets)):
         raise BadFile(path, f"shape and data_offsets {_shortened(data_offsets)} must be integers of 0 or more", name)
-    if problem := _problem_with_shape(shape, DTYPES[dtype]):
+    if problem := _problem_with_shape(shape, BY_TAG[dtype]):
         raise BadFile(path, problem, name)
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * BY_TAG[dtype].itemsize
     if end - start != nbytes:
         raise BadFile(path, f"{dtype} of shape {shape} has {nbytes} bytes, the header gives it {end - start}", name)
     if data + end > size:
@@ -183,9 +183,9 @@ def _safetensors_entry(
             content = bytearray(nbytes)
             if file.readinto(content) != nbytes:  # pyright: ignore[reportAttributeAccessIssue]
                 raise BadFile(path, "cut short", name)
-            return np.frombuffer(content, DTYPES[dtype]).reshape(shape)
+            return np.frombuffer(content, BY_TAG[dtype]).reshape(shape)
 
-    return Tensor(name, DTYPES[dtype], tuple(shape), read)
+    return Tensor(name, BY_TAG[dtype], tuple(shape), read)
 
 
 _Opened = Callable[[], AbstractContextManager[IO[bytes]]]
@@ -219,7 +219,7 @@ def _open_npz(path: Path) -> Model:
 
 
 def _name_of(path: Path, member: zipfile.ZipInfo) -> str:
-    """The array's name, once its length is one that so many bytes can have."""
+    """Checks that a member's length is possible; returns the array's name."""
     name = member.filename.removesuffix(".npy")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise BadFile(path, f"is compressed by method {member.compress_type}: NumPy stores or deflates", name)
@@ -276,7 +276,7 @@ def _npy_header(path: Path, name: str, file: IO[bytes]) -> tuple[tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a tensor to be written is: its key, NumPy dtype and shape."""
+    """A tensor to be written: its key, NumPy dtype and shape."""
 
     name: str
     dtype: np.dtype

@@ -9,7 +9,7 @@ One file, or several with an index, as the Hugging Face libraries write and read
 The index alone says which parts are the model: it takes the place of an older one in one step, and only then older parts go.
 Parts that a killed save left go with the next save. Their token is the first half of that in the name of the index's temporary
 file, which is there, and locked, for as long as they are being written (`atomic`).
-`files.store` says what a quantized tensor looks like in a file. Its codes and scales are always in the same one.
+`files.quantized_model` says how a quantized tensor lies in a file. Its codes and scales are always in the same one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..array import DTYPES, QuantizedArray
+from ..array import QuantizedArray
 from ..definition.bits import dtype_name
+from ..definition.views import DTYPES
 from ..errors import BadFile
 from . import untrusted
 from .atomic import being_written, remove_left_behind, replacing
@@ -90,7 +91,7 @@ def write(
     metadata: Mapping[str, str],
 ) -> None:
     """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
-    from . import store
+    from . import quantized_model
     from .modelfile import write_safetensors
 
     if path.suffix != ".safetensors":
@@ -99,8 +100,8 @@ def write(
         raise TypeError(f"tensors must be a mapping from names to arrays, got {type(tensors).__name__}")
     if not isinstance(metadata, Mapping) or not all(isinstance(text, str) for item in metadata.items() for text in item):
         raise TypeError(f"metadata must be strings by strings, got {metadata!r}")
-    if store.KEY in metadata:
-        raise ValueError(f"metadata: {store.KEY!r} is blockfp's own")
+    if quantized_model.KEY in metadata:
+        raise ValueError(f"metadata: {quantized_model.KEY!r} is blockfp's own")
     if file_bytes is not None and (not isinstance(file_bytes, int) or file_bytes < 1):
         raise ValueError(f"file_bytes must be an integer of 1 or more, got {file_bytes!r}")
     entries = entries_of(path, tensors)
@@ -118,7 +119,7 @@ def write(
         described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
         own = dict(metadata)
         if described:
-            own[store.KEY] = json.dumps({"version": store.VERSION, "tensors": described})
+            own[quantized_model.KEY] = json.dumps({"version": quantized_model.VERSION, "tensors": described})
         with replacing(target) as temporary:
             write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), own)
 
@@ -143,22 +144,22 @@ def write(
 
 
 def _token(of_temporary: str) -> str:
-    """What the names of parts have in them, by the token of their index's temporary file."""
+    """The token in the names of parts, from that of their index's temporary file."""
     return of_temporary[:8]
 
 
 def entries_of(path: Path, tensors: Mapping[str, Any]) -> dict[str, list[Entry]]:
-    """What each tensor consists of in a file. Raises BadFile where `write` would, before anything is written."""
-    from . import store
+    """The entries of each tensor in a file. Raises BadFile where `write` would, before anything is written."""
+    from . import quantized_model
 
     entries = {name: _entries(path, name, tensor) for name, tensor in tensors.items()}
-    store.check_names(path, [entry for parts in entries.values() for entry in parts])
+    quantized_model.check_names(path, [entry for parts in entries.values() for entry in parts])
     return entries
 
 
 @contextmanager
 def in_one_file(path: Path) -> Iterator[None]:
-    """Where a model's one file is written: of an older one of several files the index and the parts go when it is there."""
+    """Yields while a model's one file is written; then removes the index and the parts of an older model at this path."""
     index = path.with_name(path.name + INDEX)
     with _old_parts_removed(path, index, set()):
         yield
@@ -167,7 +168,7 @@ def in_one_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _old_parts_removed(path: Path, index: Path, new: set[str]) -> Iterator[None]:
-    """In the end, of the parts that the index named before and the new ones, removes those that it doesn't name then.
+    """Removes at the end the old and the new parts that the index doesn't name then.
 
     At the beginning it removes parts that killed saves left.
     """
@@ -215,15 +216,15 @@ def _parts_named(path: Path, index: Path) -> set[str] | None:
 
 
 def read(path: Path) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """(name, array) of everything in a file or several, one at a time."""
-    from . import store
+    """Yields (name, array) for everything in a file or several, one at a time."""
+    from . import quantized_model
 
-    yield from store.read_model(open_whole(path))
+    yield from quantized_model.read_model(open_whole(path))
 
 
 def open_whole(path: Path) -> Model:
     """The tensors of one file or several, not read yet, as if they were in one; `path` and errors are those of `load`."""
-    from . import store
+    from . import quantized_model
     from .modelfile import open_model
 
     if path.is_dir():
@@ -243,7 +244,7 @@ def open_whole(path: Path) -> Model:
     for name in files:
         if not index.with_name(name).exists():
             raise BadFile(index, f"names {name}: no such file")
-    model = store.together(index, [open_model(index.with_name(name)) for name in files])
+    model = quantized_model.together(index, [open_model(index.with_name(name)) for name in files])
     missing = sorted(set(where) - {tensor.name for tensor in model.tensors})
     if missing:
         raise BadFile(index, f"names tensors that its files lack: {', '.join(missing[:3])}")
@@ -261,13 +262,13 @@ def _parts(tensor: Any) -> list[Any]:
 
 
 def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
-    from . import store
+    from . import quantized_model
     from .modelfile import TAGS, Entry
 
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
             raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
-        return store.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
+        return quantized_model.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
     if isinstance(tensor, np.ma.MaskedArray):
         raise BadFile(path, "it is a masked array, and a file has no masks: save its .filled(..) or its .data", name)
     if not hasattr(tensor, "dtype"):

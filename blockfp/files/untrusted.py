@@ -1,4 +1,4 @@
-"""Reading what anybody may have written: regular files alone, and no more of them than they hold."""
+"""Reading files that anybody may have written: regular ones alone, and no more of them than they hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VALUES = 10_000_000
 
 
 class NotPlain(OSError):
-    """What lies there is no regular file: a folder, a device, a pipe or a socket."""
+    """Says that a path is no regular file, but a folder, a device, a pipe or a socket."""
 
 
 def open_regular(path: Path) -> IO[bytes]:
@@ -42,12 +42,12 @@ def _refuse_others(path: Path, mode: int) -> None:
 
 
 def length_of(file: IO[bytes]) -> int:
-    """How many bytes an open file has."""
+    """Number of bytes in an open file."""
     return os.fstat(file.fileno()).st_size
 
 
 def read_header(file: IO[bytes], length: int, what: str) -> bytes:
-    """Reads so many bytes.
+    """Reads `length` bytes.
 
     Raises:
         ValueError: they are more than a header may have, or than there are.
@@ -61,7 +61,7 @@ def read_header(file: IO[bytes], length: int, what: str) -> bytes:
 
 
 def parse_json(content: bytes, what: str) -> Any:
-    """What JSON says.
+    """Parses JSON.
 
     Raises:
         ValueError: it is not JSON, or nests deeper or holds more than anything that blockfp reads does.
@@ -75,7 +75,7 @@ def parse_json(content: bytes, what: str) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says.
+    """Reads and parses a file of JSON.
 
     Raises:
         OSError: it can't be read, or is no regular file.
@@ -90,7 +90,7 @@ def _no_number(name: str) -> Any:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it is the name of a file in a folder, and leads nowhere else."""
+    """Tells whether a value is the name of a file in a folder, and leads nowhere else."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     try:
@@ -100,15 +100,15 @@ def is_plain_name(name: object) -> bool:
 
 
 def leads_out(path: Path) -> bool:
-    """Whether a name in a folder is a link to what lies outside of it."""
+    """Tells whether a name in a folder is a link that leads out of it."""
     return path.is_symlink() and Path(os.path.realpath(path)).parent != Path(os.path.realpath(path.parent))
 
 
 def is_size(value: object) -> bool:
-    """Whether it is a whole number from 0 to what 63 bits hold."""
+    """Tells whether a value is a whole number from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def printable(text: str) -> str:
-    """Text of others for a terminal: control characters, and what isn't text, as Python writes them in a string."""
+    """Makes others' text fit for a terminal: control characters stand as Python writes them in a string."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -24,7 +24,7 @@ _FLAGS = ("-std=c++17", "-O3", "--threads", "1", "-Xcompiler", "-fPIC,-fvisibili
 
 @cache
 def device_count() -> int:
-    """How many CUDA devices the driver sees; 0 without a driver."""
+    """Number of CUDA devices that the driver sees; 0 without a driver."""
     driver = _driver()
     count = ctypes.c_int(0)
     if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -41,7 +41,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """The compute capabilities of the devices that are visible, as nvcc names them with their own instructions: ("90a",).
+    """Compute capabilities of the visible devices, in nvcc's names for their own instructions: ("90a",).
 
     Raises:
         RuntimeError: there is no device, or one that the kernels can't run on.
@@ -64,12 +64,12 @@ def architectures() -> tuple[str, ...]:
 
 
 def where() -> Path:
-    """Where the library is, or would be built: the installed one, else one of the cache."""
+    """Path of the library, built or not: the installed one, else one of the cache."""
     return installed(LIBRARY) or _cache() / _digest(_sources(), flags_for(*architectures())) / LIBRARY
 
 
 def find_or_build() -> Path:
-    """The library, built now if it is not there. Of several processes one builds, and the others wait for it."""
+    """Path of the library, which is built now if it is not there. One of several processes builds, the others wait for it."""
     path = where()
     if path.is_file():
         return path
@@ -124,17 +124,17 @@ def _digest(sources: Path, flags: tuple[str, ...]) -> str:
 
 
 def commands(out: Path, flags: tuple[str, ...]) -> list[tuple[list[str], Path]]:
-    """One compiler call for each object: (command, object)."""
+    """The compiler's calls, as (command, object it makes)."""
     sources = _sources()
-    includes = [f"-I{sources / 'include'}", *(f"-I{p}" for p in _tvm_includes())]
+    includes = [f"-I{p}" for p in (sources / "cuda", sources / "include", *_tvm_includes())]
+    files = {file.stem: file for file in sorted((sources / "cuda").rglob("*.cu"))}
     units = [(name, element) for name in _PER_ELEMENT for element in ("E2M1", *(e for e in ELEMENTS if e != "E2M1"))]
-    units += [(file.stem, "") for file in sorted((sources / "cuda").glob("*.cu")) if file.stem not in _PER_ELEMENT]
+    units += [(name, "") for name in files if name not in _PER_ELEMENT]
     calls = []
     for name, element in units:
         target = out / f"{name}{'_' if element else ''}{element}.o"
         define = [f"-DBLOCKFP_ELEMENT={element}"] if element else []
-        source = str(sources / "cuda" / f"{name}.cu")
-        calls.append(([_nvcc(), *flags, *define, *includes, "-c", source, "-o", str(target)], target))
+        calls.append(([_nvcc(), *flags, *define, *includes, "-c", str(files[name]), "-o", str(target)], target))
     return calls
 
 

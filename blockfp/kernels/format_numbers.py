@@ -1,4 +1,4 @@
-"""What the kernel libraries call formats and dtypes, on the CPU and on the GPU alike."""
+"""The numbers by which the kernel libraries know formats and dtypes, on the CPU and on the GPU alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..formats import Format
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
 ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
 RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3"))}
-DTYPES = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
+DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A compiled library as a process has it: loaded once, or not, and why."""
+"""Loading a compiled library: once in a process, or the reason why not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Library:
         self._loading = threading.Lock()
 
     def available(self) -> bool:
-        """Whether its functions can be called and `switch` lets them; loads them the first time."""
+        """Tells whether kernels run: the functions can be called, and `switch` lets them. Loads them the first time."""
         return switch.kernels_allowed() and (self.loaded or self._load()) is not None
 
     def get(self) -> Any:
@@ -54,7 +54,7 @@ class Library:
         return found
 
     def missing(self, why: str | None = None) -> str:
-        """A line for people, which says why the functions don't run: `switch`, or `why`, by default `why_not`."""
+        """A line for people that says why the definition runs: `switch`, else `why`, by default `why_not`."""
         why = (self.why_not if why is None else why) if switch.kernels_allowed() else switch.WHY_NOT
         return f"no {self.kind}: {why}; the definition runs instead, with the same bits"
 

@@ -22,7 +22,7 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
-from .format_numbers import DTYPES, format_numbers, largest_multiplier
+from .format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
 from .library import Library, installed
 
 LIBRARY = "libblockfp_cpu.so"
@@ -100,7 +100,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     blocks = arrays.empty(grid, "int32")
     nan = None if format.element.has_nan else arrays.empty(grid, "int32")
     tensor = arrays.empty((), "int32") if format.scale.two_level else None
-    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPES[dtype], *format_numbers(format), *origin)
+    library.amax(arrays.lend(x), blocks, nan, tensor, DTYPE_NUMBERS[dtype], *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -135,7 +135,7 @@ def quantize(
         scales,
         tensor_scale,
         *((None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
-        DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         *format_numbers(format),
         largest,
         eps,
@@ -176,7 +176,7 @@ def dequantize(
         arrays.contiguous(scales),
         1.0 if tensor_scale is None else float(tensor_scale),
         arrays.lend(out),
-        DTYPES[dtype],
+        DTYPE_NUMBERS[dtype],
         *format_numbers(format),
         *origin,
     )
@@ -192,12 +192,12 @@ def rotate(x: Array) -> Array:
     library, arrays = _cpu.get(), _arrays_of(x)
     dtype = _input_dtype(x)
     out = arrays.empty(x.shape, dtype)
-    library.rotate(arrays.lend(x), arrays.lend(out), DTYPES[dtype])
+    library.rotate(arrays.lend(x), arrays.lend(out), DTYPE_NUMBERS[dtype])
     return out
 
 
 def adamw(table: np.ndarray, on: Any = None) -> None:
-    """AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
+    """Takes AdamW steps in place: masters and moments, and the weights where they are copies or codes; see `adamw.update`.
 
     Moments in fewer bits are rounded with `adamw.rounding_key`, codes to nearest.
 
@@ -210,7 +210,7 @@ def adamw(table: np.ndarray, on: Any = None) -> None:
 
 
 def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
-    """An amax's fields for the library, once they fit the format."""
+    """Checks that an amax fits the format; returns its fields as the library takes them."""
     nan = None if format.element.has_nan else amax.nan
     tensor = amax.tensor if format.scale.two_level else None
     if tuple(amax.blocks.shape) != grid:
@@ -226,7 +226,7 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Ar
 
 
 class _NumPy:
-    """How the library borrows NumPy arrays, and how it gets new ones."""
+    """Lends NumPy arrays to the library, and makes new ones."""
 
     def empty(self, shape, dtype: str) -> np.ndarray:
         return np.empty(shape, _NUMPY_DTYPES[dtype])
@@ -235,7 +235,7 @@ class _NumPy:
         return self.lend(np.ascontiguousarray(x))
 
     def lend(self, x: np.ndarray) -> np.ndarray:
-        """x as DLPack can carry it: without bfloat16, and aligned."""
+        """Returns x as DLPack can carry it: without bfloat16, and aligned."""
         if x.dtype == _BFLOAT16:
             x = x.view(np.uint16)
         if not x.flags.aligned or (not x.flags.c_contiguous and any(stride % x.itemsize for stride in x.strides)):
@@ -244,7 +244,7 @@ class _NumPy:
 
 
 class _Writable:
-    """NumPy exports no read-only array through DLPack; through this one it can be lent, and the library only reads it."""
+    """Lends a read-only array, which NumPy doesn't export through DLPack; the library only reads it."""
 
     def __init__(self, x: np.ndarray):
         self.owner = x
@@ -252,7 +252,11 @@ class _Writable:
 
 
 class _Torch:
-    """How the library borrows CPU tensors, and how it gets new ones."""
+    """Lends CPU tensors to the library, and makes new ones.
+
+    torch is known here, and only where a tensor comes in: asking an array namespace for memory takes
+    more than twice as long, and DLPack has no word for tensors that need a gradient or have no memory of their own.
+    """
 
     def __init__(self, torch: Any):
         self._empty = torch.empty
@@ -278,7 +282,7 @@ _torch: _Torch | None = None
 
 
 def _arrays_of(x: Array) -> _NumPy | _Torch:
-    """What handles arrays of x's library.
+    """The adapter of x's library: `_NumPy` or `_Torch`.
 
     Raises:
         TypeError: x is neither a NumPy array nor a CPU torch tensor.
@@ -296,7 +300,7 @@ def _arrays_of(x: Array) -> _NumPy | _Torch:
 
 
 def _input_dtype(x: Array) -> str:
-    """Name of the dtype of x, once x is an array that can be quantized."""
+    """Checks that x can be quantized; returns the name of its dtype."""
     dtype = x.dtype
     if dtype not in _dtype_names or len(x.shape) < 2:
         checks.check_input(x)

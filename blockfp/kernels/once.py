@@ -1,4 +1,4 @@
-"""What a process does once, whichever of its threads asks first."""
+"""Calls that a process makes once, whichever of its threads asks first."""
 
 from __future__ import annotations
 

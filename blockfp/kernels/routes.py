@@ -1,4 +1,4 @@
-"""How a product of two quantized operands runs: one table over formats and devices, the same for PyTorch and JAX.
+"""The route of a product of two quantized operands: one table over formats and devices, the same for PyTorch and JAX.
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
@@ -21,7 +21,7 @@ Platform = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Route:
-    """How one product runs.
+    """The way in which one product runs.
 
     Attributes:
         mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
@@ -109,7 +109,7 @@ def route(
     k: int | None = None,
     in_order: bool = True,
 ) -> Route:
-    """How a @ b^T runs, for a [.., m, k] and b [.., n, k].
+    """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
 
     Args:
         a, b: the operands' formats or their names; None for one in high precision.
@@ -172,7 +172,7 @@ def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: st
 
 
 def exact_in_bfloat16(format: Format) -> bool:
-    """Whether bfloat16's 8 significant bits hold every code times its block scale, leaving out the scale of the whole tensor.
+    """Tells whether bfloat16's 8 significant bits hold every code times its block scale, a scale of the whole tensor aside.
 
     A power-of-two scale adds no bits and an E4M3 scale adds 4. (MX magnitudes below 2^-133, of blocks that are all below
     2^-117, leave bfloat16's range and round to its subnormals.)

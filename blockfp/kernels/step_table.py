@@ -1,4 +1,4 @@
-"""What the AdamW kernels read of each parameter: rows of a table, most of whose fields stay from step to step."""
+"""The table that the AdamW kernels read: a row for each parameter, most of whose fields stay from step to step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..definition import bits, layout
 from ..definition.adamw import Coefficients
 from ..formats import Format
-from .format_numbers import DTYPES, format_numbers
+from .format_numbers import DTYPE_NUMBERS, format_numbers
 
 ARRAYS = ("gradient", "weight", "first", "second", "first_scales", "second_scales", "out", "out_scales")
 """The arrays that a row points to. All are contiguous and on one device.
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def one_pass(format: Format) -> bool:
-    """Whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile of theirs."""
+    """Tells whether a kernel can write codes in the pass that finds the new masters: no amax reaches beyond a tile."""
     return not format.has_tensor_scale
 
 
@@ -88,8 +88,8 @@ def row(
         TypeError: a dtype that the kernels don't take.
         ValueError: a format with one scale per tensor or two levels.
     """
-    if gradient not in DTYPES:
-        raise TypeError(f"gradient must be of {' or '.join(DTYPES)}, got {gradient}")
+    if gradient not in DTYPE_NUMBERS:
+        raise TypeError(f"gradient must be of {' or '.join(DTYPE_NUMBERS)}, got {gradient}")
     if moments not in _MOMENT_DTYPES:
         raise TypeError(f"moments must be of {' or '.join(_MOMENT_DTYPES)}, got {moments}")
     *leading, height, width = shape
@@ -108,13 +108,13 @@ def row(
             content[name] = number
     elif out is not None:
         arrays[6] = (out, count)
-        content["output"], content["out_dtype"] = _COPY, DTYPES[out]
+        content["output"], content["out_dtype"] = _COPY, DTYPE_NUMBERS[out]
     for name, number in zip(("batches", "rows", "columns"), (math.prod(leading), height, width), strict=True):
         content[name] = number
     for name, number in zip(("first_batch", "first_row", "first_column"), start, strict=True):
         content[name] = number
     content["total_rows"], content["total_columns"] = whole
-    content["gradient_dtype"], content["moments"] = DTYPES[gradient], _MOMENT_DTYPES.index(moments)
+    content["gradient_dtype"], content["moments"] = DTYPE_NUMBERS[gradient], _MOMENT_DTYPES.index(moments)
     content["largest_bits"] = bits.LARGEST_FINITE[nominal]
     return Row(tuple(arrays), content.tobytes())
 

@@ -1,4 +1,4 @@
-"""How codes and scales of a sharded array lie in a checkpoint, so that any other mesh can read them.
+"""The parts of a sharded array in a checkpoint, laid so that any other mesh can read them.
 
 A checkpoint holds codes and scales as two ordinary arrays (three for NVFP4), each cut among the ranks like any other sharded
 array. That works where every cut of the array is one of theirs:
@@ -43,7 +43,7 @@ class Part:
     entries: tuple[int, int] = (1, 1)
 
     def span(self, region: Region) -> tuple[slice, ...]:
-        """The index of what belongs to a region of the array; units that its edges cut are included."""
+        """The index of the entries of a region of the array; units that its edges cut are included."""
         if self.unit is None:
             return tuple(slice(None) for _ in self.shape)
         index = list(region.slices)
@@ -59,7 +59,7 @@ class Part:
 
 @lru_cache(maxsize=4096)
 def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
-    """Codes, scales and, for NVFP4, the tensor scale of an array that lies like this."""
+    """Codes, scales and, for NVFP4, the tensor scale of an array with this sharding."""
     shape = sharding.shape
     together = format.element.codes_per_group
     size = together * format.element.bits // 8
@@ -72,7 +72,7 @@ def parts(format: Format, sharding: Sharding) -> tuple[Part, ...]:
 
 
 def offsets_agree(sharding: Sharding) -> bool:
-    """Whether torch, which looks at a DTensor's placements alone, finds each rank's part where it is.
+    """Returns whether torch finds each rank's part where it is, by a DTensor's placements alone.
 
     Where FSDP cuts what tensor parallelism has cut and nothing divides evenly, torch's releases differ from FSDP2 and from each
     other in the rows that a strided placement means.
@@ -87,7 +87,7 @@ def _with_sharding(part: Part, sharding: Sharding) -> Part:
 
 
 def _cut_alike(part: Part, unit: Sequence[int], sharding: Sharding) -> bool:
-    """Whether cutting the part as the array is cut gives each rank what belongs to its region."""
+    """Returns whether the part, cut as the array is cut, gives each rank the entries of its region."""
     if all(isinstance(placement, Replicate) for placement in sharding.placements):
         return True
     last = len(sharding.shape) - 1

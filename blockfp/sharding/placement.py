@@ -1,4 +1,4 @@
-"""Which part of a global array each rank of a mesh holds.
+"""Meshes, placements and shardings: the part of a global array that each rank of a mesh holds.
 
 Plain values, no framework: a `Mesh` of ranks, a placement for each of its axes, and a `Sharding` that joins both to a
 global shape and answers where a shard lies and which blocks its edges cut. Shards follow torch's chunk rule: each
@@ -44,7 +44,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     def axis(self, name: str) -> int:
@@ -58,7 +58,7 @@ class Mesh:
         return self.shape[self.axis(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank lies along each axis."""
+        """A rank's position along each axis."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank must be in 0..{self.size - 1}, got {rank}")
         coordinate = []
@@ -154,7 +154,7 @@ class Region:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing in it."""
+        """True if there is nothing in it."""
         return 0 in self.shape
 
     @property
@@ -234,7 +234,7 @@ class Sharding:
         return tuple(order)
 
     def span(self, dim: int, rank: int) -> tuple[int, int]:
-        """(start, size) of what a rank holds along array axis `dim`."""
+        """(start, size) of a rank's region along array axis `dim`."""
         coordinate = self.mesh.coordinate(rank)
         start, size = 0, self.shape[dim]
         for name in self.order(dim):
@@ -252,18 +252,18 @@ class Sharding:
         return cuts.chunks(self.shape[dim], self._counts(dim))
 
     def starts(self, dim: int) -> np.ndarray:
-        """Where the parts of array axis `dim` that aren't empty begin, in ascending order."""
+        """Starts of the parts of array axis `dim` that aren't empty, in ascending order."""
         starts, sizes = self.chunks(dim)
         return starts[sizes > 0]
 
     def region(self, rank: int) -> Region:
-        """What a rank holds."""
+        """The region that a rank holds."""
         spans = [self.span(dim, rank) for dim in range(len(self.shape))]
         return Region(tuple(start for start, _ in spans), tuple(size for _, size in spans))
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """What each rank holds."""
+        """The region that each rank holds."""
         return tuple(self.region(rank) for rank in range(self.mesh.size))
 
     def straddling(self, dim: int, block: int) -> tuple[int, ...]:
@@ -277,7 +277,7 @@ class Sharding:
         return tuple(name for name in self.mesh.names if name in axes)
 
     def aligned(self, dim: int, block: int) -> bool:
-        """Whether every cut along array axis `dim` falls on a block boundary."""
+        """Returns whether every cut along array axis `dim` falls on a block boundary."""
         return not self.straddling(dim, block)
 
     def _counts(self, dim: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""From format, shape, mesh, placements and use to a plan: what to reduce, quantize, gather and derive, or why not.
+"""Plans: from format, shape, mesh, placements and use to the steps of every rank, or the reason why there are none.
 
 Every plan keeps one invariant, for every format, shape and mesh, bit for bit:
 
@@ -86,7 +86,7 @@ def quantize_shards(
     rotate: bool = False,
     stochastic: bool = False,
 ) -> Plan:
-    """Each rank's values become its part of the codes and scales of the unsharded array. Nothing but amaxes is sent.
+    """Plans how each rank's values become its part of the unsharded array's codes and scales. Only amaxes are sent.
 
     Args:
         format: a `Format` or its name.
@@ -106,7 +106,7 @@ def quantize_shards(
     _check_operand(sharding, operand, data_axes)
     steps = _quantize(format, sharding, operand, data_axes, columnwise, rotate, stochastic)
     target = sharding.transposed() if columnwise else sharding
-    return Plan(f"quantize shards of the {operand} {_way(columnwise)}", sharding, target, steps)
+    return Plan(f"quantize shards of the {operand} {_direction(columnwise)}", sharding, target, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -118,7 +118,7 @@ def gather_weight(
     origin: tuple[int, int] = (0, 0),
     columnwise: bool = False,
 ) -> Plan:
-    """All-gather of a quantized weight over some mesh axes (FSDP's): codes and scales travel, rowwise, always.
+    """Plans the all-gather of a quantized weight over some mesh axes (FSDP's). Codes and scales travel, always rowwise.
 
     Args:
         format: what the weight is in.
@@ -142,7 +142,7 @@ def gather_weight(
     target = sharding.gathered(axes)
     if columnwise:
         steps, target = (*steps, Transpose(target, format)), target.transposed()
-    return Plan(f"all-gather of a weight in {format} over {', '.join(axes)}, {_way(columnwise)}", sharding, target, steps)
+    return Plan(f"all-gather of a weight in {format} over {', '.join(axes)}, {_direction(columnwise)}", sharding, target, steps)
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +158,7 @@ def gather_activation(
     stochastic: bool = False,
     quantized: Format | str | None = None,
 ) -> Plan:
-    """All-gather of an activation or gradient over sequence- or tensor-parallel axes, quantized before it travels if it can be.
+    """Plans the all-gather of an activation or gradient, quantized before it travels if it can be.
 
     The result is the quantization of the gathered array (of its dequantization, if it came quantized in another format or
     direction). Rowwise is what the forward product takes, columnwise what the weight gradient takes. Where a cut falls inside
@@ -184,24 +184,24 @@ def gather_activation(
         raise ValueError("operand = 'weight': gather_weight plans the gather of a weight, whose codes are the stored ones")
     _check_operand(sharding, operand, data_axes)
     derive = columnwise and format.square and not rotate and not stochastic
-    across = columnwise and not derive
+    encodes_columnwise = columnwise and not derive
     whole = sharding.gathered(axes)
     target = whole.transposed() if columnwise else whole
     back: tuple[Step, ...] = (Transpose(whole, format),) if derive else ()
 
     def plan(*steps: Step, reason: str | None = None) -> Plan:
-        use = f"all-gather of the {operand} in {format} over {', '.join(axes)}, {_way(columnwise)}"
+        use = f"all-gather of the {operand} in {format} over {', '.join(axes)}, {_direction(columnwise)}"
         return Plan(use, sharding, target, (*steps, *back), reason)
 
     def quantized_at(lies: Sharding) -> tuple[Step, ...]:
-        return _quantize(format, lies, operand, data_axes, across, rotate, stochastic)
+        return _quantize(format, lies, operand, data_axes, encodes_columnwise, rotate, stochastic)
 
-    if have is format and not across and not rotate:
+    if have is format and not encodes_columnwise and not rotate:
         return plan(*_gathers(sharding, axes, format, "codes"))
-    reason = _cut_by_gather(format, sharding, axes, across, rotate)
+    reason = _cut_by_gather(format, sharding, axes, encodes_columnwise, rotate)
     if reason is None:
         before = () if have is None else (Dequantize(have, sharding),)
-        lies = sharding.transposed() if across else sharding
+        lies = sharding.transposed() if encodes_columnwise else sharding
         return plan(*before, *quantized_at(sharding), *_gathers(lies, axes, format, "codes"))
     if have is None:
         return plan(*_gathers(sharding, axes, None, "values"), *quantized_at(whole), reason=reason)
@@ -264,7 +264,7 @@ def _gathers(
 
 
 def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], columnwise: bool, rotate: bool) -> str | None:
-    """Why shards can't be quantized before they are gathered over these axes, or None if they can."""
+    """The reason why shards can't be quantized before they are gathered over these axes, or None if they can."""
     lies = sharding.transposed() if columnwise else sharding
     last = len(sharding.shape) - 1
     units = [(dim, block_length(format, lies, dim), "block") for dim in (last - 1, last)]
@@ -310,5 +310,5 @@ def _square_names(format: Format) -> str:
     return ", ".join(same)
 
 
-def _way(columnwise: bool) -> str:
+def _direction(columnwise: bool) -> str:
     return "columnwise" if columnwise else "rowwise"

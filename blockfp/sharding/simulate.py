@@ -22,7 +22,7 @@ from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Strad
 
 
 class Local(NamedTuple):
-    """What one rank holds: values, or codes and scales."""
+    """One rank's data: values, or codes and scales."""
 
     values: Array = None
     codes: Array = None
@@ -55,7 +55,7 @@ def run(
     eps: float = 0.0,
     nominal: str = "float32",
 ) -> list[Local]:
-    """What every rank holds after a plan.
+    """Carries out a plan and returns the data of every rank.
 
     Args:
         plan: a plan of `sharding.plans`.
@@ -79,12 +79,12 @@ def run(
 
 
 def max_reduce(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What every rank gets from an all-reduce with maximum over mesh axes."""
+    """All-reduces arrays with maximum over mesh axes; returns the result of every rank."""
     return [np.maximum.reduce(_alike([arrays[r] for r in mesh.group(rank, axes)])) for rank in range(mesh.size)]
 
 
 def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """What every rank gets from an all-gather over mesh axes: the arrays of its group, in order."""
+    """All-gathers arrays over mesh axes; returns for every rank the arrays of its group, in order."""
     return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
 
 
@@ -144,7 +144,7 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
-    """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
+    """Reduces amaxes (and NaN flags) of the blocks that straddle ranks along one axis."""
     mesh, regions = step.sharding.mesh, step.sharding.regions
     for field in ("blocks", "nan"):
         parts = [getattr(amax, field) for amax in amaxes]
@@ -202,7 +202,7 @@ def _gather(step: Gather, world: list[Local]) -> list[Local]:
 
 
 def _pad(array: np.ndarray, size: int, dim: int) -> np.ndarray:
-    """The array with rubbish behind it along one axis, so that a plan which reads padding shows."""
+    """Pads an array along one axis with rubbish, so that a plan which reads padding shows."""
     widths = [(0, 0)] * array.ndim
     widths[dim] = (0, size - array.shape[dim])
     return np.pad(array, widths, constant_values=85)
@@ -213,5 +213,5 @@ def _join(chunks: list[np.ndarray], join: Join, dim: int) -> np.ndarray:
 
 
 def _join_codes(chunks: list[np.ndarray], join: Join, bits: int) -> np.ndarray:
-    """Packed codes joined along their last axis, where a chunk may end inside a byte."""
+    """Joins packed codes along their last axis, where a chunk may end inside a byte."""
     return pack(_join([unpack(chunk, bits, join.chunk) for chunk in chunks], join, -1), bits)

@@ -8,6 +8,7 @@ Each rank holds either values (one float array) or codes (codes, scales and, for
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -20,7 +21,7 @@ from .placement import Region, Sharding
 
 
 def block_length(format: Format | None, sharding: Sharding, dim: int) -> int:
-    """How many elements along array axis `dim` share a scale in a format with blocks; 1 along leading axes."""
+    """The number of elements along array axis `dim` that share a scale in a format with blocks; 1 along leading axes."""
     from_last = dim - len(sharding.shape)
     return format.block[from_last] if format and format.block and from_last >= -2 else 1
 
@@ -69,8 +70,9 @@ class Straddle:
     Attributes:
         dim: array axis whose cuts fall inside these blocks.
         axes: mesh axes to reduce over.
-        blocks: their indices along `dim` in the unsharded array's grid. Every rank puts the entries it has of `numerics.Amax`
-            (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back reduced.
+        blocks: their indices along `dim` in the unsharded array's grid, ascending. Every rank puts the entries it has of
+            `numerics.Amax` (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back
+            reduced.
     """
 
     dim: int
@@ -86,7 +88,8 @@ class Straddle:
             region: what the rank holds of it.
         """
         first, count = grid_span(format, region, self.dim)
-        return tuple((entry, block - first) for entry, block in enumerate(self.blocks) if first <= block < first + count)
+        low, high = bisect_left(self.blocks, first), bisect_left(self.blocks, first + count)
+        return tuple((entry, self.blocks[entry] - first) for entry in range(low, high))
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class Dequantize:
 
 @dataclass(frozen=True, eq=False)
 class Join:
-    """How one axis is put together from what the ranks of a gather sent: entries start .. stop of each source, in order.
+    """The join of one axis from the chunks of a gather: entries start .. stop of each source, in order.
 
     Attributes:
         chunk: entries along the axis that every rank sends, its own and padding behind.
@@ -170,14 +173,14 @@ class Join:
 
     @cached_property
     def index(self) -> np.ndarray:
-        """int32 [size]: where each entry of the result lies in the chunks laid one after another."""
+        """Index of each entry of the result in the chunks laid one after another, int32 [size]."""
         lengths = self.stops - self.starts
         ahead = self.sources * self.chunk + self.starts - (np.cumsum(lengths) - lengths)
         return (np.repeat(ahead, lengths) + np.arange(self.size)).astype(np.int32)
 
     @cached_property
     def head(self) -> bool:
-        """Whether the result is simply the first `size` entries of the chunks laid one after another."""
+        """True if the result is simply the first `size` entries of the chunks laid one after another."""
         lengths = self.stops - self.starts
         return bool((self.sources * self.chunk + self.starts == np.cumsum(lengths) - lengths).all())
 
@@ -214,7 +217,7 @@ class Gather:
 
     @_kept
     def elements(self, rank: int) -> Join:
-        """How the elements along `dim` are joined on this rank."""
+        """The join of the elements along `dim` on this rank."""
         _, sizes = self._spans(rank)
         return _join(int(sizes.max()), np.zeros_like(sizes), sizes)
 
@@ -229,7 +232,7 @@ class Gather:
 
     @_kept
     def stored(self, rank: int) -> Join:
-        """How values or stored codes along `dim` are joined on this rank: bytes, where codes are packed along it.
+        """The join of values or stored codes along `dim` on this rank: of bytes, where codes are packed along it.
 
         Where `unpacks`, only the chunk counts: it is unpacked to `elements(rank).chunk` codes, and those are joined.
         """
@@ -243,7 +246,7 @@ class Gather:
 
     @_kept
     def scales(self, rank: int) -> Join:
-        """How the scales along `dim` are joined on this rank.
+        """The join of the scales along `dim` on this rank.
 
         Every rank sends ceil(chunk / block) entries, and one more where some cut of the array falls inside a block. A block
         that lies on several ranks has equal scales there, and the first is kept. A tensor's one scale is sent by every rank,
@@ -272,7 +275,7 @@ class Gather:
 
     @property
     def unpacks(self) -> bool:
-        """Whether codes must be unpacked, joined and packed again: where a run before another ends inside a byte (or three)."""
+        """True if codes must be unpacked, joined and packed again, since a run before another ends inside a byte (or three)."""
         if self.payload != "codes" or self.format is None or self.dim != len(self.sharding.shape) - 1:
             return False
         together = self.format.element.codes_per_group
@@ -299,7 +302,7 @@ Step = Transpose | Rotate | Quantize | Dequantize | Gather
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does, in order. `print(plan)` says it in words.
+    """The steps of every rank, in order. `print(plan)` says them in words.
 
     Attributes:
         use: what the plan is for.

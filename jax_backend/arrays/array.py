@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -14,9 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
-from blockfp.array import DTYPES
+from blockfp.array import BlockScaledArray
 from blockfp.definition import checks, layout, numerics
-from blockfp.definition.refusals import NoValues
 from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
 
@@ -24,12 +22,12 @@ from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
 from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
-from . import flax_state, identity, stores
+from . import flax_state, identity, storage
 from .views import stored, view_codes, view_scales
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray(NoValues):
+class QuantizedArray(BlockScaledArray):
     """Codes, scales and a format: a pytree whose leaves are the codes and the scales.
 
     It goes through jit, vmap, scan, cond, checkpoint and shard_map like any tree of arrays. The constructor checks nothing,
@@ -78,40 +76,10 @@ class QuantizedArray(NoValues):
             flax_state.register(QuantizedArray)
 
     @classmethod
-    def from_parts(
-        cls,
-        codes: jax.Array,
-        scales: jax.Array,
-        tensor_scale: jax.Array | None = None,
-        *,
-        format: Format | str,
-        columns: int,
-        dtype,
-        origin: tuple[int, int] = (0, 0),
-    ) -> QuantizedArray:
-        """A quantized array of codes and scales that are already there, checked.
-
-        Args:
-            codes: uint8 [..., rows, bytes], or as `view_codes` gives them.
-            scales: as the format stores them, one for each block, or as `view_scales` gives them.
-            tensor_scale: float32 of shape () for NVFP4, else None.
-            format: a `Format` or its name.
-            columns: length of the last axis.
-            dtype: float32, float16 or bfloat16: the dtype of the original.
-            origin: (row, column) of the first element in the unsharded matrix.
-
-        Raises:
-            TypeError: codes, scales or dtype are of a wrong dtype.
-            ValueError: a shape doesn't fit, or the format is not known.
-        """
-        format = Format.parse(format)
+    def _from_parts(cls, codes, scales, tensor_scale, format: Format, columns: int, dtype, origin: tuple[int, int]):
         codes, scales = stored(codes, scales, format)
-        checks.check_place(columns, origin)
-        checks.check_codes(codes, columns, format)
-        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
-        dtype = np.dtype(dtype)
-        if dtype not in DTYPES.values():
-            raise TypeError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+        checks.check_parts(codes, scales, tensor_scale, format, columns, origin)
+        dtype = checks.nominal_dtype(dtype)
         tensor_scale = None if tensor_scale is None else _constant(tensor_scale)
         return cls(codes, _constant(scales), tensor_scale, format, columns, dtype, origin)
 
@@ -128,23 +96,8 @@ class QuantizedArray(NoValues):
         return (*self.codes.shape[:-1], self.columns)
 
     @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        """How many elements the array that was quantized has."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        parts = (self.codes, self.scales, self.tensor_scale)
-        return sum(part.size * part.dtype.itemsize for part in parts if part is not None)
-
-    @property
     def mT(self) -> QuantizedArray:
-        """The array with its last two axes swapped, exact and without requantizing.
+        """The array with its last two axes swapped, exactly and without requantizing.
 
         Raises:
             ValueError: the blocks are not square.
@@ -162,22 +115,12 @@ class QuantizedArray(NoValues):
         return flipped.replace(_watched=(jnp.swapaxes(carrier, -1, -2), watch))
 
     @property
-    def T(self) -> QuantizedArray:
-        """`mT` of a matrix.
-
-        Raises:
-            ValueError: there are more than two axes, or the blocks are not square.
-        """
-        checks.check_matrix(self.shape)
-        return self.mT
-
-    @property
     def carrier(self) -> jax.Array | None:
-        """What has the derivative of the array that was quantized, where that may have one; or None."""
+        """The carrier of the derivative of the array that was quantized, or None where that has none."""
         return self.tangent if self._watched is None else self._watched[0]
 
     def with_carrier(self) -> QuantizedArray:
-        """The array with a leaf more, `tangent`, of no bytes, which takes its gradient across every boundary.
+        """Adds a leaf of no bytes, `tangent`, which takes the array's gradient across every boundary.
 
         What is quantized inside a function that JAX traces by itself (jit, checkpoint, scan, cond) and leaves it wants this, if
         `jax.grad` is taken outside of that function. Loops want it of what they begin with too.
@@ -196,11 +139,11 @@ class QuantizedArray(NoValues):
         return self.replace(tangent=carrier)
 
     def without_carrier(self) -> QuantizedArray:
-        """The array as a constant, as `jax.lax.stop_gradient` makes of others."""
+        """Makes the array a constant, as `jax.lax.stop_gradient` does."""
         return replace(self, tangent=None, _watched=None)
 
     def view_codes(self) -> jax.Array:
-        """The codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
+        """Views the codes as elements [..., rows, columns] of a JAX dtype; times the scales of their blocks they are values.
 
         float8_e4m3fn and float8_e5m2, and int8 (64 times the value), are the codes' own bytes, which compiled programs don't
         copy; float4_e2m1fn is unpacked.
@@ -213,7 +156,7 @@ class QuantizedArray(NoValues):
         return view_codes(self.codes, self.columns, self.format)
 
     def view_scales(self) -> jax.Array:
-        """The scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
+        """Views the scales as numbers: float8_e8m0fnu for MX, float8_e4m3fn for NVFP4 (times `tensor_scale`), else float32.
 
         Raises:
             ValueError: this is stored in parts for a mesh.
@@ -227,7 +170,7 @@ class QuantizedArray(NoValues):
         self._check_whole()
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The values, rounded once to `dtype` (default: the original's).
+        """Decodes the values, rounded once to `dtype` (default: the original's).
 
         Args:
             dtype: float32, float16 or bfloat16.
@@ -248,7 +191,7 @@ class QuantizedArray(NoValues):
         parts = self.codes, self.scales, self.tensor_scale
         options = {"format": self.format, "dtype": name, "implementation": implementation}
         if self.sharding is not None:
-            values = stores.dequantize(*parts, self.sharding, **options)
+            values = storage.dequantize(*parts, self.sharding, **options)
         else:
             values = ops.dequantize(*parts, columns=self.columns, origin=self.origin, **options)
         return values if self.carrier is None else straight_through(values, self.carrier)
@@ -268,7 +211,7 @@ class QuantizedArray(NoValues):
         )
 
     def replace(self, **changes) -> QuantizedArray:
-        """A copy with some attributes changed; nothing is checked."""
+        """Copies the array with some attributes changed; checks nothing."""
         if changes.get("tangent") is not None:
             changes["_watched"] = None
         return replace(self, **changes)
@@ -282,8 +225,8 @@ class QuantizedArray(NoValues):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype}{where})"
 
 
-def of_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
-    """The QuantizedArray of codes and scales that were made of x [..., columns]; unchecked."""
+def wrap_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
+    """Makes the QuantizedArray of codes and scales that x [..., columns] became; checks nothing."""
     return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
 
 
@@ -295,8 +238,8 @@ def _constant(scales: jax.Array) -> jax.Array:
     )
 
 
-def carried(q: QuantizedArray, x) -> QuantizedArray:
-    """q, made of x (or of what x is the carrier of), with the derivative of x if that is traced."""
+def with_derivative(q: QuantizedArray, x) -> QuantizedArray:
+    """Gives q, made of x (or of what x is the carrier of), the derivative of x if that is traced."""
     if q.tangent is not None or q._watched is not None:
         q = q.without_carrier()
     if not isinstance(x, Tracer):
@@ -308,7 +251,7 @@ def carried(q: QuantizedArray, x) -> QuantizedArray:
 
 
 def is_quantized(leaf: object) -> bool:
-    """Whether a leaf is a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
+    """Returns True for a QuantizedArray; for `is_leaf` of `jax.tree.map`."""
     return isinstance(leaf, QuantizedArray)
 
 
@@ -324,7 +267,7 @@ def _flatten(q: QuantizedArray):
         )
     if q._watched is not None:
         q._watched[1].escaped = True
-    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.of(q)
+    leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.static_of(q)
     if caller == OPTAX_ZEROS:
         return (jax.ShapeDtypeStruct(q.shape, q.dtype),), None
     return ((identity.to_leaf(static), *leaves) if caller == EQUINOX_FILE else leaves), static
@@ -333,7 +276,7 @@ def _flatten(q: QuantizedArray):
 def _flatten_with_keys(q: QuantizedArray):
     if q._watched is not None:
         q._watched[1].escaped = True
-    static = identity.of(q)
+    static = identity.static_of(q)
     keyed = [(GetAttrKey(identity.codes_name(static)), q.codes), *((GetAttrKey(name), getattr(q, name)) for name in _REST)]
     if flattening_caller() == EQUINOX_FILE:
         keyed.insert(0, (GetAttrKey("format"), identity.to_leaf(static)))
@@ -357,5 +300,5 @@ jax.export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="blockfp.jax.QuantizedArray",
     serialize_auxdata=identity.to_bytes,
-    deserialize_auxdata=identity.of_bytes,
+    deserialize_auxdata=identity.from_bytes,
 )

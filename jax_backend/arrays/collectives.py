@@ -42,7 +42,7 @@ def all_gather(
     rotate: bool = False,
     key: Key | None = None,
 ) -> QuantizedArray:
-    """The quantization of the array whose parts the ranks hold; every rank gets all of it.
+    """Gathers the quantization of the array whose parts the ranks hold; every rank gets all of it.
 
     A quantized weight of `shard_params` is gathered as it is, codes and scales. Values [rows, columns], whose rows are cut over
     `axes`, are quantized before they travel where that gives the same bits; where a cut falls inside a block (or a group
@@ -93,7 +93,7 @@ def _gather_weight(x: QuantizedArray, axes: tuple[str, ...], format, columnwise:
 
 
 def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise: bool) -> QuantizedArray:
-    """q, whose gradient goes to what was gathered: `source`, or what that is the carrier of."""
+    """Sends the gradient of q to what was gathered: `source`, or what that is the carrier of."""
     if not isinstance(source, Tracer):
         return q
     # Made of the codes, so that it varies over the mesh axes that they do.
@@ -115,7 +115,7 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
 
 
 def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
-    """This rank's rows of the sum of all ranks' x, each term rounded once to `format`.
+    """Sums all ranks' x, each term rounded once to `format`; each rank gets its rows.
 
     Every rank sends each other one its part of x, an array of its own, as codes and scales. They are dequantized and added in
     the order of the ranks in fp32, and rounded once to x's dtype: the same bits whatever the interconnect does.
@@ -141,7 +141,7 @@ def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | 
 
 
 def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
-    """The sum of all ranks' x: `reduce_scatter`, then the sums travel quantized too. The same bits on every rank.
+    """Sums all ranks' x: `reduce_scatter`, then the sums travel quantized too. Every rank gets the same bits.
 
     Args:
         x: [rows, columns]; any number of rows.
@@ -158,8 +158,8 @@ def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduce_scatter(how: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
-    axis, format = how
+def _reduce_scatter(static: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
+    axis, format = static
     size, columns = lax.axis_size(axis), x.shape[1]
     parts = x.reshape(size, x.shape[0] // size, columns)
     if key is None:
@@ -178,37 +178,37 @@ def _reduce_scatter(how: tuple[str, Format], x: jax.Array, key: jax.Array | None
     return total.astype(x.dtype)
 
 
-def _reduce_scatter_fwd(how, x, key):
-    return _reduce_scatter(how, x, key), None
+def _reduce_scatter_fwd(static, x, key):
+    return _reduce_scatter(static, x, key), None
 
 
-def _reduce_scatter_bwd(how, _, cotangent):
-    return lax.all_gather(cotangent, how[0], axis=0, tiled=True), None
+def _reduce_scatter_bwd(static, _, cotangent):
+    return lax.all_gather(cotangent, static[0], axis=0, tiled=True), None
 
 
 _reduce_scatter.defvjp(_reduce_scatter_fwd, _reduce_scatter_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_reduce(how: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
-    axis, format = how
+def _all_reduce(static: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
+    axis, format = static
     rows, size = x.shape[0], lax.axis_size(axis)
     filled = jnp.pad(x, ((0, -rows % size), (0, 0)))
-    part: Any = _reduce_scatter(how, filled, key)
+    part: Any = _reduce_scatter(static, filled, key)
     own = None if key is None else fold_in(fold_in(key, size), lax.axis_index(axis))
     q = jax.tree.map(lambda leaf: lax.all_gather(leaf, axis), quantize(part, format, key=own))
     values = jax.vmap(lambda q: q.dequantize())(q)
     return values.reshape(-1, x.shape[1])[:rows]
 
 
-def _all_reduce_fwd(how, x, key):
-    return _all_reduce(how, x, key), None
+def _all_reduce_fwd(static, x, key):
+    return _all_reduce(static, x, key), None
 
 
-def _all_reduce_bwd(how, _, cotangent):
-    total = lax.psum(cotangent, how[0])
-    if how[0] in varying(cotangent):
-        total = lax.pcast(total, how[0], to="varying")
+def _all_reduce_bwd(static, _, cotangent):
+    total = lax.psum(cotangent, static[0])
+    if static[0] in varying(cotangent):
+        total = lax.pcast(total, static[0], to="varying")
     return total, None
 
 
@@ -221,6 +221,6 @@ def _mesh_of(axes: tuple[str, ...]) -> Mesh:
 
 
 def _rows_over(x: jax.Array, mesh: Mesh, axes: tuple[str, ...]) -> Sharding:
-    """How an array lies whose rows the axes cut evenly, the outermost cut first."""
+    """The `Sharding` of an array with rows cut evenly over the axes, the outermost cut first."""
     rows = x.shape[0] * int(np.prod([mesh.axis_size(name) for name in axes]))
     return sharding_of((rows, x.shape[1]), mesh, PartitionSpec(axes))

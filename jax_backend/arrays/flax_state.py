@@ -29,12 +29,12 @@ registered: set[type] = set()
 
 def to_parts(q: Any) -> dict[str, Any]:
     """The parts by name, as `rebuild_params` takes them."""
-    parts = {identity.codes_name(identity.of(q)): q.codes, "scales": q.scales, "tensor_scale": q.tensor_scale}
+    parts = {identity.codes_name(identity.static_of(q)): q.codes, "scales": q.scales, "tensor_scale": q.tensor_scale}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def of_state_dict(target: Any, state: Mapping[str, Any]) -> Any:
-    """What `flax.serialization.from_state_dict` makes of a state dict where the target has a quantized array."""
+    """Restores a quantized array of a target from a state dict, for `flax.serialization.from_state_dict`."""
     from flax import serialization
 
     where = serialization.current_path()

@@ -1,4 +1,4 @@
-"""What files of other libraries know a quantized array by: its format stands in the names and bytes that they write.
+"""The identity of quantized arrays in files of other libraries: the names and bytes they write hold the format.
 
 Those libraries see a pytree's leaves. Of what stands beside them, such as the format, they write nothing of their own accord,
 and codes of E5M2 have the shape and dtype of those of E4M3. So the format is in the name of the codes (Orbax and Flax write
@@ -19,7 +19,7 @@ from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding
 
 
 class Static(NamedTuple):
-    """All of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
+    """The part of a quantized array that isn't in its leaves, as JAX keeps it beside a tree; see `QuantizedArray`."""
 
     format: Format
     columns: int
@@ -28,7 +28,7 @@ class Static(NamedTuple):
     sharding: Sharding | None
 
 
-def of(q: Any) -> Static:
+def static_of(q: Any) -> Static:
     """The static part of a quantized array."""
     return Static(q.format, q.columns, q.dtype, q.origin, q.sharding)
 
@@ -50,8 +50,8 @@ _CODES = re.compile(
 )
 
 
-def of_codes_name(name: Any) -> Static | None:
-    """What `codes_name` was made of; None of another name.
+def parse_codes_name(name: Any) -> Static | None:
+    """Parses a name that `codes_name` made; returns None for another name.
 
     Raises:
         ValueError: a format that isn't known here, or the stored parts of a sharded array, which only a target describes.
@@ -72,7 +72,7 @@ _PLACEMENTS = {kind.__name__: kind for kind in (Replicate, Shard, StridedShard, 
 
 
 def to_bytes(static: Static) -> bytes:
-    """What stands beside the leaves, as `jax.export` writes it."""
+    """Encodes the static part for `jax.export`."""
     whole: dict[str, Any] = static._asdict() | {"format": static.format.name, "dtype": static.dtype.name}
     if static.sharding is not None:
         placements = [[type(p).__name__, asdict(p)] for p in static.sharding.placements]
@@ -80,8 +80,8 @@ def to_bytes(static: Static) -> bytes:
     return json.dumps(whole).encode()
 
 
-def of_bytes(data: bytes) -> Static:
-    """The inverse of `to_bytes`."""
+def from_bytes(data: bytes) -> Static:
+    """Decodes what `to_bytes` encoded."""
     whole = json.loads(data)
     sharding = whole["sharding"]
     if sharding is not None:
@@ -93,12 +93,12 @@ def of_bytes(data: bytes) -> Static:
 
 
 def to_leaf(static: Static) -> np.ndarray:
-    """A leaf that says what the others are: the name of the codes as bytes."""
+    """Encodes the name of the codes as a leaf, which says what the others are."""
     return np.frombuffer(codes_name(static).encode(), np.uint8)
 
 
 def check_leaf(leaf: Any, static: Static) -> None:
-    """Raises ValueError where a leaf that was read says something else; of what isn't an array, nothing is known."""
+    """Raises ValueError where a leaf that was read says something else; leaves that are no arrays pass."""
     if not isinstance(leaf, np.ndarray):
         return
     expected = codes_name(static)

@@ -1,8 +1,6 @@
-"""From JAX's meshes and PartitionSpecs to the core's values."""
+"""The core's values of JAX's meshes and PartitionSpecs."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -16,15 +14,10 @@ def core_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Mesh:
 
 
 def sharding_of(shape: tuple[int, ...], mesh: Mesh, spec: PartitionSpec) -> Sharding:
-    """How the matrices of an array of `shape` lie: a `Sharding` of its last two axes.
+    """The `Sharding` of the matrices of an array of `shape`, its last two axes.
 
     Raises:
         ValueError: the spec doesn't fit.
     """
     entries = tuple(spec) + (None,) * (len(shape) - len(tuple(spec)))
     return Sharding(shape[-2:], mesh, from_partition_spec(entries[len(shape) - 2 :], mesh, 2))
-
-
-def axis_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

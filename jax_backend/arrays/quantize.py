@@ -11,8 +11,8 @@ from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 
 from ..implementations import ops
-from ..implementations.turning import turn
-from .array import QuantizedArray, carried, of_parts
+from ..implementations.hadamard import hadamard
+from .array import QuantizedArray, with_derivative, wrap_parts
 
 
 def quantize(
@@ -41,13 +41,13 @@ def quantize(
     """
     format = _checked(x, format)
     parts = ops.quantize(x, ops.key_array(key), format=format, implementation=implementation)
-    return carried(of_parts(parts, format, x), x)
+    return with_derivative(wrap_parts(parts, format, x), x)
 
 
 def fake_quantize(
     x: jax.Array, format: Format | str, *, key: Key | None = None, implementation: str | None = None
 ) -> jax.Array:
-    """x quantized and dequantized again, in its own dtype: what a product with it would see. Straight-through gradient.
+    """Quantizes x and dequantizes it again, in its own dtype, as a product would see it. The gradient is straight-through.
 
     Takes and raises what `quantize` does.
     """
@@ -62,7 +62,7 @@ def quantize_columnwise(
     rotate: bool = False,
     implementation: str | None = None,
 ) -> QuantizedArray:
-    """`quantize(x.mT)` without the transposed array in memory where there is a kernel for that.
+    """Quantizes x.mT, without the transposed array in memory where there is a kernel for that.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].
@@ -78,16 +78,16 @@ def quantize_columnwise(
     """
     format = _checked(x, format)
     parts = ops.quantize_columnwise(x, ops.key_array(key), format=format, rotate=rotate, implementation=implementation)
-    q = of_parts(parts, format, x.mT)
+    q = wrap_parts(parts, format, x.mT)
     if not isinstance(x, Tracer):
         return q
-    return carried(q, turn(x.mT) if rotate else x.mT)
+    return with_derivative(q, hadamard(x.mT) if rotate else x.mT)
 
 
 def quantize_both(
     x: jax.Array, format: Format | str, *, implementation: str | None = None
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """(`quantize(x)`, `quantize(x.mT)`) to nearest, from one read of x where there is a kernel for that.
+    """Quantizes x and x.mT to nearest, from one read of x where there is a kernel for that.
 
     Args:
         x: float32, float16 or bfloat16 [..., rows, columns].
@@ -99,7 +99,7 @@ def quantize_both(
     """
     format = _checked(x, format)
     row, column = ops.quantize_both(x, format=format, implementation=implementation)
-    return carried(of_parts(row, format, x), x), carried(of_parts(column, format, x.mT), x.mT)
+    return with_derivative(wrap_parts(row, format, x), x), with_derivative(wrap_parts(column, format, x.mT), x.mT)
 
 
 def _checked(x, format: Format | str) -> Format:

@@ -1,4 +1,4 @@
-"""The core's plans carried out inside shard_map, on what a rank `stores` of a sharded quantized array."""
+"""The executor of the core's plans inside shard_map, on what a rank stores of a sharded quantized array (`storage`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from blockfp.sharding.placement import Replicate, Sharding
 from blockfp.sharding.steps import Dequantize, Gather, Plan, Quantize, Rotate, Straddle, Transpose
 
 from ..implementations import ops, replication
-from ..implementations.settling import settle
-from . import stores
+from ..implementations.materialize import materialize
+from . import storage
 from .array import QuantizedArray
 
 
 class Local(NamedTuple):
-    """What a rank holds: values, or codes and scales."""
+    """A rank's part of an array: values, or codes and scales."""
 
     values: jax.Array | None = None
     codes: jax.Array | None = None
@@ -33,7 +33,7 @@ class Local(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How `Quantize` quantizes: see `numerics.quantize`. A multiplier stands instead of the tensor's amax."""
+    """The options of `Quantize` steps: see `numerics.quantize`. A multiplier stands instead of the tensor's amax."""
 
     key: jax.Array | None = None
     eps: float = 0.0
@@ -42,27 +42,27 @@ class Options(NamedTuple):
 
 
 def quantize(x: jax.Array, plan: Plan, options: Options) -> QuantizedArray:
-    """What a plan of `quantize_shards` or `gather_activation` makes of this rank's values: a QuantizedArray that lies so."""
+    """Quantizes this rank's values by a plan of `quantize_shards` or `gather_activation`."""
     local = run(plan, Local(values=lax.stop_gradient(x)), options)
     format = next(step.format for step in reversed(plan.steps) if isinstance(step, Quantize))
     return as_array(local, format, plan.target, x.dtype)
 
 
 def as_array(local: Local, format: Format, sharding: Sharding, dtype) -> QuantizedArray:
-    """The QuantizedArray of a rank's codes and scales."""
+    """Makes the QuantizedArray of a rank's codes and scales."""
     assert local.codes is not None
     assert local.scales is not None
-    columns = stores.length(sharding, 1)
+    columns = storage.length(sharding, 1)
     return QuantizedArray(local.codes, local.scales, local.tensor_scale, format, columns, np.dtype(dtype), sharding=sharding)
 
 
 def aligned(q: QuantizedArray) -> bool:
     """Returns True where q's first row and column begin a block on every rank."""
-    return q.sharding is None or stores.is_aligned(q.format, q.sharding)
+    return q.sharding is None or storage.is_aligned(q.format, q.sharding)
 
 
 def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noqa: B008
-    """What this rank holds after a plan. All ranks of its mesh must call it, inside shard_map."""
+    """Runs a plan on this rank's part. All ranks of its mesh must call it, inside shard_map."""
     for step in plan.steps:
         match step:
             case Transpose():
@@ -72,8 +72,8 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Quantize():
                 local = _quantize(step, local, options)
             case Dequantize():
-                parts, dtype = local[1:], step.dtype or options.nominal or "float32"
-                local = Local(stores.dequantize(*parts, step.sharding, format=step.format, dtype=dtype))
+                q, dtype = as_array(local, step.format, step.sharding, options.nominal), step.dtype or options.nominal
+                local = Local(q.dequantize(dtype or "float32"))
             case Gather():
                 local = _gather(step, local)
     return local
@@ -82,7 +82,7 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
 def _transpose(step: Transpose, local: Local) -> Local:
     if step.format is None:
         return Local(swap_matrix(local.values))
-    columns = stores.length(step.sharding, 1)
+    columns = storage.length(step.sharding, 1)
     codes, scales = ops.transpose(local.codes, local.scales, format=step.format, columns=columns)
     return Local(None, codes, scales, local.tensor_scale)
 
@@ -90,15 +90,15 @@ def _transpose(step: Transpose, local: Local) -> Local:
 def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     format, sharding = step.format, step.sharding
     assert local.values is not None
-    stores.check_stored(local.values, sharding)
-    x = stores.only_own(local.values, sharding)
+    storage.check_stored(local.values, sharding)
+    x = storage.only_own(local.values, sharding)
     whole, field = options.multiplier, "tensor" if format.scale.two_level else "blocks"
-    if stores.is_aligned(format, sharding) and options.key is None:
+    if storage.is_aligned(format, sharding) and options.key is None:
         if step.amax_axes and whole is None:
             whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
         q = ops.quantize(x, None, whole, format=format, eps=options.eps, nominal=options.nominal)
         return Local(None, *_known_alike(step, q))
-    buffer = stores.into_blocks(x, format, sharding)
+    buffer = storage.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None
     for straddle in step.straddles:
         assert amax is not None
@@ -111,19 +111,19 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         key=options.key,
         eps=options.eps,
         nominal=options.nominal,
-        origin=stores.corner(format, sharding),
+        origin=storage.corner(format, sharding),
         shape=(sharding.shape[0], sharding.shape[1]),
         amax=amax,
         multiplier=whole,
-        settle=settle,
+        settle=materialize,
     )
     bits = format.element.bits
-    codes = layout.pack(stores.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)
+    codes = layout.pack(storage.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)
     return Local(None, *_known_alike(step, q._replace(codes=codes)))
 
 
 def _known_alike(step: Quantize, q: Quantized) -> Quantized:
-    """q, of whose scale of the whole tensor JAX is told that all ranks have it: of axes with one rank, nothing else says so."""
+    """Tells JAX that all ranks have the same scale of the whole tensor, which nothing else says of axes with one rank."""
     mesh = step.sharding.mesh
     cut = [name for name, how in zip(mesh.names, step.sharding.placements, strict=True) if not isinstance(how, Replicate)]
     lone = [name for name in cut if mesh.axis_size(name) == 1]
@@ -135,7 +135,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
-    """Amaxes (and NaN flags) whose straddling entries along one axis are those of the whole block."""
+    """Reduces amaxes (and NaN flags) of straddling blocks along one axis to those of the whole blocks."""
     axis = straddle.dim - 2
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
@@ -145,10 +145,10 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
         entries, indices = dict(held), {index: entry for entry, index in held}
         own.append([entries.get(entry, -1) for entry in range(len(straddle.blocks))])
         back.append([indices.get(index, -1) for index in range(stored)])
-    own, back = (stores.of_rank(step.sharding.mesh, table) for table in (own, back))
+    own, back = (storage.of_rank(step.sharding.mesh, table) for table in (own, back))
 
     def reduced(part: jax.Array) -> jax.Array:
-        return stores.take(replication.max_over(stores.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
+        return storage.take(replication.max_over(storage.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
 
     return amax._replace(blocks=reduced(amax.blocks), nan=None if amax.nan is None else reduced(amax.nan))
 
@@ -158,49 +158,49 @@ def _gather(step: Gather, local: Local) -> Local:
     after, mesh = sharding.gathered(step.axes), sharding.mesh
     ranks = range(mesh.size)
     elements = [step.elements(rank).runs for rank in ranks]
-    size = stores.length(sharding, dim)
+    size = storage.length(sharding, dim)
     if step.payload == "values" or format is None:
         assert local.values is not None
         return Local(_joined(local.values, step, size, elements))
     assert local.codes is not None
     assert local.scales is not None
-    bits, columns = format.element.bits, stores.length(sharding, 1)
+    bits, columns = format.element.bits, storage.length(sharding, 1)
     if dim == 1 and format.element.packed:
         codes = layout.unpack(local.codes, bits, columns)
         codes = layout.pack(_joined(codes, step, size, elements), bits)
     else:
         codes = _joined(local.codes, step, size, elements)
     scale_runs = [step.scales(rank).runs for rank in ranks]
-    stored = stores.scale_length(format, sharding, dim)
-    scales = _joined(local.scales, step, stored, scale_runs, stores.scale_length(format, after, dim))
+    stored = storage.scale_length(format, sharding, dim)
+    scales = _joined(local.scales, step, stored, scale_runs, storage.scale_length(format, after, dim))
     tensor_scale = local.tensor_scale
     if tensor_scale is not None:
-        first = stores.of_rank(mesh, [step.first(rank) for rank in ranks])
+        first = storage.of_rank(mesh, [step.first(rank) for rank in ranks])
         tensor_scale = lax.all_gather(tensor_scale, step.axes)[first]
     return Local(None, codes, scales, tensor_scale)
 
 
 def _joined(x: jax.Array, step: Gather, stored: int, runs: list, size: int | None = None) -> jax.Array:
-    """The runs (source, start, stop) by rank of what all ranks sent, each `stored` entries; filled up with zeros to `size`."""
+    """Joins runs (source, start, stop) by rank of what all ranks sent, `stored` entries each; fills up with zeros to `size`."""
     axis = step.dim - 2
     together = lax.all_gather(x, step.axes, axis=x.ndim + axis, tiled=True)
     tables = [_join_index(r, stored) for r in runs]
     size = max(map(len, tables)) if size is None else size
     tables = [np.concatenate([t, np.full(size - len(t), -1, np.int32)]) for t in tables]
-    index = stores.of_rank(step.sharding.mesh, tables)
+    index = storage.of_rank(step.sharding.mesh, tables)
     if isinstance(index, np.ndarray) and np.array_equal(index, np.arange(size)):
         return lax.slice_in_dim(together, 0, size, axis=axis)
-    return stores.take(together, index, axis)
+    return storage.take(together, index, axis)
 
 
 def _join_index(runs, stored: int) -> np.ndarray:
-    """int32: which entries of parts of `stored` entries each, laid one after another, the runs take."""
+    """The indices (int32) that runs take of parts of `stored` entries each, laid one after another."""
     parts = [np.arange(source * stored + start, source * stored + stop) for source, start, stop in runs]
     return np.concatenate([np.zeros(0), *parts]).astype(np.int32)
 
 
 def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
-    """The sum over ranks of a gathered array's cotangents, each rank keeping its own part: a gather's transpose.
+    """Sums a gathered array's cotangents over ranks, each of which keeps its own part: the transpose of a gather.
 
     Args:
         gradient: the cotangent of what `plan`, a plan of `gather_weight`, makes.
@@ -208,7 +208,7 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
     """
     for step in reversed(plan.steps):
         assert isinstance(step, Gather)
-        axis, stored = step.dim - 2, stores.length(step.sharding, step.dim)
+        axis, stored = step.dim - 2, storage.length(step.sharding, step.dim)
         ranks = range(step.sharding.mesh.size)
         places = []
         for rank in ranks:
@@ -217,6 +217,6 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
             inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
             inverse[index] = np.arange(len(index))
             places.append(inverse)
-        gradient = stores.take(gradient, stores.of_rank(step.sharding.mesh, places), axis)
+        gradient = storage.take(gradient, storage.of_rank(step.sharding.mesh, places), axis)
         gradient = lax.psum_scatter(gradient, step.axes, scatter_dimension=gradient.ndim + axis, tiled=True)
     return gradient

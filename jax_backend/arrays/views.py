@@ -1,4 +1,4 @@
-"""Codes and scales in JAX's small dtypes instead of bytes, and back: bit casts, which compiled programs don't copy for."""
+"""Codes and scales in JAX's small dtypes instead of bytes, and back, by bit casts, for which compiled programs don't copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockfp.formats import Format
 
 
 def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
-    """Codes as elements [..., rows, columns].
+    """Views codes as elements [..., rows, columns].
 
     Raises:
         TypeError: 6-bit elements.
@@ -30,12 +30,12 @@ def view_codes(codes: jax.Array, columns: int, format: Format) -> jax.Array:
 
 
 def view_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Scales as numbers: fp32 ones as they are."""
+    """Views scales as numbers: fp32 ones as they are."""
     return lax.bitcast_convert_type(scales, views.dtype_of(format.scale.native_dtype))
 
 
 def stored(codes: jax.Array, scales: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales as the format stores them, where they are of its own dtypes; of another dtype as they are."""
+    """Converts codes and scales of the format's own dtypes to what the format stores; others stay as they are."""
     element = format.element
     if codes.dtype == element.native_dtype and not isinstance(codes, np.ndarray):
         as_integers = lax.bitcast_convert_type(codes, jnp.uint4 if element.packed else jnp.uint8)

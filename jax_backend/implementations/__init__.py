@@ -1,1 +1,1 @@
-"""Who carries an operation out: XLA on the definition, the CPU or CUDA library through FFI, Pallas."""
+"""The operations and their backends: XLA, the CPU and CUDA libraries, Pallas; and the derivatives of both."""

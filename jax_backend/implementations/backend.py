@@ -10,6 +10,8 @@ import jax
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.formats import Format
 
+MaybeArray = jax.Array | None
+
 
 class Backend(ABC):
     """The base of backends: XLA, the CPU library, the CUDA library and Pallas, which give the same bits.
@@ -51,14 +53,7 @@ class Backend(ABC):
 
     @abstractmethod
     def quantize(
-        self,
-        x: jax.Array,
-        key: jax.Array | None,
-        amax: jax.Array | None,
-        *,
-        format: Format,
-        eps: float = 0.0,
-        nominal: str | None = None,
+        self, x: jax.Array, key: MaybeArray, amax: MaybeArray, *, format: Format, eps: float = 0.0, nominal: str | None = None
     ) -> Quantized:
         """Quantizes x as `numerics.quantize` does.
 
@@ -74,14 +69,7 @@ class Backend(ABC):
 
     @abstractmethod
     def quantize_columnwise(
-        self,
-        x: jax.Array,
-        key: jax.Array | None,
-        amax: jax.Array | None,
-        *,
-        format: Format,
-        eps: float = 0.0,
-        rotate: bool = False,
+        self, x: jax.Array, key: MaybeArray, amax: MaybeArray, *, format: Format, eps: float = 0.0, rotate: bool = False
     ) -> Quantized:
         """Quantizes x.mT, rotated along its last axis first if `rotate` is True.
 
@@ -93,14 +81,7 @@ class Backend(ABC):
 
     @abstractmethod
     def quantize_both(
-        self,
-        x: jax.Array,
-        key: jax.Array | None,
-        amax: jax.Array | None,
-        *,
-        format: Format,
-        eps: float = 0.0,
-        rotate: bool = False,
+        self, x: jax.Array, key: MaybeArray, amax: MaybeArray, *, format: Format, eps: float = 0.0, rotate: bool = False
     ) -> tuple[Quantized, Quantized]:
         """Computes `quantize` and `quantize_columnwise`, from one read of x where there is a kernel for that.
 
@@ -115,7 +96,7 @@ class Backend(ABC):
         self,
         codes: jax.Array,
         scales: jax.Array,
-        tensor_scale: jax.Array | None,
+        tensor_scale: MaybeArray,
         *,
         format: Format,
         dtype: str,
@@ -125,7 +106,7 @@ class Backend(ABC):
         """Decodes the values of codes and scales as `numerics.dequantize` does."""
 
 
-def keys_of_both(key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+def keys_of_both(key: MaybeArray) -> tuple[MaybeArray, MaybeArray]:
     """Splits the key of `quantize_both` into those of its two results."""
     return (None, None) if key is None else (key[:2], key[2:])
 

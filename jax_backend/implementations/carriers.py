@@ -87,7 +87,7 @@ register_array(_Concrete)
 
 
 class Watch:
-    """Whether an array whose codes were made in a trace is differentiated there, and whether its codes went on without it.
+    """The fate of an array that was quantized in a trace: differentiated there or not, and its codes taken on or not.
 
     Attributes:
         live: the array is known to be differentiated, so that its carrier must stay beside its codes.
@@ -99,7 +99,7 @@ class Watch:
         self._making = True
 
     def made(self) -> Watch:
-        """This, once the carrier is there: what differentiates it from now on does so after its trace has ended."""
+        """Notes that the carrier is there: what differentiates it from now on does so after its trace has ended."""
         self._making = False
         return self
 
@@ -118,12 +118,12 @@ class Watch:
 
 
 def carrier_of(x: jax.Array, watch: Watch | None = None) -> Any:
-    """The carrier of x, or of what x is the carrier of: its tangent is x's."""
+    """Makes the carrier of x, or of what x is the carrier of: its tangent is x's."""
     return _carrier_p.bind(x, watch=watch)
 
 
 def is_carrier(x: Any) -> bool:
-    """Whether x is a carrier, or stands for one (as a shape)."""
+    """Returns True for a carrier, or what stands for one (a shape)."""
     return isinstance(getattr(x, "dtype", None), CarrierDType)
 
 

@@ -231,7 +231,7 @@ class CpuLibrary(Backend):
         self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
     ) -> tuple[Quantized, Quantized]:
         row_key, column_key = keys_of_both(key)
-        if amax is None and not rotate and (format.per_tensor or format.scale.two_level):
+        if amax is None and not rotate and format.has_tensor_scale:
             found = self.amax(x, format=format)
             amax = found.tensor if format.scale.two_level else found.blocks
         row = self.quantize(x, row_key, amax, format=format, eps=eps)

@@ -1,6 +1,6 @@
 """The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-kernels/cuda/exports.cu documents the arguments of its functions. An absent array is passed as one without elements.
+kernels/cuda/exports.cu and products/product_exports.cu document the arguments. An absent array is passed as one without elements.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def cublas_version() -> int:
 
 
 def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
-    """a @ b^T by cuBLASLt, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `products.product`."""
+    """Multiplies a @ b^T by cuBLASLt: FP8 with a scale per tensor, or in blocks of 1x128 and 128x128."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
@@ -195,7 +195,7 @@ def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Forma
 
 
 def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Scales as cuBLASLt reads them: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
+    """Lays out scales for cuBLASLt: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
     if format.per_tensor:
         return scales.reshape(1)
     return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)

@@ -28,13 +28,13 @@ Flat = Sequence[Any]
 
 
 def straight_through(values: jax.Array, carrier: Any) -> jax.Array:
-    """`values`, whose tangent is the carrier's, and which lie on an Explicit mesh as it does."""
-    values, dtype = explicit.lying_like(values, carrier), values.dtype
+    """Gives `values` the tangent of the carrier, and its place on an Explicit mesh."""
+    values, dtype = explicit.resharded_like(values, carrier), values.dtype
     return attach(values, (), carrier, lambda _, __, tangent: [tangent.astype(dtype)])
 
 
 def without_gradient(x: jax.Array, why: str) -> jax.Array:
-    """x, of which a derivative can't be taken: that raises TypeError with these words."""
+    """Returns x with a derivative that raises TypeError with these words."""
 
     def refuse(*_):
         raise TypeError(why)
@@ -43,7 +43,7 @@ def without_gradient(x: jax.Array, why: str) -> jax.Array:
 
 
 def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any], Flat]) -> Any:
-    """`results`, a tree, with derivatives.
+    """Gives `results`, a tree, derivatives.
 
     Args:
         results: arrays; what they depend on has no say in their derivatives.
@@ -68,7 +68,7 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
 def linear_map(
     forward: Callable[[Any, Any], Flat], backward: Callable[[Any, Any, Flat], Any], kept: Any, tangents: Any, like: Flat
 ) -> Flat:
-    """forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
+    """Computes forward(kept, tangents), linear in `tangents`; in reverse mode backward(kept, tangents, cotangents).
 
     Args:
         forward: gives results of the types of `like`; None stands for a tangent of zeros.
@@ -81,18 +81,18 @@ def linear_map(
     points, of_points = jax.tree.flatten(tangents)
     types = of_points.unflatten([jax.typeof(point) for point in points])
 
-    def there(known, points):
+    def map_forward(known, points):
         return list(forward(of_known.unflatten(known), of_points.unflatten(points)))
 
-    def back(known, cotangents):
+    def map_backward(known, cotangents):
         return of_points.flatten_up_to(backward(of_known.unflatten(known), types, cotangents))
 
     avals = tuple(aval.to_tangent_aval() for aval in like)
-    return _linear_p.bind(*known, *points, count=len(known), there=there, back=back, avals=avals)
+    return _linear_p.bind(*known, *points, count=len(known), forward=map_forward, backward=map_backward, avals=avals)
 
 
 def either(plain: Callable[..., Any], differentiable: Callable[..., Any], *args: Any) -> Any:
-    """plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
+    """Computes plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
     leaves, structure = jax.tree.flatten(args)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return plain(*args)
@@ -167,30 +167,30 @@ batching.primitive_batchers[_attach_p] = _attach_batch
 # linear_map
 
 
-def _linear_impl(*args, count, there, back, avals):
-    return there(args[:count], args[count:])
+def _linear_impl(*args, count, forward, backward, avals):
+    return forward(args[:count], args[count:])
 
 
-def _linear_jvp(primals, tangents, *, count, there, back, avals):
-    how = {"count": count, "there": there, "back": back, "avals": avals}
+def _linear_jvp(primals, tangents, *, count, forward, backward, avals):
+    static = {"count": count, "forward": forward, "backward": backward, "avals": avals}
     known, points = primals[:count], primals[count:]
-    out = _linear_p.bind(*primals, **how)
+    out = _linear_p.bind(*primals, **static)
     terms = []
     if any(type(t) is not ad.Zero for t in tangents[count:]):
-        terms.append(_linear_p.bind(*known, *map(ad.instantiate_zeros, tangents[count:]), **how))
+        terms.append(_linear_p.bind(*known, *map(ad.instantiate_zeros, tangents[count:]), **static))
     if any(type(t) is not ad.Zero for t in tangents[:count]):
-        terms.append(_jvp_of(lambda *known: there(known, points), known, tangents[:count])[1])
+        terms.append(_jvp_of(lambda *known: forward(known, points), known, tangents[:count])[1])
     return out, [sum(each[1:], each[0]) for each in zip(*terms, strict=True)]
 
 
-def _linear_transpose(cotangents, *args, count, there, back, avals):
+def _linear_transpose(cotangents, *args, count, forward, backward, avals):
     known, points = args[:count], args[count:]
     given = [ad.instantiate_zeros(ct) if type(ct) is ad.Zero else ct for ct in cotangents]
-    results = back(known, given)
+    results = backward(known, given)
     return [None] * count + [r if ad.is_undefined_primal(p) else None for r, p in zip(results, points, strict=True)]
 
 
-def _linear_batch(args, dims, *, count, there, back, avals):
+def _linear_batch(args, dims, *, count, forward, backward, avals):
     size = _batch_size(args, dims)
     # A tangent that all share is handed to each, so that their cotangents are added.
     points = [batching.bdim_at_front(x, d, size) for x, d in zip(args[count:], dims[count:], strict=True)]
@@ -200,14 +200,14 @@ def _linear_batch(args, dims, *, count, there, back, avals):
         return lambda known, last: jax.vmap(function, in_axes=(of_known, 0), axis_size=size)(list(known), list(last))
 
     avals = tuple(unmapped_aval(size, 0, aval) for aval in avals)
-    out = _linear_p.bind(*args[:count], *points, count=count, there=each(there), back=each(back), avals=avals)
+    out = _linear_p.bind(*args[:count], *points, count=count, forward=each(forward), backward=each(backward), avals=avals)
     return out, [0] * len(avals)
 
 
 _linear_p = Primitive("straight_through_linear")
 _linear_p.multiple_results = True
 _linear_p.def_impl(_linear_impl)
-_linear_p.def_abstract_eval(lambda *args, count, there, back, avals: list(avals))
+_linear_p.def_abstract_eval(lambda *args, count, forward, backward, avals: list(avals))
 mlir.register_lowering(_linear_p, mlir.lower_fun(_linear_impl, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _linear_jvp
 ad.primitive_transposes[_linear_p] = _linear_transpose
@@ -244,7 +244,7 @@ batching.primitive_batchers[_either_p] = _either_batch
 
 
 def _jvp_of(function: Callable[..., Flat], primals: Flat, tangents: Flat) -> tuple[Flat, Flat]:
-    """Results and tangents of a function, of which tangents that are zero (`ad.Zero`) are not passed."""
+    """Computes results and tangents of a function; tangents that are zero (`ad.Zero`) are not passed to it."""
     live = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
 
     def of_live(*points):

@@ -29,14 +29,14 @@ def mesh_of(*arrays: Any) -> AbstractMesh | None:
 
 
 def left_to_xla(function: Callable, mesh: AbstractMesh, specs: Any, *operands: Any) -> Any:
-    """function(*operands) with a mesh's Explicit axes left to XLA, its results lying as `specs` says."""
+    """Runs function(*operands) with a mesh's Explicit axes left to XLA; its results lie as `specs` says."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     lie = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=lie)(*operands)
 
 
-def lying_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """x, cut as an array of its shape is: packed codes can't be cut wherever their values can."""
+def resharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Reshards x like another array of its shape: packed codes can't be cut wherever their values can."""
     if mesh_of(other) is None or jax.typeof(x).sharding == jax.typeof(other).sharding:
         return x
     return jax.sharding.reshard(x, jax.typeof(other).sharding)
@@ -48,21 +48,21 @@ def spec_of(x: jax.Array) -> tuple:
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
-def names_of(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: Any) -> tuple[str, ...]:
     """The mesh axes that an entry of a PartitionSpec names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def even(entries, shape, mesh: AbstractMesh | Mesh) -> PartitionSpec:
-    """The entries, without those that don't divide their axis evenly."""
-    sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in entries)
+    """Drops the entries that don't divide their axis evenly."""
+    sizes = (math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in entries)
     kept = (entry if n % size == 0 else None for entry, n, size in zip(entries, shape, sizes, strict=True))
     return PartitionSpec(*kept)
 
 
 def without(entry: Any, names: set[str]) -> Any:
-    """An entry of a PartitionSpec without some mesh axes."""
-    kept = tuple(name for name in names_of(entry) if name not in names)
+    """Drops some mesh axes from an entry of a PartitionSpec."""
+    kept = tuple(name for name in axis_names(entry) if name not in names)
     return kept if len(kept) > 1 else kept[0] if kept else None
 
 

@@ -1,4 +1,4 @@
-"""Mesh axes inside shard_map: this rank's place on them, and cotangents of what several ranks hold alike: who sums them.
+"""Mesh axes inside shard_map: this rank's place on them, and the sums of cotangents of what several ranks hold alike.
 
 Under `shard_map(check_vma=True)`, its default, JAX keeps account of the mesh axes that a value varies over, and a cotangent
 must vary over no more of them than its primal: that says what to sum. With `check_vma=False` nothing is known, and the axes
@@ -18,7 +18,7 @@ Axes = frozenset[str]
 
 
 def axis_index(name: str) -> jax.Array:
-    """`lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
+    """Computes `lax.axis_index`; raises ValueError where the axis isn't one of the shard_map around."""
     try:
         return lax.axis_index(name)
     except NameError as error:
@@ -39,13 +39,13 @@ def varying(x: Any) -> Axes:
 
 
 def vary(x: jax.Array, over: Axes) -> jax.Array:
-    """x, of which JAX is told that it varies over these mesh axes: of what a kernel makes it doesn't know."""
+    """Tells JAX that x varies over these mesh axes, which it doesn't know of a kernel's results."""
     missing = tuple(sorted(over - varying(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def sum_like(cotangent: jax.Array, primal: Axes | None, axes: Iterable[str]) -> jax.Array:
-    """The sum of ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
+    """Sums ranks' cotangents of a primal that varies over `primal`; over `axes` where JAX keeps no account."""
     over = _excess(cotangent, primal, tuple(axes))
     return lax.psum(cotangent, over) if over else cotangent
 
@@ -64,8 +64,8 @@ def _excess(cotangent: jax.Array, primal: Axes | None, axes: tuple[str, ...]) ->
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Types:
-    """What the primals of a linear layer vary over; kept for its backward."""
+class VaryingAxes:
+    """The mesh axes that the primals of a linear layer vary over; kept for its backward."""
 
     x: Axes
     carrier: Axes | None
@@ -73,7 +73,7 @@ class Types:
     state: Axes | None
 
     @classmethod
-    def of(cls, x, carrier, bias, state) -> Types:
+    def of(cls, x, carrier, bias, state) -> VaryingAxes:
         """The types of a call's arguments; None stays None."""
         history = None if state is None else state.gradient_amax_history
         return cls(varying(x), *(None if a is None else varying(a) for a in (carrier, bias, history)))

@@ -76,7 +76,7 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
 
 
 def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
-    return overflow.show(quantize_weight(weight, format), overflow.is_finite(weight))
+    return overflow.propagate(quantize_weight(weight, format), overflow.is_finite(weight))
 
 
 def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:

@@ -47,7 +47,7 @@ class DelayedState:
     gradient_scale: jax.Array
 
     def after_forward(self, amax: jax.Array) -> DelayedState:
-        """The state whose input history knows an amax, float32 of shape ()."""
+        """Records an amax, float32 of shape (), in the input history."""
         return replace(self, input_amax_history=scaling.record(self.input_amax_history, lax.stop_gradient(amax)))
 
     def cotangent(
@@ -87,7 +87,7 @@ def delayed_state(recipe: Recipe | str) -> DelayedState:
 
 
 def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequence[str] = ()) -> Any:
-    """The states for the next step: histories move on, scales follow from them. Once per optimizer step.
+    """Updates states for the next step: histories move on, scales follow from them. Once per optimizer step.
 
     Args:
         states: a tree of `DelayedState`, as the layers gave them back.
@@ -149,13 +149,13 @@ def update_scales(states: Any, seen: Any, recipe: Recipe | str, *, axes: Sequenc
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def for_each(state: DelayedState, count: int) -> DelayedState:
-    """A state that `count` layers under vmap use, as one for each of them; `of_all` puts what they give back together."""
+    """Repeats a state for each of `count` layers under vmap; `of_all` puts what they give back together."""
     return jax.tree.map(lambda part: jnp.broadcast_to(part, (count, *part.shape)), state)
 
 
 @jax.custom_vjp
 def of_all(states: DelayedState) -> DelayedState:
-    """The one state of layers [count] that shared one: the largest amax of any counts."""
+    """Joins the states of layers [count] that shared one: the largest amax of any counts."""
     return jax.tree.map(lambda part: jnp.max(part, axis=0), states)
 
 
@@ -167,7 +167,7 @@ of_all.defvjp(
 
 
 def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.Array]:
-    """Histories [history, ...] whose newest entries are the largest over mesh axes; one reduction for all of them."""
+    """Reduces the newest entries of histories [history, ...] to the largest over mesh axes, all in one reduction."""
     # Older entries are equal on all ranks. Where JAX keeps account of what varies it doesn't know that, until they are reduced.
     known = [not replication.varying(h) & set(axes) for h in histories]
     parts = [h[:1] if k else h for h, k in zip(histories, known, strict=True)]
@@ -179,7 +179,7 @@ def _largest_over(histories: list[jax.Array], axes: Sequence[str]) -> list[jax.A
 
 
 def _first(history: jax.Array) -> jax.Array:
-    """[..., history] as [history, ...], which the core works on."""
+    """Moves [..., history] to [history, ...], which the core works on."""
     return jnp.moveaxis(history, -1, 0)
 
 

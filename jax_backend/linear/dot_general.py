@@ -30,7 +30,7 @@ def dot_general(
     key: Key | None = None,
     state: DelayedState | None = None,
 ) -> Any:
-    """`jax.lax.dot_general` with the operands of the product and of its gradients quantized as a recipe says.
+    """Computes `jax.lax.dot_general` with the operands of the product and of its gradients quantized as a recipe says.
 
     lhs is the recipe's input and rhs its weight: free axes are flattened, contracted ones too, and then it is `linear` of
     [tokens, in] and [out, in]; of each pair of matrices, where there are batch axes. Each of these is a tensor of its own, but

@@ -26,8 +26,8 @@ from .grouped_products import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .operands import Pair
-from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, tokens
-from .tiles import Scaling, Tiles, largest_amax, move, quantize_tiles, tile_rows
+from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
+from .tiles import Scaling, Tiles, gather_rows, largest_amax, quantize_tiles, tile_rows
 
 
 def grouped_linear(
@@ -42,7 +42,7 @@ def grouped_linear(
     data_axes: Sequence[str] = (),
     expert_axis: str | None = None,
 ) -> Any:
-    """`linear` of group after group of x's rows, each with a weight of its own.
+    """Computes `linear` of group after group of x's rows, each with a weight of its own.
 
     Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
     With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
@@ -134,7 +134,7 @@ class _GroupedLinear(Layer):
         return row, quantize_tiles(g, kept.tiles, cast, scaling, COLUMNWISE) if columnwise else None
 
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return move(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
+        return gather_rows(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
         return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
@@ -150,7 +150,7 @@ class _GroupedLinear(Layer):
         return largest_amax(x, tiles)
 
     def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
-        return tokens(operand, tiles, carrier, cast, transposed=transposed)
+        return token_values(operand, tiles, carrier, cast, transposed=transposed)
 
     def products(self, tiles) -> tuple[Product, Product, Product]:
         return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)

@@ -1,4 +1,4 @@
-"""The products of `grouped_linear`: of spans of a group's rows, by what multiplies any two operands.
+"""The products of `grouped_linear`: spans of a group's rows go through `products.product`.
 
 How many rows a group has is known only at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with
 every weight. Here a loop goes over spans of so many tiles as the shapes alone say. A group's last span reaches beyond it:
@@ -64,7 +64,7 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.
 
 
 def _varying(*operands: Any):
-    """What makes of an array one that varies over the mesh axes that any of these does."""
+    """Returns a function that makes an array vary over the mesh axes of all of these."""
     over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
     return lambda x: replication.vary(x, over)
 
@@ -81,7 +81,7 @@ def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -
 
 
 def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """The tiles of a span as one matrix, side by side along an axis.
+    """Joins the tiles of a span to one matrix, side by side along an axis.
 
     Those of other groups are zeros where their rows would be summed over.
     """
@@ -110,7 +110,7 @@ def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
 
 
 def _matrix(weight: Matrix, group: jax.Array) -> Matrix:
-    """One matrix of a stack, whose scale per tensor may be that of all."""
+    """Takes one matrix of a stack, whose scale per tensor may be that of all."""
     if not isinstance(weight, QuantizedArray):
         return weight[group]
     shared, tensor_scale = shares_scale(weight), weight.tensor_scale

@@ -27,8 +27,16 @@ from .delayed import DelayedState
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .products import Matrix
-from .straight_through import Points, Product, carriers_of, check_forward, check_second, same_values, sum_of_products, values
-from .tiles import Tiles
+from .straight_through import (
+    LayerInputs,
+    Product,
+    carriers_of,
+    check_forward,
+    check_second,
+    same_values,
+    sum_of_products,
+    values,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class Layer(ABC):
         return either(partial(_plain, self), partial(_differentiable, self), x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
-    def tiles(self, x: jax.Array, sizes: jax.Array | None) -> Any:
-        """Where the rows of groups of these sizes go; None for a layer of one matrix."""
+    def tiles(self, x: jax.Array, sizes: Any) -> Any:
+        """Divides the rows of groups of these sizes into tiles; None for a layer of one matrix."""
 
     @abstractmethod
     def input_operands(
@@ -99,13 +107,13 @@ class Layer(ABC):
 
 
 class Residuals(NamedTuple):
-    """What a forward keeps for derivatives.
+    """The values that a forward keeps for derivatives.
 
     Attributes:
         row: x as the forward takes it, for forward mode; None where that isn't wanted or `column` has the same values.
         column: x as wgrad takes it, or x itself where that is made in the backward; None for a weight that is a constant.
         weight: the weight.
-        tiles: where rows of groups go, or None.
+        tiles: what `Layer.tiles` gave.
         key, state: of the call.
         types: what the arguments vary over.
     """
@@ -113,10 +121,10 @@ class Residuals(NamedTuple):
     row: Matrix | None
     column: Matrix | None
     weight: Matrix
-    tiles: Tiles | None
+    tiles: Any
     key: jax.Array | None
     state: DelayedState | None
-    types: replication.Types
+    types: replication.VaryingAxes
 
 
 def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
@@ -125,20 +133,20 @@ def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     return _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
 
 
-def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Tiles | None) -> jax.Array:
+def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:
     assert row is not None
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
     y = layer.placement.sum_output(y)
     return y if bias is None else y + layer.bias_rows(bias, tiles).astype(y.dtype)
 
 
-def _state_after(layer: Layer, x: jax.Array, tiles: Tiles | None, state: DelayedState | None) -> DelayedState | None:
+def _state_after(layer: Layer, x: jax.Array, tiles: Any, state: DelayedState | None) -> DelayedState | None:
     return None if state is None else state.after_forward(layer.largest_amax(x, tiles))
 
 
 def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
-    carriers = carriers_of(Points(x, carrier, bias, state))
-    types = replication.Types.of(x, carrier, bias, state)
+    carriers = carriers_of(LayerInputs(x, carrier, bias, state))
+    types = replication.VaryingAxes.of(x, carrier, bias, state)
     x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
     tiles = layer.tiles(x, sizes)
     # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
@@ -155,7 +163,7 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     return attach(results, kept, carriers, rule)
 
 
-def _forward(layer: Layer, like, known: tuple[Residuals, Points], tangents: Points) -> list[Any]:
+def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
     """The tangents of y and of the state, which has none."""
     kept, carriers = known
     check_forward(layer.placement)
@@ -173,7 +181,7 @@ def _forward(layer: Layer, like, known: tuple[Residuals, Points], tangents: Poin
     return [y.astype(layer.dtype), *jax.tree.leaves(jax.tree.map(jnp.zeros_like, kept.state))]
 
 
-def _backward(layer: Layer, known: tuple[Residuals, Points], wanted: Points, cotangents) -> Points:
+def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerInputs, cotangents) -> LayerInputs:
     """The cotangents of what is wanted (None where nothing is), which have derivatives of their own."""
     kept, carriers = known
     g, *later = cotangents
@@ -199,12 +207,14 @@ def _backward(layer: Layer, known: tuple[Residuals, Points], wanted: Points, cot
         db = _sum_bias(layer, kept, g, wanted.bias.dtype)
     if state is not None:
         ds = state.cotangent(wanted.state, lambda: layer.largest_amax(g, tiles), later, types.state)
-    made = Points(dx, dw, db, ds)
+    made = LayerInputs(dx, dw, db, ds)
     types_made = jax.tree.map(jax.typeof, made)
     return attach(made, (gradient_row, gradient_column, kept), (carriers, g_carrier), partial(_second, layer, types_made))
 
 
-def _second(layer: Layer, made: Points, kept: tuple, carriers: tuple[Points, Any], tangents: tuple[Points, Any]) -> list[Any]:
+def _second(
+    layer: Layer, made: LayerInputs, kept: tuple, carriers: tuple[LayerInputs, Any], tangents: tuple[LayerInputs, Any]
+) -> list[Any]:
     """The tangents of the cotangents that a backward made."""
     check_second(layer.placement)
     recipe = layer.recipe
@@ -228,7 +238,7 @@ def _second(layer: Layer, made: Points, kept: tuple, carriers: tuple[Points, Any
     return [*there, *(None for _ in jax.tree.leaves(made.state))]
 
 
-def _sum_weight(layer: Layer, types: replication.Types, dw: jax.Array) -> jax.Array:
+def _sum_weight(layer: Layer, types: replication.VaryingAxes, dw: jax.Array) -> jax.Array:
     placement = layer.placement
     rest = [name for name in placement.data_axes if name not in placement.fsdp]
     return replication.sum_like(placement.scatter_weight(dw, layer.recipe.weight.format), types.carrier, rest)

@@ -1,4 +1,4 @@
-"""How a linear layer lies on a mesh inside shard_map: what its weight's placement and the data-parallel axes imply."""
+"""The placement of a linear layer inside shard_map, which its weight's placement and the data-parallel axes imply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax import lax
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Placement, Replicate, Shard, Sharding
 
-from ..arrays import sharded, stores
+from ..arrays import sharded, storage
 from ..arrays.array import QuantizedArray
 from ..implementations import replication
 
@@ -36,7 +36,7 @@ class LayerPlacement:
 
     @classmethod
     def of(cls, weight, data_axes: Sequence[str], sequence: bool) -> LayerPlacement:
-        """The placement of a call.
+        """Derives the placement of a call.
 
         Raises:
             TypeError: one name instead of a tuple of them.
@@ -84,19 +84,19 @@ class LayerPlacement:
 
     @property
     def kind(self) -> Literal["column", "row"] | None:
-        """Which axis of the weight tensor parallelism cuts: out (column parallel) or in (row parallel)."""
+        """The kind of tensor parallelism: "column" cuts the weight's out axis, "row" its in axis."""
         if self.tensor is None or self.weight is None:
             return None
         return "column" if self.tensor in self.weight.order(0) else "row"
 
     @property
     def gathers_input(self) -> bool:
-        """Whether x travels: a column parallel layer under sequence parallelism."""
+        """True where x is gathered: a column parallel layer under sequence parallelism."""
         return self.sequence and self.kind == "column"
 
     @property
     def gathers_gradient(self) -> bool:
-        """Whether y's cotangent travels: a row parallel layer under sequence parallelism."""
+        """True where y's cotangent is gathered: a row parallel layer under sequence parallelism."""
         return self.sequence and self.kind == "row"
 
     def _tensor_size(self) -> int:
@@ -110,13 +110,13 @@ class LayerPlacement:
         """
         if self.weight is None:
             return tuple(weight.shape[-2:])
-        stored = stores.shape(self.weight)
+        stored = storage.shape(self.weight)
         if tuple(weight.shape[-2:]) != stored:
             raise ValueError(
                 f"weight lies {self.weight}, of which a rank holds {stored}, and it has shape {tuple(weight.shape)}: call "
                 "this inside jax.shard_map over this mesh, with in_specs of partition_specs(params)"
             )
-        return stores.shape(self.weight.gathered(self.fsdp) if self.fsdp else self.weight)
+        return storage.shape(self.weight.gathered(self.fsdp) if self.fsdp else self.weight)
 
     def check(self, x: jax.Array, weight, bias) -> None:
         """Raises ValueError where the shapes of what this rank holds don't fit each other."""
@@ -148,7 +148,7 @@ class LayerPlacement:
         return place
 
     def operand(self, x: jax.Array, *, gradient: bool) -> Sharding | None:
-        """How the unsharded input or gradient of one data-parallel rank lies; None where each rank has all of it."""
+        """The `Sharding` of the input or gradient of one data-parallel rank; None where each rank has all of it."""
         cut_tokens = self.gathers_gradient if gradient else self.gathers_input
         cut_features = self.kind == ("column" if gradient else "row")
         if self.weight is None or not (cut_tokens or cut_features):
@@ -161,12 +161,12 @@ class LayerPlacement:
         return Sharding(shape, mesh, tuple(cut if name == self.tensor else Replicate() for name in mesh.names))
 
     def own(self, x: jax.Array, *, gradient: bool) -> jax.Array:
-        """An input or gradient [tokens, features] with zeros where it is filled up, because ranks have unequal features."""
+        """Zeroes an input or gradient [tokens, features] where it is filled up, because ranks have unequal features."""
         sharding = self.operand(x, gradient=gradient)
-        return x if sharding is None else stores.only_own(x, sharding)
+        return x if sharding is None else storage.only_own(x, sharding)
 
     def gathered(self, weight):
-        """The weight with its FSDP shards put together."""
+        """Gathers the weight's FSDP shards."""
         if not self.fsdp:
             return weight
         plan = self._gather(weight.format)
@@ -178,17 +178,17 @@ class LayerPlacement:
         return plans.gather_weight(format, self.weight, self.fsdp)
 
     def scatter_weight(self, gradient: jax.Array, format) -> jax.Array:
-        """The weight's gradient summed over its FSDP axes, each rank's own part of it."""
+        """Sums the weight's gradient over its FSDP axes; each rank keeps its own part."""
         return sharded.scatter_sum(gradient, self._gather(format)) if self.fsdp else gradient
 
     def sum_output(self, y: jax.Array) -> jax.Array:
-        """y of a row parallel layer, summed over ranks."""
+        """Sums y of a row parallel layer over ranks."""
         if self.kind != "row":
             return y
         return self._scatter_tokens(y) if self.sequence else lax.psum(y, self.tensor)
 
     def sum_input(self, gradient: jax.Array) -> jax.Array:
-        """The cotangent of an input that was gathered, summed over ranks."""
+        """Sums the cotangent of an input that was gathered over ranks."""
         return self._scatter_tokens(gradient) if self.gathers_input else gradient
 
     def _scatter_tokens(self, x: jax.Array) -> jax.Array:

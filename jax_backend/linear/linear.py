@@ -25,9 +25,9 @@ from ..arrays.array import QuantizedArray
 from ..implementations import explicit, ops
 from .arguments import check_state, check_tensors, stored_weight
 from .delayed import DelayedState
+from .explicit_layout import ExplicitLayout
 from .layer import Layer
 from .layer_placement import LayerPlacement
-from .lying import Lies
 from .operands import Pair, gradient_operands, input_operands
 from .products import Matrix, product
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, values
@@ -38,10 +38,10 @@ class _Linear(Layer):
     """A layer of one matrix.
 
     Attributes:
-        lies: where operands and result lie on a mesh with Explicit axes, or None.
+        layout: where operands and result lie on a mesh with Explicit axes, or None.
     """
 
-    lies: Lies | None
+    layout: ExplicitLayout | None
 
     def tiles(self, x, sizes) -> None:
         return None
@@ -56,7 +56,7 @@ class _Linear(Layer):
 
     def gathered(self, weight: Matrix) -> Matrix:
         weight = super().gathered(weight)
-        return weight if self.lies is None else self.lies.constrained(weight)
+        return weight if self.layout is None else self.layout.constrained(weight)
 
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
         return product(operand, weight, self.dtype, fast=fast)
@@ -93,7 +93,7 @@ def linear(
     data_axes: Sequence[str] = (),
     sequence: bool = False,
 ) -> Any:
-    """x w^T + bias, with the operands of all three products quantized as a recipe says.
+    """Computes x w^T + bias, with the operands of all three products quantized as a recipe says.
 
     Inside shard_map a weight of `shard_params` brings its placement along. Its FSDP axes, which are those among `data_axes`,
     are gathered in the forward and again in the backward, codes and scales; its gradient is summed over all of `data_axes`
@@ -133,8 +133,8 @@ def linear(
     placement.check(x, weight, bias)
     words = None if key is None else jnp.asarray(ops.key_array(key))
     mesh = explicit.mesh_of(x, weight, carrier, bias)
-    lies = None if mesh is None else Lies.of(x, weight)
-    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), lies)
+    layout = None if mesh is None else ExplicitLayout.of(x, weight)
+    layer = _Linear(run, placement, np.dtype(x.dtype), np.dtype(weight.dtype), layout)
 
     def multiply(x, weight, carrier, bias, words, state):
         tokens = placement.own(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), gradient=False)
@@ -142,9 +142,9 @@ def linear(
         return y.reshape(*placement.leading_axes(x, y), y.shape[-1]), state
 
     operands = (x, weight, carrier, bias, words, state)
-    if mesh is None or lies is None:
+    if mesh is None or layout is None:
         y, state_out = multiply(*operands)
     else:
-        specs = lies.result, jax.tree.map(lambda _: PartitionSpec(), state)
+        specs = layout.result, jax.tree.map(lambda _: PartitionSpec(), state)
         y, state_out = explicit.left_to_xla(multiply, mesh, specs, *operands)
     return y if state is None else (y, state_out)

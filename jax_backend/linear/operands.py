@@ -14,7 +14,7 @@ from blockfp.recipes import Cast, Recipe
 from blockfp.sharding import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, of_parts
+from ..arrays.array import QuantizedArray, wrap_parts
 from ..implementations import ops
 from . import overflow
 from .layer_placement import LayerPlacement
@@ -32,7 +32,7 @@ def input_operands(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
-    """x [tokens, in] as the forward takes it, and [in, tokens] as wgrad does.
+    """Quantizes x to [tokens, in] for the forward and [in, tokens] for wgrad.
 
     Args:
         x: what this rank holds.
@@ -55,7 +55,7 @@ def gradient_operands(
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> Pair:
-    """g [tokens, out] as dgrad takes it, and [out, tokens] as wgrad does; arguments as for `input_operands`."""
+    """Quantizes g to [tokens, out] for dgrad and [out, tokens] for wgrad; arguments as for `input_operands`."""
     keys = (None, None)
     if key is not None:
         coordinate = placement.coordinate()
@@ -67,12 +67,12 @@ def gradient_operands(
 def quantize_operand(
     x: jax.Array, cast: Cast, eps: float = 0.0, *, key: jax.Array | None = None, multiplier: jax.Array | None = None
 ) -> QuantizedArray:
-    """x, all of it on this rank, quantized along its last axis as a cast says; rotated first if it says so."""
+    """Quantizes x, all of it on this rank, along its last axis as a cast says; rotates it first if the cast does."""
     format = cast.format
     assert format is not None
     eps = eps_for(format, eps)
     x = rotate(x) if cast.rotate else x
-    return of_parts(ops.quantize(x, key, multiplier, format=format, eps=eps), format, x)
+    return wrap_parts(ops.quantize(x, key, multiplier, format=format, eps=eps), format, x)
 
 
 class _Operands:
@@ -90,7 +90,7 @@ class _Operands:
         if not any(isinstance(operand, QuantizedArray) for operand in pair):
             return pair
         finite = overflow.is_finite(self.x, frozenset(self.over))
-        row_operand, column_operand = (overflow.show(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
+        row_operand, column_operand = (overflow.propagate(q, finite) if isinstance(q, QuantizedArray) else q for q in pair)
         return row_operand, column_operand
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
@@ -101,16 +101,18 @@ class _Operands:
             if self.sharding is not None and row.format.square and plain:
                 q = self._planned(row, columnwise=False)
                 return q, q.mT
-        return tuple(None if cast is None else self._one(cast, columnwise=bool(i)) for i, cast in enumerate((row, column)))  # pyright: ignore[reportReturnType]
+        return tuple(
+            None if cast is None else self._one_direction(cast, columnwise=bool(i)) for i, cast in enumerate((row, column))
+        )  # pyright: ignore[reportReturnType]
 
     def _from_one_read(self, format: Format, stochastic: bool, rotate: bool) -> Pair:
         eps, key = eps_for(format, self.eps), None
         if stochastic:
             key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
         row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate)
-        return of_parts(row, format, self.x), of_parts(column, format, self.x.mT)
+        return wrap_parts(row, format, self.x), wrap_parts(column, format, self.x.mT)
 
-    def _one(self, cast: Cast, *, columnwise: bool) -> Matrix:
+    def _one_direction(self, cast: Cast, *, columnwise: bool) -> Matrix:
         if cast.format is None:
             x = lax.all_gather(self.x, self.over[0], axis=0, tiled=True) if self.over else self.x
             return x.mT if columnwise else x
@@ -121,7 +123,7 @@ class _Operands:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
         options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
         q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, **options)
-        return of_parts(q, cast.format, self.x.mT)
+        return wrap_parts(q, cast.format, self.x.mT)
 
     def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:
         format = cast.format

@@ -1,4 +1,4 @@
-"""Overflow that shows: Inf and NaN of an operand in every element of the products that it is multiplied in.
+"""Overflow that shows: an operand's Inf and NaN reach every element of its products.
 
 Quantizing saturates an Inf at the largest finite value, and a NaN is that of its own block's products alone: behind that, loss
 scaling and `optax.apply_if_finite` would not see them. Codes stay as the definition says; the scales that a product takes
@@ -18,13 +18,13 @@ _E8M0_NAN = 0xFF
 
 
 def is_finite(x: jax.Array, over: replication.Axes = frozenset()) -> jax.Array:
-    """bool (): whether all of x is finite, on all ranks of these mesh axes."""
+    """Returns bool (), True where all of x is finite on all ranks of these mesh axes."""
     finite = jnp.isfinite(x).all()
     return lax.pmin(finite.astype(jnp.int32), tuple(over)) == 1 if over else finite
 
 
-def show(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
-    """q, whose values are all NaN where what it was made of isn't `finite`: bool (), or [stack] for each matrix of a stack."""
+def propagate(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
+    """Makes all values of q NaN where its source isn't `finite`: bool (), or [stack] for each matrix of a stack."""
     if q.tensor_scale is not None:
         return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
     nan = jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)

@@ -27,9 +27,9 @@ from ..implementations import explicit
 
 
 def applies(a: Any, b: Any) -> bool:
-    """Whether XLA will split the program that this product is in, and both operands are quantized matrices.
+    """Returns True where XLA will split the program of this product, and both operands are quantized matrices.
 
-    What isn't traced runs operation by operation, as it lies.
+    What isn't traced runs operation by operation, as it split.
     """
     if not all(isinstance(x, QuantizedArray) and x.codes.ndim == 2 and x.sharding is None for x in (a, b)):
         return False
@@ -37,8 +37,8 @@ def applies(a: Any, b: Any) -> bool:
     return isinstance(b.codes, Tracer) and mesh.size > 1 and len(mesh.auto_axes) == len(mesh.axis_names)
 
 
-def product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array]) -> jax.Array:
-    """local(a, b), a product a [m, k] @ b [n, k]^T, of what each device needs of the operands."""
+def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array]) -> jax.Array:
+    """Computes local(a, b), a product a [m, k] @ b [n, k]^T, of what each device needs of the operands."""
     formats, dtypes, columns = (a.format, b.format), (a.dtype, b.dtype), a.columns
 
     def multiply(leaves, k: int) -> jax.Array:
@@ -53,29 +53,29 @@ def product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax.Array
         return multiply(leaves, columns)
 
     def partition(mesh, arguments, result):
-        lies = _Split.of(mesh, [(x.shape[0], *_spec(x.sharding)) for x in (arguments[0], arguments[3])], columns, formats)
+        split = _Split.of(mesh, [(x.shape[0], *_spec(x.sharding)) for x in (arguments[0], arguments[3])], columns, formats)
 
         def part(*leaves):
-            y = multiply(leaves, columns // lies.parts)
-            return lax.psum(y, lies.summed) if lies.summed else y
+            y = multiply(leaves, columns // split.parts)
+            return lax.psum(y, split.summed) if split.summed else y
 
-        operands = [spec for rows, format in zip(lies.rows, formats, strict=True) for spec in lies.operand(rows, format)]
+        operands = [spec for rows, format in zip(split.rows, formats, strict=True) for spec in split.operand(rows, format)]
         placed = tuple(NamedSharding(mesh, spec) for spec in operands)
-        return mesh, part, NamedSharding(mesh, PartitionSpec(*lies.rows)), placed
+        return mesh, part, NamedSharding(mesh, PartitionSpec(*split.rows)), placed
 
     def propagate(mesh, arguments, result):
         return NamedSharding(mesh, PartitionSpec(_spec(arguments[0].sharding)[0], None))
 
-    split = custom_partitioning(whole)
+    partitioned = custom_partitioning(whole)
     rule = "m a0, a1 a2, a3, n b0, b1 b2, b3 -> m n"
-    split.def_partition(partition=partition, infer_sharding_from_operands=propagate, sharding_rule=rule)
+    partitioned.def_partition(partition=partition, infer_sharding_from_operands=propagate, sharding_rule=rule)
     leaves = []
     for x in (a, b):
         leaves += [x.codes, x.scales, jnp.ones((1,)) if x.tensor_scale is None else x.tensor_scale.reshape(1)]
     leaves = [x.astype(jnp.float32) if i % 3 == 2 else x for i, x in enumerate(leaves)]
     # As a jaxpr, in which JAX sees that lowering it takes the devices.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    return _multiply.bind(*leaves, whole=whole, split=jax.make_jaxpr(split)(*shapes))
+    return _multiply.bind(*leaves, whole=whole, split=jax.make_jaxpr(partitioned)(*shapes))
 
 
 _multiply = Primitive("blockfp_product")
@@ -109,7 +109,7 @@ mlir.register_lowering(_multiply, _lower)
 
 @dataclass(frozen=True)
 class _Split:
-    """How a product is split: the mesh axes of m and n, and those of k, over which its parts are summed."""
+    """The split of a product: the mesh axes of m and n, and those of k, over which its parts are summed."""
 
     rows: tuple[Any, Any]
     k: Any
@@ -118,19 +118,19 @@ class _Split:
 
     @classmethod
     def of(cls, mesh, operands, columns: int, formats) -> _Split:
-        """Of operands (rows, mesh axes of rows, of k): a cut of k stays where both have it, and n's gives way to m's."""
+        """Splits operands (rows, mesh axes of rows, of k): a cut of k stays where both have it, and n's gives way to m's."""
         sizes = dict(mesh.shape)
         (m, am, ak), (n, bn, bk) = operands
         k = ak if ak == bk and all(_even(columns, 1, ak, format, sizes) for format in formats) else None
-        summed = explicit.names_of(k)
+        summed = explicit.axis_names(k)
         am = explicit.without(am, set(summed))
         am = am if _even(m, 0, am, formats[0], sizes) else None
-        bn = explicit.without(bn, {*summed, *explicit.names_of(am)})
+        bn = explicit.without(bn, {*summed, *explicit.axis_names(am)})
         bn = bn if _even(n, 0, bn, formats[1], sizes) else None
         return cls((am, bn), k, summed, math.prod(sizes[name] for name in summed))
 
     def operand(self, rows, format: Format) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-        """Where an operand's codes, scales and tensor scale have to lie."""
+        """The specs of an operand's codes, scales and tensor scale."""
         codes = PartitionSpec(rows, self.k)
         return codes, PartitionSpec() if format.per_tensor else codes, PartitionSpec()
 
@@ -141,7 +141,7 @@ def _spec(sharding) -> tuple:
 
 
 def _even(size: int, dim: int, entry: Any, format: Format, sizes: dict[str, int]) -> bool:
-    """Whether an axis can be cut so that each device has whole blocks and whole bytes."""
-    ranks = math.prod(sizes[name] for name in explicit.names_of(entry))
+    """Returns True where an axis can be cut so that each device has whole blocks and whole bytes."""
+    ranks = math.prod(sizes[name] for name in explicit.axis_names(entry))
     block = (format.block or (1, 1))[dim]
     return ranks == 1 or size % (ranks * (math.lcm(block, 4) if dim else block)) == 0

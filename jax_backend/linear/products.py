@@ -23,7 +23,7 @@ TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 
 
 def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
-    """a @ b^T, of shape [m, n].
+    """Multiplies a @ b^T, of shape [m, n].
 
     Args:
         a: [m, k].
@@ -49,7 +49,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
             return run(a, b)
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
-        return partitioned.product(a, b, run)
+        return partitioned.split_product(a, b, run)
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 
@@ -68,7 +68,7 @@ def _contract(a: jax.Array, b: jax.Array, dtype=jnp.float32, precision=None) -> 
 
 
 def _rounded(a: jax.Array, b: jax.Array, dtype, precision=None) -> jax.Array:
-    """The product, its sums in fp32 and rounded once to `dtype`; by the matrix units, where that is the operands' own."""
+    """Multiplies with sums in fp32, rounded once to `dtype`; by the matrix units, where that is the operands' own."""
     return _contract(a, b, dtype if a.dtype == b.dtype == dtype else jnp.float32, precision).astype(dtype)
 
 
@@ -87,7 +87,7 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
 
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """FP8 blocks of 128, which XLA has no product for."""
+    """Multiplies FP8 blocks of 128, which XLA has no product for."""
     missing = choice.missing_product(BLOCK_SCALES)
     if missing is None:
         # Fast accumulation is not offered.
@@ -103,7 +103,7 @@ def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.A
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
-    """Blackwell's MX and NVFP4 modes."""
+    """Multiplies in Blackwell's MX and NVFP4 modes."""
     codes, scales = zip(*(_as_scaled(x) for x in (a, b)), strict=True)
     out = jax.nn.scaled_matmul(*codes, *scales, preferred_element_type=jnp.float32)[0]
     for x in (a, b):
@@ -112,7 +112,7 @@ def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bo
 
 
 def _as_scaled(x: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales as `jax.nn.scaled_matmul` takes them: one scale for each row and block of columns."""
+    """Lays codes and scales out for `jax.nn.scaled_matmul`: one scale for each row and block of columns."""
     codes, scales = view_codes(x.codes, x.columns, x.format), view_scales(x.scales, x.format)
     block_rows = x.format.block[0] if x.format.block else 1
     if block_rows > 1:
@@ -137,7 +137,7 @@ def _dequantized(a: Matrix, b: Matrix, dtype, chosen: Route, fast: bool) -> jax.
 
 
 def _values(x: Matrix, dtype: str, apart: bool) -> tuple[jax.Array, jax.Array | None]:
-    """(values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
+    """Returns (values, factor of the product): the factor is the scale of the whole tensor, where that is to stay `apart`."""
     if not isinstance(x, QuantizedArray):
         return x.astype(dtype), None
     if not apart or not x.format.has_tensor_scale:

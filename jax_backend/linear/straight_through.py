@@ -20,17 +20,17 @@ from blockfp.recipes import Cast, Recipe
 from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import straight_through
-from ..implementations.turning import turn
+from ..implementations.hadamard import hadamard
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
 from .products import Matrix
-from .tiles import Tiles, move
+from .tiles import Tiles, gather_rows
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-class Points(NamedTuple):
-    """What a layer is differentiated with respect to: the arguments, or their carriers, tangents, cotangents, types."""
+class LayerInputs(NamedTuple):
+    """The inputs that a layer is differentiated by; or their carriers, tangents, cotangents or types."""
 
     x: Any
     weight: Any
@@ -38,13 +38,13 @@ class Points(NamedTuple):
     state: Any
 
 
-def carriers_of(points: Points) -> Points:
-    """Their carriers; None for constants."""
+def carriers_of(points: LayerInputs) -> LayerInputs:
+    """The carriers of inputs; None for constants."""
     return jax.tree.map(lambda point: carrier_of(point) if isinstance(point, Tracer) else None, points)
 
 
 def same_values(recipe: Recipe) -> bool:
-    """Whether x has the same values along both axes."""
+    """Returns True where a recipe gives x the same values along both axes."""
     row, column = recipe.input, recipe.input_columnwise
     return row.format is column.format and not (row.rotate or column.rotate) and (row.format is None or row.format.square)
 
@@ -52,23 +52,23 @@ def same_values(recipe: Recipe) -> bool:
 def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
     """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`."""
     y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
-    y = turn(y, back=True) if rotated else y
+    y = hadamard(y, inverse=True) if rotated else y
     y = jnp.swapaxes(y, -1, -2) if transposed else y
     return y if carrier is None else straight_through(y, carrier)
 
 
-def tokens(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-    """`values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed), as rows [tokens, size]."""
+def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
+    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size]."""
     made = values(x)
     if cast.rotate:
-        made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, turn(made, back=True), made)
+        made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, hadamard(made, inverse=True), made)
     made = jnp.swapaxes(made, -1, -2) if transposed else made
-    made = move(made.reshape(-1, made.shape[-1]), tiles.target)
+    made = gather_rows(made.reshape(-1, made.shape[-1]), tiles.target)
     return made if carrier is None else straight_through(made, carrier)
 
 
 def by_group(product: Product, tiles: Tiles) -> Product:
-    """The product of rows [tokens, ..] with their group's matrix of [groups, ..]; of rows beyond all groups zeros."""
+    """Returns the product of rows [tokens, ..] with their group's matrix of [groups, ..]; zeros for rows beyond all groups."""
 
     def run(rows: jax.Array, matrices: jax.Array) -> jax.Array:
         def of_group(group, matrix):
@@ -83,18 +83,18 @@ def by_group(product: Product, tiles: Tiles) -> Product:
 
 
 def of_each_group(product: Product, tiles: Tiles) -> Product:
-    """The products of each group's rows of two arrays [tokens, ..], [groups, ..]."""
+    """Returns the product [groups, ..] of each group's rows of two arrays [tokens, ..]."""
     return lambda a, b: lax.map(lambda group: product(tiles.only(a, group), b), jnp.arange(tiles.sizes.shape[0]))
 
 
 def sum_of_products(*terms: tuple[Product, Any, Any]) -> Any:
-    """The sum of products (product, a, b) in fp32 whose operands are there; None if there is none."""
+    """Sums the products (product, a, b), in fp32, whose operands aren't None; None if there is none."""
     made = [product(a.astype(jnp.float32), b.astype(jnp.float32)) for product, a, b in terms if a is not None and b is not None]
     return sum(made[1:], made[0]) if made else None
 
 
 def contract(dims_a: int, dims_b: int) -> Product:
-    """The product of two matrices, summed over these axes of theirs, in fp32."""
+    """Returns the product of two matrices, summed over these axes of theirs, in fp32."""
     dimensions = (((dims_a,), (dims_b,)), ((), ()))
     return lambda a, b: lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST)
 

@@ -1,4 +1,4 @@
-"""Rows of several groups, moved apart and quantized: what `grouped_linear`'s operands are.
+"""The operands of `grouped_linear`: rows of several groups, moved apart and quantized.
 
 Each group's rows are a tensor of their own: with its own amax, columnwise blocks that begin at its first row, and its own
 keys. How many rows a group has is known only at run time, so the rows are moved apart, each group to the beginning of a tile;
@@ -23,9 +23,9 @@ from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
 from blockfp.recipes import Cast, Recipe
 
-from ..arrays.array import of_parts
+from ..arrays.array import wrap_parts
 from ..implementations import ops
-from ..implementations.settling import settle
+from ..implementations.materialize import materialize
 from . import overflow
 
 
@@ -50,7 +50,7 @@ _FEWEST = 512
 )
 @dataclass(frozen=True)
 class Tiles:
-    """Where rows go.
+    """The tiles that rows go to.
 
     Attributes:
         source: int32 [tiles * rows], the row of x that each row is, -1 for none.
@@ -74,7 +74,7 @@ class Tiles:
 
     @classmethod
     def of(cls, sizes: jax.Array, tokens: int, rows: int) -> Tiles:
-        """The tiles, of `rows` rows each, of groups of these sizes among so many tokens."""
+        """Lays out tiles of `rows` rows for groups of these sizes among so many tokens."""
         groups = sizes.shape[0]
         own = -(-tokens // rows) + groups
         # Half of one of groups alike, so that little is multiplied in vain; enough rows for a product at full speed.
@@ -99,11 +99,11 @@ class Tiles:
         return self.group[jnp.maximum(self.target, 0) // self.rows]
 
     def split(self, x: jax.Array) -> jax.Array:
-        """x [tokens, size] as tiles [tiles, rows, size], zeros where a tile isn't full."""
-        return move(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
+        """Splits x [tokens, size] into tiles [tiles, rows, size], zeros where a tile isn't full."""
+        return gather_rows(x, self.source).reshape(self.group.shape[0], -1, x.shape[1])
 
     def only(self, x: jax.Array, group: jax.Array | int) -> jax.Array:
-        """x [tokens, size] with zeros in the rows of other groups."""
+        """Zeroes the rows of other groups in x [tokens, size]."""
         mine = (self.target >= 0) & (self.group_of_token() == group)
         return jnp.where(mine[:, None], x, 0)
 
@@ -118,7 +118,7 @@ class Tiles:
 
 
 class Scaling(NamedTuple):
-    """How tiles are quantized but for the format.
+    """The options of quantizing tiles, but for the format.
 
     Attributes:
         eps: see `numerics.quantize`.
@@ -135,8 +135,8 @@ class Scaling(NamedTuple):
     first_group: jax.Array | int = 0
 
 
-def move(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x by index, zeros for -1."""
+def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes rows of x by index, zeros for -1."""
     if x.shape[0] == 0:
         return jnp.zeros((index.shape[0], *x.shape[1:]), x.dtype)
     return jnp.where((index >= 0)[:, None], x[jnp.maximum(index, 0)], jnp.zeros((), x.dtype))
@@ -151,7 +151,7 @@ def largest_amax(x: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
-    """Tiles of x [tokens, size] as codes and scales (or as values), each [rows, size], or [size, rows] columnwise.
+    """Quantizes tiles of x [tokens, size] (or moves their values), each to [rows, size], or [size, rows] columnwise.
 
     Args:
         x: the rows of all groups.
@@ -166,7 +166,7 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
         return q
     finite = jnp.isfinite(x).all(axis=(1, 2)).astype(jnp.int32)
     of_groups = jax.ops.segment_min(finite, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
-    return overflow.show(q, of_groups[tiles.group] == 1)
+    return overflow.propagate(q, of_groups[tiles.group] == 1)
 
 
 def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, direction: int) -> Any:
@@ -175,7 +175,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if columnwise and not (cast.rotate or cast.stochastic or format is None or format.has_tensor_scale):
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
-        return of_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
+        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
     x = x.mT if columnwise else x
     if cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
@@ -187,9 +187,9 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if multiplier is not None:
         # All tiles share the scale.
         parts = ops.quantize(x.reshape(-1, x.shape[-1]), None, multiplier, format=format)
-        return of_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
+        return wrap_parts(parts._replace(codes=parts.codes.reshape(x.shape), scales=parts.scales[None]), format, x)
     if key is None and not format.has_tensor_scale:
-        return of_parts(ops.quantize(x, format=format, eps=eps), format, x)
+        return wrap_parts(ops.quantize(x, format=format, eps=eps), format, x)
     amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
     if format.has_tensor_scale:
         field = "tensor" if format.scale.two_level else "blocks"
@@ -202,6 +202,6 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
             words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
             shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
             place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
-        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=settle, **place)
+        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=materialize, **place)
 
-    return of_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)
+    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

@@ -22,7 +22,7 @@ from blockfp.definition import adamw as formulas
 from blockfp.sharding import plans
 
 from ..arrays import sharded
-from ..arrays.array import QuantizedArray, carried, is_quantized
+from ..arrays.array import QuantizedArray, is_quantized, with_derivative
 from ..implementations import replication
 from ..implementations.derivatives import without_gradient
 from .params import dequantize_params, quantize_weight, shares_scale
@@ -71,7 +71,7 @@ class Replacement:
 
 
 class MasterState(NamedTuple):
-    """What a wrapped optimizer keeps.
+    """The state of a wrapped optimizer.
 
     Attributes:
         masters: float32, of the structure of gradients; None where the parameter is float32 itself.
@@ -83,7 +83,7 @@ class MasterState(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """What AdamW keeps: the number of steps done (int32), and both moments (float32)."""
+    """The state of AdamW: the number of steps done (int32), and both moments (float32)."""
 
     step: jax.Array
     first: Any
@@ -95,7 +95,7 @@ for _state in (MasterState, AdamState):
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """The parameters after a step: plain updates are added, replacements replace.
+    """Updates parameters after a step: plain updates are added, replacements replace.
 
     Raises:
         TypeError: a quantized leaf has an update to add; the message names its path.
@@ -131,7 +131,7 @@ def _replaced(param, update: Replacement):
 
 
 def with_masters(optimizer: Any) -> Optimizer:
-    """Any optax optimizer, for trees with quantized or 16-bit leaves.
+    """Wraps any optax optimizer for trees with quantized or 16-bit leaves.
 
     It works on fp32 masters, whose values are quantized after each step; a leaf whose master didn't move keeps its codes.
     Inside shard_map each rank has its part, and amaxes are reduced as the leaf's sharding says.
@@ -171,7 +171,7 @@ def adamw(
     *,
     weight_decay: Setting | Schedule = 1e-4,
 ) -> Optimizer:
-    """AdamW with fp32 masters and moments, for trees with quantized leaves: arguments of `optax.adamw`, formulas of
+    """AdamW with fp32 masters and moments, for trees with quantized leaves: the arguments of `optax.adamw`, the formulas of
     `blockfp.torch.AdamW`.
 
     Args:
@@ -240,7 +240,7 @@ def _check_setting(name: str, value: Any, below: float = math.inf) -> None:
 
 
 def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
-    """An optimizer whose `step` (gradients, state, weights, extra) -> (weights, which stand still, state) is of fp32 trees."""
+    """Makes an optimizer of `step`: (gradients, state, weights, extra) -> (weights, which stand still, state), all in fp32."""
 
     def init(params, originals=None):
         masters = map_with_path(_new_master, params, params if originals is None else originals)
@@ -301,12 +301,12 @@ def _gradients(params, gradients, weights):
 
 
 def _of_weights(function: Callable, params) -> Callable:
-    """A function of parameters as one of their weights in fp32, whose gradient is straight-through."""
+    """Turns a function of parameters into one of their weights in fp32, with a straight-through gradient."""
 
     def param(path: str, like, weight):
         if not is_quantized(like):
             return weight.astype(like.dtype)
-        return carried(_requantized(like, jax.lax.stop_gradient(weight)), weight)
+        return with_derivative(_requantized(like, jax.lax.stop_gradient(weight)), weight)
 
     return lambda weights, *args, **kwargs: function(map_with_path(param, params, weights), *args, **kwargs)
 
@@ -328,14 +328,14 @@ def _update(path: str, param, weight: jax.Array, moved: jax.Array, still: jax.Ar
     if param.sharding is not None:
         still = _everywhere(still, param)
     new = jax.tree.map(lambda old, new: jnp.where(still, old, new), param.without_carrier(), new)
-    return Replacement(carried(new, moved) if param.sharding is None else new)
+    return Replacement(with_derivative(new, moved) if param.sharding is None else new)
 
 
 _NO_GRADIENT = "an update of a sharded quantized weight has no derivative: differentiate through updates of unsharded ones"
 
 
 def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
-    """The new values in q's format and place, with q's nominal dtype."""
+    """Quantizes new values in q's format and place, with q's nominal dtype."""
     if q.sharding is None:
         return quantize_weight(values, q.format, nominal=np.dtype(q.dtype), shared=shares_scale(q))
     plan = plans.quantize_shards(q.format, q.sharding)
@@ -350,7 +350,7 @@ def _requantized(q: QuantizedArray, values: jax.Array) -> QuantizedArray:
 
 
 def _everywhere(still: jax.Array, q: QuantizedArray) -> jax.Array:
-    """Whether no rank's part of the weight moved: its blocks may lie on several."""
+    """Returns True where no rank's part of the weight moved: its blocks may lie on several."""
     assert q.sharding is not None
     axes = tuple(name for dim in (0, 1) for name in q.sharding.order(dim))
     if not axes or (replication.varying(replication.axis_index(axes[0])) and not replication.varying(still)):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from blockfp import recipes
-from blockfp.array import DTYPES
+from blockfp.definition.views import DTYPES
 from blockfp.recipes import ByPath, Recipe
 
-from ..arrays.array import QuantizedArray, carried, is_quantized, of_parts
+from ..arrays.array import QuantizedArray, is_quantized, with_derivative, wrap_parts
 from ..implementations import ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import straight_through
@@ -25,12 +25,12 @@ Filter = Callable[[str, Any], bool]
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Whether a leaf is a float array of two or more axes: what `quantize_params` quantizes by default."""
+    """Returns True for a float array of two or more axes, which `quantize_params` quantizes by default."""
     return hasattr(leaf, "dtype") and np.dtype(leaf.dtype) in DTYPES.values() and leaf.ndim >= 2
 
 
 def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filter = is_matrix) -> Any:
-    """The tree with its weights in a recipe's weight format.
+    """Quantizes a tree's weights in a recipe's weight format.
 
     Weights are [..., out, in]; each matrix of a stack (for scan, or experts) is quantized as an array of its own. Embeddings
     and others that no quantized product reads are to be left out by `filter_fn`.
@@ -54,13 +54,13 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
         chosen = recipes.resolve(recipe, path)
         if chosen is None or chosen.weight.format is None:
             return leaf
-        return carried(quantize_weight(leaf, chosen.weight.format), leaf)
+        return with_derivative(quantize_weight(leaf, chosen.weight.format), leaf)
 
     return map_with_path(convert, tree)
 
 
 def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:
-    """A weight, or each of a stack of them, quantized as an array of its own; a constant (see `carried`).
+    """Quantizes a weight, or each of a stack of them, as an array of its own; a constant (see `with_derivative`).
 
     Args:
         x: [..., out, in].
@@ -77,18 +77,18 @@ def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, sh
 
     for _ in range(x.ndim - 2 if format.has_tensor_scale and not shared else 0):
         one = jax.vmap(one)
-    return of_parts(one(x), format, x).replace(dtype=dtype)
+    return wrap_parts(one(x), format, x).replace(dtype=dtype)
 
 
 def shares_scale(q: QuantizedArray) -> bool:
-    """Whether all matrices of a stack have one scale per tensor in common, as `quantize` of all of it gives them."""
+    """Returns True where all matrices of a stack share one scale per tensor, as `quantize` of all of it gives them."""
     if not q.format.has_tensor_scale:
         return False
     return q.scales.shape[:-2] != q.codes.shape[:-2] if q.tensor_scale is None else q.tensor_scale.ndim == 0
 
 
 def dequantize_params(tree: Any, dtype: Any = None) -> Any:
-    """The tree with the values of its quantized leaves, in `dtype` or each one's own; other leaves stay as they are."""
+    """Dequantizes a tree's quantized leaves, to `dtype` or each one's own; other leaves stay as they are."""
 
     def one(q: QuantizedArray):
         read = lambda q: q.dequantize(dtype)  # noqa: E731
@@ -127,13 +127,13 @@ def value_and_grad(
         def of_plain(*plain):
             whole = list(args)
             for i, tree, leaves in zip(positions, chosen, plain, strict=True):
-                whole[i] = jax.tree.map(_put_in, tree, leaves, is_leaf=is_quantized)
+                whole[i] = jax.tree.map(_with_carrier, tree, leaves, is_leaf=is_quantized)
             return fun(*whole, **kwargs)
 
-        points = tuple(map_with_path(_point, tree) for tree in chosen)
+        points = tuple(map_with_path(_primal, tree) for tree in chosen)
         value, gradients = jax.value_and_grad(of_plain, argnums=tuple(range(len(points))), has_aux=has_aux)(*points)
         if has_aux:
-            value = (value[0], jax.tree.map(_settled, value[1], is_leaf=is_quantized))
+            value = (value[0], jax.tree.map(_without_lone_carrier, value[1], is_leaf=is_quantized))
         return value, gradients[0] if isinstance(argnums, int) else gradients
 
     return differentiated
@@ -151,8 +151,8 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: 
     return gradient
 
 
-def _point(path: str, leaf):
-    """Where to differentiate: a plain leaf itself, zeros for a quantized one."""
+def _primal(path: str, leaf):
+    """The point to differentiate at: a plain leaf itself, zeros for a quantized one."""
     if is_quantized(leaf):
         # Made from the codes, so that under shard_map they vary over the same axes.
         return jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
@@ -163,10 +163,10 @@ def _point(path: str, leaf):
     return leaf
 
 
-def _put_in(leaf, point):
+def _with_carrier(leaf, point):
     return leaf.replace(tangent=carrier_of(point)) if is_quantized(leaf) else point
 
 
-def _settled(leaf):
-    """A leaf of what a differentiated function gives beside its value: without a carrier that nothing wants any more."""
-    return carried(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf
+def _without_lone_carrier(leaf):
+    """Drops the carrier, which nothing wants any more, of a leaf that a differentiated function gives beside its value."""
+    return with_derivative(leaf, leaf.tangent) if is_quantized(leaf) and leaf.tangent is not None else leaf

@@ -1,7 +1,7 @@
 """Whole parameter trees onto a mesh and back: `shard_params`, the PartitionSpecs for shard_map, `unshard_params`.
 
-A plain array lies as JAX lays it. Of a quantized one each rank stores what `sharded` says, and the parts that JAX sees are all
-ranks' stores one after another: rows that don't divide evenly and blocks that straddle ranks are no matter then.
+A plain array lies as JAX lays it. Of a quantized one each rank stores what `storage` says, and the parts that JAX sees are all
+ranks' parts one after another: rows that don't divide evenly and blocks that straddle ranks are no matter then.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from blockfp.formats import Format
 from blockfp.sharding.placement import Sharding
 from blockfp.sharding.steps import grid_span
 
-from ..arrays import stores
+from ..arrays import storage
 from ..arrays.array import QuantizedArray, is_quantized
-from ..arrays.meshes import axis_names, core_mesh, sharding_of
+from ..arrays.meshes import core_mesh, sharding_of
 from ..implementations import explicit
+from ..implementations.explicit import axis_names
 from .params import shares_scale
 from .trees import check_alike, map_with_path
 
 
 def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Parameters on a mesh, each leaf cut as its PartitionSpec says.
+    """Places parameters on a mesh, each leaf cut as its PartitionSpec says.
 
     A quantized leaf has the codes and scales of its part of the whole, wherever cuts fall: rows that don't divide evenly are
     filled up, and a block that straddles ranks has its scale on each. Of a stack of matrices an axis before the last two may be
@@ -91,7 +92,7 @@ def shard_params(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
 
 
 def named_shardings(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Where each part of a tree's leaves lies if the leaves are cut as PartitionSpecs say, for JAX's own functions.
+    """The NamedShardings of a tree's parts whose leaves are cut as PartitionSpecs say, for JAX's own functions.
 
     `jax.device_put(q, NamedSharding(mesh, spec))` gives one sharding to codes, scales and the scale of a whole tensor alike,
     which only fits where all of them have these axes and can be cut evenly. This tree has one for each: it is what
@@ -145,7 +146,7 @@ def _mesh_of(placed: Any) -> jax.sharding.Mesh:
 
 
 def shard_state(state: Any, params: Any) -> Any:
-    """An optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
+    """Places an optimizer's state on the mesh of its parameters: masters and moments lie as `params`, of `shard_params`, do.
 
     Args:
         state: of an optimizer's `init` on the whole parameters.
@@ -182,14 +183,14 @@ def _whole_shape(param: Any) -> tuple[int, ...]:
 
 
 def _like(x: jax.Array | None, param) -> jax.Array | None:
-    """An array of a parameter's whole shape, placed like it."""
+    """Places an array of a parameter's whole shape like the parameter."""
     if x is None:
         return None
     if not is_quantized(param):
         return jax.device_put(x, param.sharding)
     sharding = param.sharding
     for dim in (0, 1):
-        x = stores.take(x, _element_places(sharding, dim), dim - 2)
+        x = storage.take(x, _element_places(sharding, dim), dim - 2)
     return jax.device_put(x, NamedSharding(_mesh_of(param), _specs_of(param).codes))
 
 
@@ -212,7 +213,7 @@ def partition_specs(tree: Any, specs: Any = PartitionSpec()) -> Any:  # noqa: B0
 
 
 def unshard_params(tree: Any) -> Any:
-    """The tree with whole quantized leaves, as they were before `shard_params`: what checkpoints hold, and other meshes take.
+    """Joins quantized leaves to what they were before `shard_params`: what checkpoints hold, and other meshes take.
 
     Their codes and scales are JAX arrays of the whole's shape, which stay cut over the devices where that divides them evenly.
     """
@@ -224,21 +225,19 @@ def unshard_params(tree: Any) -> Any:
 
 
 def _even(q: QuantizedArray) -> QuantizedArray:
-    """Where the parts of the whole of `q` are to lie: cut as `q` is, along axes that this divides evenly."""
+    """The NamedShardings of the parts of the whole of `q`: cut as `q` is, along axes that this divides evenly."""
     shapes, mesh = jax.eval_shape(_whole, q), _mesh_of(q)
 
     def even(part, spec):
         entries = (*spec, *(None,) * (part.ndim - len(spec)))
-        sizes = (math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in entries)
-        kept = (entry if size % n == 0 else None for entry, size, n in zip(entries, part.shape, sizes, strict=True))
-        return NamedSharding(mesh, PartitionSpec(*kept))
+        return NamedSharding(mesh, explicit.even(entries, part.shape, mesh))
 
     specs = _specs_of(q).replace(sharding=None, columns=shapes.columns, tangent=None)
     return jax.tree.map(even, shapes, specs)
 
 
 def unshard_state(state: Any, params: Any) -> Any:
-    """An optimizer's state as `shard_state` took it: whole masters and moments.
+    """Joins an optimizer's state to what `shard_state` took: whole masters and moments.
 
     Args:
         state: a state that lies like `params`.
@@ -253,7 +252,7 @@ def unshard_state(state: Any, params: Any) -> Any:
         if x is None or not is_quantized(param) or param.sharding is None:
             return x
         for dim in (0, 1):
-            x = stores.take(x, _first_of_each(_element_places(param.sharding, dim)), dim - 2)
+            x = storage.take(x, _first_of_each(_element_places(param.sharding, dim)), dim - 2)
         return x
 
     def gather(tree):
@@ -263,7 +262,7 @@ def unshard_state(state: Any, params: Any) -> Any:
 
 
 def _broadcast(specs: Any, tree: Any) -> Any:
-    """A tree of specs like `tree`, of a tree that may have one for a whole subtree."""
+    """Broadcasts a tree of specs, which may have one for a whole subtree, to the leaves of `tree`."""
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     check_alike(specs, tree, is_spec)
     return jax.tree.map(
@@ -288,15 +287,15 @@ def _specs_of(q: QuantizedArray, given: PartitionSpec = PartitionSpec()) -> Any:
 
 
 def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
-    """All ranks' stores of a whole array, one after another along the axes that are cut."""
+    """Cuts a whole array into what all ranks store, one after another along the axes that are cut."""
     format, bits = q.format, q.format.element.bits
-    columns = stores.length(sharding, 1)
+    columns = storage.length(sharding, 1)
 
     codes, scales = layout.unpack(q.codes, bits, q.columns), q.scales
     for dim in (0, 1):
-        codes = stores.take(codes, _element_places(sharding, dim), dim - 2)
+        codes = storage.take(codes, _element_places(sharding, dim), dim - 2)
         if not format.per_tensor:
-            scales = stores.take(scales, _scale_places(format, sharding, dim), dim - 2)
+            scales = storage.take(scales, _scale_places(format, sharding, dim), dim - 2)
     if columns:
         # Each rank's columns are packed by themselves.
         codes = layout.pack(codes.reshape(*codes.shape[:-1], -1, columns), bits)
@@ -305,13 +304,13 @@ def _stored(q: QuantizedArray, sharding: Sharding) -> QuantizedArray:
 
 
 def _element_places(sharding: Sharding, dim: int) -> np.ndarray:
-    """Which row (or column) of the whole each stored one is, -1 for none."""
-    size = stores.length(sharding, dim)
+    """The index in the whole of each stored row (or column), -1 for none."""
+    size = storage.length(sharding, dim)
     return _places(sharding, dim, size, lambda rank: sharding.span(dim, rank))
 
 
 def _scale_places(format: Format, sharding: Sharding, dim: int) -> np.ndarray:
-    size = stores.scale_length(format, sharding, dim)
+    size = storage.scale_length(format, sharding, dim)
     return _places(sharding, dim, size, lambda rank: grid_span(format, sharding.region(rank), dim))
 
 
@@ -325,13 +324,13 @@ def _places(sharding: Sharding, dim: int, size: int, span: Callable[[int], tuple
 
 
 def _first_of_each(places: np.ndarray) -> np.ndarray:
-    """Where each entry of the whole is stored: a block that straddles ranks has its scale on each, and the first counts."""
+    """The index in storage of each entry of the whole: the first, where several ranks store the scale of one block."""
     entries, first = np.unique(places, return_index=True)
     return first[entries >= 0]
 
 
 def _whole(q: QuantizedArray) -> QuantizedArray:
-    """The whole array of all ranks' stores."""
+    """Joins what all ranks store to the whole array."""
     sharding, format, bits = q.sharding, q.format, q.format.element.bits
     assert sharding is not None
     columns = q.columns
@@ -342,8 +341,8 @@ def _whole(q: QuantizedArray) -> QuantizedArray:
         codes = codes.reshape(*codes.shape[:-2], -1)
     scales = q.scales
     for dim in (0, 1):
-        codes = stores.take(codes, _first_of_each(_element_places(sharding, dim)), dim - 2)
+        codes = storage.take(codes, _first_of_each(_element_places(sharding, dim)), dim - 2)
         if not format.per_tensor:
-            scales = stores.take(scales, _first_of_each(_scale_places(format, sharding, dim)), dim - 2)
+            scales = storage.take(scales, _first_of_each(_scale_places(format, sharding, dim)), dim - 2)
     codes = layout.pack(codes, bits)
     return QuantizedArray(codes, scales, q.tensor_scale, format, sharding.shape[1], q.dtype)

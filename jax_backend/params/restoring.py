@@ -17,7 +17,7 @@ from .trees import map_with_path
 
 
 def rebuild_params(tree: Any) -> Any:
-    """The tree with quantized arrays where it has the dictionaries of their parts.
+    """Rebuilds quantized arrays where a tree has the dictionaries of their parts.
 
     That is what Orbax restores without a target, and `flax.serialization.msgpack_restore`: "codes_mxfp8_e4m3_bfloat16_64",
     "scales", .., of which the first says format, dtype and columns.
@@ -33,16 +33,16 @@ def rebuild_params(tree: Any) -> Any:
     Example:
         >>> params = bfp.rebuild_params(checkpointer.restore(path))
     """
-    return map_with_path(lambda _, leaf: of_parts(leaf) if _is_parts(leaf) else leaf, tree, is_leaf=_is_parts)
+    return map_with_path(lambda _, leaf: rebuild(leaf) if _is_parts(leaf) else leaf, tree, is_leaf=_is_parts)
 
 
 def _is_parts(node: Any) -> bool:
     return isinstance(node, Mapping) and any(str(name).startswith("codes_") for name in node) and "scales" in node
 
 
-def of_parts(parts: Mapping[str, Any]) -> QuantizedArray:
-    """The quantized array of a dictionary by name, checked."""
-    names = {name: identity.of_codes_name(name) for name in parts}
+def rebuild(parts: Mapping[str, Any]) -> QuantizedArray:
+    """Makes the quantized array of a dictionary of parts by name, checked."""
+    names = {name: identity.parse_codes_name(name) for name in parts}
     found = {name: static for name, static in names.items() if static is not None}
     given = {name: part for name, part in parts.items() if part is not None}
     others = set(given) - set(found) - {"scales", "tensor_scale"}

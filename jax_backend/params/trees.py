@@ -16,7 +16,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] = is_quantized) -> Any:
-    """`jax.tree.map` over leaves of which quantized arrays are whole ones; `function` gets the path's name first.
+    """Maps over leaves, quantized arrays being whole ones, as `jax.tree.map` does; `function` gets the path's name first.
 
     An exception names the path, also where one of `rest` isn't made like `tree`.
     """
@@ -43,7 +43,7 @@ def check_alike(tree: Any, other: Any, is_leaf: Callable[[Any], bool] = is_quant
 
 
 def _difference(tree: Any, other: Any, is_leaf: Callable[[Any], bool], path: tuple[Any, ...]) -> str | None:
-    """Where `other` isn't made like `tree`, and what it has there."""
+    """Describes the first place at which `other` isn't made like `tree`; None where there is none."""
     children, made = _children(tree)
     if is_leaf(tree) or jax.tree_util.treedef_is_leaf(made):
         return None
@@ -66,7 +66,7 @@ def _made_of(node: Any, children: list[tuple[tuple[Any, ...], Any]]) -> str:
 
 
 def describe(leaf: Any) -> str:
-    """A leaf in an error message: its format, dtype and shape; of something else its type."""
+    """Describes a leaf in an error message: its format, dtype and shape; of something else its type."""
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return type(leaf).__name__
     return f"{f'{leaf.format} of ' if is_quantized(leaf) else ''}{leaf.dtype} {tuple(leaf.shape)}"

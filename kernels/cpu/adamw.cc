@@ -1,5 +1,5 @@
 // An AdamW step of one parameter, cut into tiles.
-#include "calls.h"
+#include "run_jobs.h"
 #include "float_mode.h"
 #include "instruction_sets.h"
 #include "run_tasks.h"
@@ -25,14 +25,14 @@ void run_step(const StepEntry& entry) {
   if (e.step_at != nullptr) e.step = static_cast<int32_t>(*e.step_at);
   if (e.coefficients.skip != 0.0f) return;
   const bool codes = e.output == static_cast<int>(StepOutput::kCodes);
-  Spec spec{e.element, 0, 0, ScaleRule::kFp32};
-  if (codes) spec = {e.element, e.block_rows, e.block_columns, static_cast<ScaleRule>(e.rule)};
-  const Tiling t = job.tiling = make_tiling(spec, e.batches, e.rows, e.columns, 0, 0, kStepBytes);
+  Format format{e.element, 0, 0, ScaleRule::kFp32};
+  if (codes) format = {e.element, e.block_rows, e.block_columns, static_cast<ScaleRule>(e.rule)};
+  const Tiling t = job.tiling = make_tiling(format, e.batches, e.rows, e.columns, 0, 0, kStepBytes);
   set_key(e, kRoundFirst, job.first_key);
   set_key(e, kRoundSecond, job.second_key);
   const int64_t shape[3] = {e.batches, e.rows, e.columns}, strides[3] = {e.rows * e.columns, e.columns, 1};
   if (codes) {
-    job.quantize.spec = spec;
+    job.quantize.format = format;
     job.quantize.tiling = t;
     job.quantize.x = {e.weight, Fp32::kId, 3, shape, strides};
     job.quantize.codes = static_cast<uint8_t*>(e.out);

@@ -6,8 +6,8 @@
 
 #include <cstring>
 
-#include "job.h"
-#include "largest.h"
+#include "jobs.h"
+#include "largest_magnitude.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
@@ -133,8 +133,8 @@ void tensor_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
 
 // The rows of blocks in a tile, one after the other: calls body(first row in the tile, rows, row of the block grid).
 template <class Body>
-BLOCKFP_HD void for_block_rows(const Spec& spec, const Tiling& t, const Tile& tile, Body body) {
-  const int64_t block_rows = spec.per_tensor() ? 1 : spec.block_rows;
+BLOCKFP_HD void for_block_rows(const Format& format, const Tiling& t, const Tile& tile, Body body) {
+  const int64_t block_rows = format.per_tensor() ? 1 : format.block_rows;
   for (int64_t r = 0; r < tile.rows;) {
     const int64_t global = t.row_phase + tile.row + r;
     int64_t rows = block_rows - global % block_rows;
@@ -150,11 +150,11 @@ void block_amax_task(const AmaxJob& job, int64_t task, void* scratch) {
   const Tile tile(t, task);
   const Scratch memory(t, scratch);
   const Elements<T> x = elements_of<T>(job.x, tile, memory.gathered);
-  for_block_rows(job.spec, t, tile, [&](int64_t row, int64_t rows, int64_t block_row) {
-    amax_of_blocks(x, row, rows, tile.columns, tile.column_phase, job.spec.block_columns, memory.largest, memory.amax,
+  for_block_rows(job.format, t, tile, [&](int64_t row, int64_t rows, int64_t block_row) {
+    amax_of_blocks(x, row, rows, tile.columns, tile.column_phase, job.format.block_columns, memory.largest, memory.amax,
                    memory.nan);
-    const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
-    const int64_t blocks = tile.blocks(job.spec);
+    const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.format);
+    const int64_t blocks = tile.blocks(job.format);
     memcpy(job.blocks + at, memory.amax, 4 * blocks);
     if (job.nan != nullptr) memcpy(job.nan + at, memory.nan, 4 * blocks);
   });

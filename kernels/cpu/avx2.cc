@@ -2,4 +2,4 @@
 #define BLOCKFP_ISA avx2
 #define BLOCKFP_ISA_NAME "avx2"
 
-#include "kernels.h"
+#include "kernel_table.h"

@@ -2,4 +2,4 @@
 #define BLOCKFP_ISA avx512
 #define BLOCKFP_ISA_NAME "avx512"
 
-#include "kernels.h"
+#include "kernel_table.h"

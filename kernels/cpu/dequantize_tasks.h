@@ -4,7 +4,7 @@
 #include "amax_tasks.h"
 #include "pack_rows.h"
 #include "quantize_tasks.h"
-#include "rows.h"
+#include "row_codes.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
@@ -28,7 +28,7 @@ bool factors_of_blocks(const DequantizeJob& job, int64_t at, int64_t blocks, Fac
 }
 
 BLOCKFP_HD bool factors_by_rule(const DequantizeJob& job, int64_t at, int64_t blocks, Factors* factors) {
-  switch (job.spec.rule) {
+  switch (job.format.rule) {
     case ScaleRule::kFp32:
     case ScaleRule::kPow2:
       return factors_of_blocks<ScaleRule::kFp32>(job, at, blocks, factors);
@@ -49,12 +49,12 @@ void dequantize_task(const DequantizeJob& job, int64_t task, void* scratch) {
   const Scratch memory(t, scratch);
   Factors* factors = reinterpret_cast<Factors*>(memory.factors);
   const int64_t row_bytes = P::row_bytes(t.columns);
-  const int shift = block_shift(job.spec);
-  bool ordinary = job.spec.per_tensor() && factors_by_rule(job, 0, 1, factors);
-  for_block_rows(job.spec, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
-    if (!job.spec.per_tensor()) {
-      const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
-      ordinary = factors_by_rule(job, at, tile.blocks(job.spec), factors);
+  const int shift = block_shift(job.format);
+  bool ordinary = job.format.per_tensor() && factors_by_rule(job, 0, 1, factors);
+  for_block_rows(job.format, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
+    if (!job.format.per_tensor()) {
+      const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.format);
+      ordinary = factors_by_rule(job, at, tile.blocks(job.format), factors);
     }
     for (int64_t r = first; r < first + rows; ++r) {
       const int64_t row = tile.batch * t.rows + tile.row + r;

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "arguments.h"
-#include "calls.h"
+#include "run_jobs.h"
 #include "instruction_sets.h"
 #include "run_tasks.h"
 
@@ -19,28 +19,29 @@ using tvm::ffi::Array;
 using tvm::ffi::String;
 
 Input input_of(const TensorView& x, int64_t dtype) {
-  check(x.device().device_type == kDLCPU && x.ndim() >= 2 && x.dtype().bits == 8 * bytes_of(dtype),
-        "x must be a CPU array of two or more axes and the dtype that was named");
+  check_device(x, "x", kCpu);
+  check(x.ndim() >= 2 && x.dtype().bits == 8 * dtype_bytes(dtype), "x must have two or more axes and ", 8 * dtype_bytes(dtype),
+        " bits an element; it is ", describe(x));
   return {data_of<const void>(x), static_cast<int>(dtype), x.ndim(), x.shape().data(), x.strides().data()};
 }
 
-Tiling tiling_of(const Spec& spec, const TensorView& x, int64_t columns, int64_t first_row, int64_t first_column) {
-  check(first_row >= 0 && first_column >= 0, "origin must not be negative");
+Tiling tiling_of(const Format& format, const TensorView& x, int64_t columns, int64_t first_row, int64_t first_column) {
+  check(first_row >= 0 && first_column >= 0, "origin must not be negative; it is (", first_row, ", ", first_column, ")");
   const int64_t rows = x.size(-2);
   int64_t batches = 1;
   for (int axis = 0; axis < x.ndim() - 2; ++axis) batches *= x.size(axis);
-  return make_tiling(spec, batches, rows, columns, first_row, first_column, 4);
+  return make_tiling(format, batches, rows, columns, first_row, first_column, 4);
 }
 
 void amax(TensorView x, TensorView blocks, Optional<TensorView> nan, Optional<TensorView> tensor, int64_t dtype,
           int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t first_row, int64_t first_column) {
   const Input input = input_of(x, dtype);
-  const Spec spec = spec_of(element, block_rows, block_columns, rule);
-  const int64_t scales = scale_count(spec, tiling_of(spec, x, x.size(-1), first_row, first_column));
-  check_output(blocks, scales, 4, "blocks must be contiguous int32, one for each block");
-  if (nan.has_value()) check_output(nan.value(), scales, 4, "nan must be contiguous int32, one for each block");
-  if (tensor.has_value()) check_output(tensor.value(), 1, 4, "tensor must be one int32");
-  run_amax({spec, {}, input, data_of<int32_t>(blocks), data_of<int32_t>(nan), data_of<int32_t>(tensor)}, first_row,
+  const Format format = checked_format(element, block_rows, block_columns, rule);
+  const int64_t scales = scale_count(format, tiling_of(format, x, x.size(-1), first_row, first_column));
+  check_array(blocks, "blocks", kCpu, scales, 32, "an int32 for each block");
+  if (nan.has_value()) check_array(nan.value(), "nan", kCpu, scales, 32, "an int32 for each block");
+  if (tensor.has_value()) check_array(tensor.value(), "tensor", kCpu, 1, 32, "one int32");
+  run_amax({format, {}, input, data_of<int32_t>(blocks), data_of<int32_t>(nan), data_of<int32_t>(tensor)}, first_row,
            first_column);
 }
 
@@ -51,20 +52,20 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
               int64_t index_rows, int64_t index_columns) {
   QuantizeJob job{};
   job.x = input_of(x, dtype);
-  job.spec = spec_of(element, block_rows, block_columns, rule);
-  const int64_t count = scale_count(job.spec, tiling_of(job.spec, x, x.size(-1), first_row, first_column));
-  const bool bytes = rule > static_cast<int>(ScaleRule::kPow2), two_levels = rule == static_cast<int>(ScaleRule::kE4m3);
-  check_output(codes, rows_in_all(x) * code_row_bytes(job.spec.element, x.size(-1)), 1,
-               "codes must be contiguous uint8, packed");
-  check_output(scales, count, bytes ? 1 : 4, "scales must be contiguous, one for each block");
-  check(tensor_scale.has_value() == two_levels, "tensor_scale belongs to formats of two levels");
-  if (two_levels) check_output(tensor_scale.value(), 1, 4, "tensor_scale must be one float32");
+  job.format = checked_format(element, block_rows, block_columns, rule);
+  const int64_t count = scale_count(job.format, tiling_of(job.format, x, x.size(-1), first_row, first_column));
+  const bool two_levels = job.format.two_levels();
+  check_array(codes, "codes", kCpu, rows_in_all(x) * code_row_bytes(job.format.element, x.size(-1)), 8, "packed codes");
+  check_array(scales, "scales", kCpu, count, job.format.scale_bits(), "a scale for each block");
+  check(tensor_scale.has_value() == two_levels, "tensor_scale belongs to formats of two levels, and is ",
+        two_levels ? "missing" : "there");
+  if (two_levels) check_array(tensor_scale.value(), "tensor_scale", kCpu, 1, 32, "one float32");
   if (given_blocks.has_value()) {
-    check_output(given_blocks.value(), count, 4, "amax.blocks must be contiguous int32, one for each block");
+    check_array(given_blocks.value(), "amax.blocks", kCpu, count, 32, "an int32 for each block");
     check(given_nan.has_value() == (element > E5M2::kId), "amax.nan belongs to elements without a NaN code");
-    if (given_nan.has_value()) check_output(given_nan.value(), count, 4, "amax.nan must be like amax.blocks");
+    if (given_nan.has_value()) check_array(given_nan.value(), "amax.nan", kCpu, count, 32, "an int32 for each block");
     check(given_tensor.has_value() == two_levels, "amax.tensor belongs to formats of two levels");
-    if (two_levels) check_output(given_tensor.value(), 1, 4, "amax.tensor must be one int32");
+    if (two_levels) check_array(given_tensor.value(), "amax.tensor", kCpu, 1, 32, "one int32");
   }
   job.codes = data_of<uint8_t>(codes);
   job.scales = data_of<void>(scales);
@@ -85,15 +86,13 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
 void dequantize(TensorView codes, TensorView scales, double tensor_scale, TensorView out, int64_t dtype, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t first_row, int64_t first_column) {
   DequantizeJob job{};
-  job.spec = spec_of(element, block_rows, block_columns, rule);
-  check(out.ndim() >= 2, "out must have two or more axes");
+  job.format = checked_format(element, block_rows, block_columns, rule);
+  check(out.ndim() >= 2, "out must have two or more axes; it is ", describe(out));
   const int64_t columns = out.size(-1);
-  const Tiling t = tiling_of(job.spec, out, columns, first_row, first_column);
-  check_output(out, t.batches * t.rows * columns, bytes_of(dtype), "out must be contiguous and of the dtype that was named");
-  check_output(codes, rows_in_all(out) * code_row_bytes(job.spec.element, columns), 1,
-               "codes must be contiguous uint8, packed");
-  const bool bytes = rule > static_cast<int>(ScaleRule::kPow2);
-  check_output(scales, scale_count(job.spec, t), bytes ? 1 : 4, "scales must be contiguous, one for each block");
+  const Tiling t = tiling_of(job.format, out, columns, first_row, first_column);
+  check_array(out, "out", kCpu, t.batches * t.rows * columns, 8 * dtype_bytes(dtype), "values of the dtype that was named");
+  check_array(codes, "codes", kCpu, rows_in_all(out) * code_row_bytes(job.format.element, columns), 8, "packed codes");
+  check_array(scales, "scales", kCpu, scale_count(job.format, t), job.format.scale_bits(), "a scale for each block");
   job.codes = data_of<const uint8_t>(codes);
   job.scales = data_of<const void>(scales);
   job.tensor_scale = static_cast<float>(tensor_scale);
@@ -104,22 +103,19 @@ void dequantize(TensorView codes, TensorView scales, double tensor_scale, Tensor
 
 void rotate(TensorView x, TensorView out, int64_t dtype) {
   const Input input = input_of(x, dtype);
-  check_output(out, x.numel(), bytes_of(dtype), "out must be contiguous and like x");
+  check_array(out, "out", kCpu, x.numel(), 8 * dtype_bytes(dtype), "like x");
   const int64_t rows = x.size(-2), batches = rows == 0 ? 0 : rows_in_all(x) / rows;
   run_rotate({input, rows, x.size(-1), data_of<void>(out)}, batches);
 }
 
 // Rows are StepEntry; their pointers are the caller's word (native.adamw checks the arrays).
 void adamw(TensorView table) {
-  check(table.device().device_type == kDLCPU && table.IsContiguous() && table.ndim() == 2 && table.dtype().bits == 64 &&
-            table.size(1) * 8 == static_cast<int64_t>(sizeof(StepEntry)),
-        "the table's rows must be those of this library: rebuild it");
-  const StepEntry* entries = data_of<const StepEntry>(table);
+  const StepEntry* entries = step_entries(table);
   for (int64_t i = 0; i < table.size(0); ++i) {
     const StepEntry& e = entries[i];
-    if (e.output == static_cast<int>(StepOutput::kCodes)) spec_of(e.element, e.block_rows, e.block_columns, e.rule);
-    run_step(e);
+    if (e.output == static_cast<int>(StepOutput::kCodes)) checked_format(e.element, e.block_rows, e.block_columns, e.rule);
   }
+  for (int64_t i = 0; i < table.size(0); ++i) run_step(entries[i]);
 }
 
 Array<String> available() {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "job.h"
+#include "jobs.h"
 
 namespace blockfp {
 

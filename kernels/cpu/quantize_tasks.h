@@ -4,7 +4,7 @@
 
 #include "amax_tasks.h"
 #include "pack_rows.h"
-#include "rows.h"
+#include "row_codes.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {
@@ -40,7 +40,7 @@ void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blo
 
 template <class E>
 BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
-  switch (job.spec.rule) {
+  switch (job.format.rule) {
     case ScaleRule::kFp32:
       return scales_of_blocks<E, ScaleRule::kFp32>(job, memory, blocks, at);
     case ScaleRule::kPow2:
@@ -55,8 +55,8 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
 }
 
 // The number of places that take a column to its block: a shift, for blocks are powers of two; one block for all columns is 62.
-BLOCKFP_HD int block_shift(const Spec& spec) {
-  return spec.per_tensor() ? 62 : __builtin_ctz(static_cast<unsigned>(spec.block_columns));
+BLOCKFP_HD int block_shift(const Format& format) {
+  return format.per_tensor() ? 62 : __builtin_ctz(static_cast<unsigned>(format.block_columns));
 }
 
 template <class E, class T, bool Stochastic>
@@ -67,17 +67,17 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
   const Scratch memory(t, scratch);
   const Elements<T> x = elements_of<T>(job.x, tile, memory.gathered);
   const auto* next_tile = next < t.tasks() ? first_of<T>(job.x, Tile(t, next)) : x.data;
-  const int64_t blocks = tile.blocks(job.spec), row_bytes = P::row_bytes(t.columns);
-  const int shift = block_shift(job.spec);
-  if (job.spec.per_tensor()) memory.multipliers[0] = job.multiplier;
-  for_block_rows(job.spec, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
-    if (!job.spec.per_tensor()) {
-      const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.spec);
+  const int64_t blocks = tile.blocks(job.format), row_bytes = P::row_bytes(t.columns);
+  const int shift = block_shift(job.format);
+  if (job.format.per_tensor()) memory.multipliers[0] = job.multiplier;
+  for_block_rows(job.format, t, tile, [&](int64_t first, int64_t rows, int64_t block_row) {
+    if (!job.format.per_tensor()) {
+      const int64_t at = (tile.batch * t.grid_rows + block_row) * t.grid_columns + tile.first_block(job.format);
       if (job.given_blocks != nullptr) {
         memcpy(memory.amax, job.given_blocks + at, 4 * blocks);
         if (job.given_nan != nullptr) memcpy(memory.nan, job.given_nan + at, 4 * blocks);
       } else {
-        amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.spec.block_columns, memory.largest,
+        amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.format.block_columns, memory.largest,
                        memory.amax, memory.nan);
       }
       scales_by_rule<E>(job, memory, blocks, at);

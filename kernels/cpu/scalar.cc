@@ -2,4 +2,4 @@
 #define BLOCKFP_ISA scalar
 #define BLOCKFP_ISA_NAME "scalar"
 
-#include "kernels.h"
+#include "kernel_table.h"

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "blockfp/adamw.h"
 #include "blockfp/dispatch.h"
@@ -21,15 +22,6 @@ struct Matrices {
   int dtype;  // kId of dtypes.h
   int64_t batches, rows, columns;
   int64_t batch_stride, row_stride, column_stride;
-};
-
-struct Format {
-  int element;  // kId of elements.h
-  int block_rows, block_columns;  // 0, 0: one scale for the whole tensor
-  ScaleRule rule;
-
-  bool per_tensor() const { return block_rows == 0; }
-  bool square() const { return block_rows == block_columns; }
 };
 
 // Where x lies in the unsharded matrix, for blocks (phase) and for the random index.
@@ -149,8 +141,8 @@ cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, in
 
 // cuBLASLt's version, such as 130100; 0 where there is none.
 int64_t cublas_version();
-// Why a product couldn't be enqueued, or null.
-const char* launch_product(const ProductArguments& a, cudaStream_t stream);
+// Why a product couldn't be enqueued; empty where it was.
+std::string launch_product(const ProductArguments& a, cudaStream_t stream);
 
 // One definition for each element: each is compiled on its own, from the same file.
 template <class E>

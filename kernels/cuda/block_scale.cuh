@@ -126,5 +126,18 @@ __device__ __forceinline__ void store_scale(void* scales, int64_t index, int32_t
 template <class E, int Block>
 constexpr bool kHasBlock = Block == 32 || (Block == 16 ? E::kId == E2M1::kId : E::kHasNan);
 
+// Calls body with the columns of a format's blocks, 0 for the whole tensor, as a type; an error where elements of E come in no such blocks.
+template <class E, class Body>
+cudaError_t with_block(int columns, Body body) {
+  if constexpr (kHasBlock<E, 0>) {
+    if (columns == 0) return body(std::integral_constant<int, 0>{});
+    if (columns == 128) return body(std::integral_constant<int, 128>{});
+  }
+  if constexpr (kHasBlock<E, 16>) {
+    if (columns == 16) return body(std::integral_constant<int, 16>{});
+  }
+  return columns == 32 ? body(std::integral_constant<int, 32>{}) : cudaErrorInvalidValue;
+}
+
 }  // namespace cuda
 }  // namespace blockfp

@@ -38,23 +38,6 @@ bool is_flat(const DequantizeArguments& a) {
   return a.format.per_tensor() || !a.format.square() || (a.rows % block == 0 && a.columns >= 8 * kDequantizeThreads);
 }
 
-template <class E, class T>
-cudaError_t flat_by_block(const DequantizeArguments& a, cudaStream_t stream) {
-  switch (a.format.block_columns) {
-    case 0:
-      if constexpr (kHasBlock<E, 0>) return flat<E, T, 0>(a, stream);
-      break;
-    case 16:
-      if constexpr (kHasBlock<E, 16>) return flat<E, T, 16>(a, stream);
-      break;
-    case 32:
-      return flat<E, T, 32>(a, stream);
-    default:
-      if constexpr (kHasBlock<E, 128>) return flat<E, T, 128>(a, stream);
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream) {
@@ -63,7 +46,9 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
   if (is_flat(a)) {
     return with_element(a.format.element, [&](auto element) {
       using E = decltype(element);
-      return with_dtype(a.dtype, [&](auto dtype) { return flat_by_block<E, decltype(dtype)>(a, stream); });
+      return with_block<E>(a.format.block_columns, [&](auto block) {
+        return with_dtype(a.dtype, [&](auto dtype) { return flat<E, decltype(dtype), decltype(block)::value>(a, stream); });
+      });
     });
   }
   int shift = 0;

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +41,7 @@ TORCH = (
 LATE = {
     "blockfp.check.plot": "takes matplotlib",
     "blockfp.files.modelfile": "takes safetensors, which an extra brings",
-    "blockfp.files.store": "takes safetensors, which an extra brings",
+    "blockfp.files.quantized_model": "takes safetensors, which an extra brings",
     "blockfp.jax_backend.implementations.pallas.arrays": "takes Mosaic, which is slow to import",
     "blockfp.torch_backend.checkpoint.checkpoint_files": "takes DCP, which is a second's import",
     "blockfp.torch_backend.checkpoint.index": "takes DCP, which is a second's import",
@@ -146,3 +147,33 @@ def test_no_modules_import_each_other():
 def test_imports_inside_functions_have_a_reason():
     late = {target for _, target, where in imports() if where == "function"}
     assert late == set(LATE)
+
+
+TABLES = (
+    (CORE, "blockfp", "The core"),
+    (JAX, "blockfp.jax_backend", "The JAX backend"),
+    (TORCH, "blockfp.torch_backend", "The PyTorch backend"),
+)
+
+
+@pytest.mark.parametrize(("house", "prefix", "heading"), TABLES, ids=[prefix for _, prefix, _ in TABLES])
+def test_the_architecture_shows_the_rooms_in_their_order(house, prefix, heading):
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    table = text.partition(f"\n{heading}, ")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
+    shown: dict[str, set[str]] = {}
+    for row in table.splitlines():
+        rooms, what = (re.findall(r"`([\w.]+?)(?:\.py|/)?`", cell) for cell in row.split("|")[1:3])
+        shown |= dict.fromkeys(rooms, set(what))
+    depth = prefix.count(".") + 1
+    there = {room(name, depth): set() for name in modules() if name.startswith(f"{prefix}.")}
+    for name in modules():
+        if name.startswith(f"{prefix}.") and name.count(".") > depth:
+            there[room(name, depth)].add(name.split(".")[depth + 1])
+    if prefix == "blockfp":
+        there = {
+            name: files for name, files in there.items() if floor(name, CORE) < floor("jax_backend", CORE) or name == "cli"
+        }
+        assert not {f"{name}/{file}" for name, files in there.items() for file in files - shown.get(name, set())}
+    assert set(shown) == set(there)
+    floors = [floor(name, house) for name in shown]
+    assert floors == sorted(floors)

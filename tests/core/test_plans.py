@@ -75,6 +75,19 @@ def test_aligned_blocks_need_no_reduction():
         assert plans.quantize_shards(name, sharding).steps == (Quantize(Format.parse(name), sharding, (), ()),)
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_holds_the_straddling_blocks_that_it_has_elements_of(name):
+    format = Format.parse("mxfp8_e4m3_32x32")
+    sharding, _ = sharding_of(name, (150, 170))
+    (step,) = plans.quantize_shards(format, sharding).steps
+    for straddle in step.straddles:
+        for region in sharding.regions:
+            start, size = region.start[straddle.dim], region.shape[straddle.dim]
+            own = sorted({element // 32 for element in range(start, start + size)})
+            expected = [(i, own.index(block)) for i, block in enumerate(straddle.blocks) if block in own]
+            assert straddle.held(format, region) == tuple(expected)
+
+
 def test_straddling_blocks_are_reduced_over_the_fewest_axes():
     sharding, _ = sharding_of("hsdp_tp", (64, 40))  # tp cuts at 32, fsdp at 16 and 48
     (step,) = plans.quantize_shards("mxfp8_e4m3_32x32", sharding).steps

@@ -45,7 +45,7 @@ def described(face: str) -> str:
 
 def members(cls: type) -> list[str]:
     """The public methods, properties and fields of a class and of bases that aren't public; FSDP2's hooks aside."""
-    own = [base for base in cls.__mro__ if base is cls or (base.__name__[0] == "_" and base.__module__.startswith("blockfp."))]
+    own = [base for base in cls.__mro__ if base is cls or base.__name__[0] == "_" or base.__module__ == "blockfp.array"]
     names = {name for base in own for name in (*vars(base), *vars(base).get("__annotations__", ()))}
     names = sorted(name for name in names if not name.startswith(("_", "fsdp_")))
     values = {name: inspect.getattr_static(cls, name, None) for name in names}

@@ -19,7 +19,7 @@ from blockfp import cli
 from blockfp.check import backends
 from blockfp.check.crosscheck import Definition
 from blockfp.definition import numerics
-from blockfp.files import store
+from blockfp.files import quantized_model
 from blockfp.files.modelfile import Entry, open_model, write_safetensors
 from blockfp.formats import FORMATS, NAMES
 
@@ -281,7 +281,7 @@ def test_an_interrupted_run_leaves_the_old_file(model, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return blockfp.quantize(x, format)
 
-    monkeypatch.setattr(store, "quantize", interrupted)
+    monkeypatch.setattr(quantized_model, "quantize", interrupted)
     result = run("quantize", model, out, "--format", "mxfp8_e4m3", "--force")
     assert result.exit_code != 0
     assert out.read_text() == "precious"

@@ -1,6 +1,7 @@
 """What the documents show runs, and says all formats."""
 
 import ast
+import pydoc
 import re
 import runpy
 import subprocess
@@ -112,6 +113,12 @@ def test_paths_that_documents_name_are_there():
     for page in PAGES:
         for path in re.findall(rf"`(?:python )?((?:{folders})/[\w/.-]*)", page.read_text()):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_api_pages_name_what_is_there():
+    names = [name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)]
+    assert {"blockfp", "blockfp.torch", "blockfp.jax"} <= set(names)
+    assert [name for name in names if pydoc.locate(name) is None] == []
 
 
 def test_the_numerics_describe_every_format():

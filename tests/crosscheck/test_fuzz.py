@@ -169,7 +169,7 @@ def test_lengths_in_a_manifest_are_lengths(checkpoint, length):
     content = json.loads(path.read_text())
     content["files"]["__0_0.distcp"]["length"] = length
     path.write_text(json.dumps(content))
-    refused(checkpoint, "says of '__0_0.distcp' what is no length and no SHA-256")
+    refused(checkpoint, "has no length and SHA-256 for '__0_0.distcp'")
 
 
 def test_a_manifest_of_numbers_that_are_none(checkpoint):

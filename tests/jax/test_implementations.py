@@ -1,9 +1,17 @@
 """Which implementation runs, and what is said where one can't."""
 
+import inspect
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from blockfp.jax_backend.implementations import choice, cuda
+from blockfp.jax_backend.implementations.backend import Backend
+from blockfp.jax_backend.implementations.cpu import CpuLibrary
+from blockfp.jax_backend.implementations.cuda import CudaLibrary
+from blockfp.jax_backend.implementations.pallas.backend import Pallas
+from blockfp.jax_backend.implementations.xla import Xla
 from blockfp.jax_backend.linear import products
 
 import blockfp.jax as bfp
@@ -116,3 +124,19 @@ def test_why_cublas_gets_no_product(monkeypatch):
         assert says in missing if says else missing is None
     monkeypatch.setattr(choice, "would_be_partitioned", lambda: True)
     assert choice.missing_product(0) == "XLA may have to split the product over devices"
+
+
+@pytest.mark.parametrize("kind", [Xla, CpuLibrary, CudaLibrary, Pallas])
+def test_every_backend_takes_the_same_arguments(kind):
+    for operation in Backend.__abstractmethods__:
+        parameters = [
+            [(p.name, p.kind, p.default) for p in inspect.signature(getattr(each, operation)).parameters.values()]
+            for each in (kind, Backend)
+        ]
+        assert parameters[0] == parameters[1]
+
+
+def test_private_parts_of_jax_are_imported_in_one_file():
+    root = Path(choice.__file__).parents[1]
+    found = {str(file.relative_to(root)) for file in root.rglob("*.py") if "jax._src" in file.read_text()}
+    assert found == {"implementations/jax_internals.py"}

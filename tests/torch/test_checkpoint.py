@@ -9,8 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from blockfp.torch_backend.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from blockfp.torch_backend.optimizer.adamw import AdamW
+from blockfp.torch_backend.quantized_tensor.dtensors import placed
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from blockfp.torch_backend.weights.state_dict import offloaded, placed, stored
+from blockfp.torch_backend.torch_internals import dtensor_like
+from blockfp.torch_backend.weights.state_dict import stored
 from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -175,7 +177,7 @@ def _offloaded(rank):
     param = shard(model_of("nvfp4", SHAPES), "strided")[0].weight
     scales = local_of(param).scales
     whole = torch.empty((64, 8), dtype=torch.uint8, device="meta")
-    expected, got = placed(param, scales, (64, 8)), offloaded(param, scales, whole)
+    expected, got = placed(param, scales, (64, 8)), dtensor_like(param, scales, whole)
     assert got._spec == expected._spec
     assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert local_of(got).data_ptr() == scales.data_ptr()

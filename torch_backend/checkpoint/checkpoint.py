@@ -21,18 +21,18 @@ from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
-from ..weights.state_dict import placed
+from ..quantized_tensor.dtensors import placed
 from . import model_names, ranks
 from .conversion import Conversion, conversions, convert, masters_of, replace, replace_masters, values_of
-from .fitting import described, empty, fit_model, fit_optimizer, names_of
-from .training_state import as_it_is, optimizer_state
-from .uneven import leaves, make_whole, put_back
+from .matching import described, empty, match_model, match_optimizer, names_of
+from .training_state import optimizer_state, restorer
+from .uneven import leaves, replicate_uneven, restore_uneven
 
 # DCP is imported where it is used, and what needs it: it takes more than a second.
 
 
 class Saving:
-    """A checkpoint that is being written behind the training's back."""
+    """A checkpoint that is being written while the training goes on."""
 
     def __init__(self, path: Path, future: Future, process_group: dist.ProcessGroup | None = None):
         self.path = path
@@ -41,7 +41,7 @@ class Saving:
         self._given_up = False
 
     def done(self) -> bool:
-        """Whether this rank has nothing more to do with it."""
+        """Returns whether this rank has nothing more to do with it."""
         return self._future.done()
 
     def wait(self) -> Path:
@@ -50,8 +50,8 @@ class Saving:
         Raises:
             OSError: it could not be written; what there was of it is removed.
         """
-        if self in _behind:
-            _behind.remove(self)
+        if self in _unfinished:
+            _unfinished.remove(self)
         # Once: at a second wait another save of this step may be under way.
         given_up, self._given_up = self._given_up, True
         with nullcontext() if given_up else _given_up_on_error(self.path), _as_not_saved(self.path):
@@ -61,7 +61,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_checkpoint` found.
+    """A checkpoint that `load_checkpoint` has read.
 
     Attributes:
         path: the checkpoint's folder.
@@ -74,7 +74,7 @@ class Loaded:
     extra: dict[str, Any]
 
 
-_behind: list[Saving] = []
+_unfinished: list[Saving] = []
 
 
 def save_checkpoint(
@@ -118,7 +118,7 @@ def save_checkpoint(
     from torch.distributed.checkpoint import state_dict_saver as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import WholeOrNothing
+    from .checkpoint_files import AtomicWriter
     from .plain_values import plain, plain_extra, tied_names
 
     def arguments() -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -126,9 +126,9 @@ def save_checkpoint(
         inner = model_names.plain_module(model)
         own = {f"{OWN}.{name}": value for name, value in plain_extra(extra).items()}
         checkpoint = manifest.folder_of(Path(folder).absolute(), number)
-        while _behind:
+        while _unfinished:
             # Two at a time would mix up their exchanges.
-            _behind[-1].wait()
+            _unfinished[-1].wait()
         settings = {"the checkpoint": str(checkpoint), "keep": most, "wait": bool(wait), "optimizer": type(optimizer).__name__}
         state = {EXTRA: {STEP: number, TIED: tied_names(inner)} | own}
         return (inner, most, checkpoint, state), settings, described(inner)
@@ -137,17 +137,17 @@ def save_checkpoint(
         state[MODEL] = plain(MODEL, get_model_state_dict(model))
         if optimizer is not None:
             with ExitStack() as afterwards:
-                afterwards.callback(as_it_is(optimizer))
+                afterwards.callback(restorer(optimizer))
                 state[OPTIMIZER] = plain(OPTIMIZER, optimizer_state(model, optimizer, whole=False))
 
-    model, keep, checkpoint, state = ranks.alike(arguments, process_group)
-    ranks.together(contents, process_group)
-    ranks.on_all(lambda: manifest.begin(checkpoint), process_group)
+    model, keep, checkpoint, state = ranks.check_alike(arguments, process_group)
+    ranks.on_every_rank(contents, process_group)
+    ranks.on_first_rank(lambda: manifest.begin(checkpoint), process_group)
     if not wait:
-        ranks.say_nothing_of_groups()
-    with _given_up_on_error(checkpoint), _as_not_saved(checkpoint), ranks.without_groups_quietly():
-        make_whole(state)
-        writer = WholeOrNothing(checkpoint, keep)
+        ranks.ignore_missing_groups()
+    with _given_up_on_error(checkpoint), _as_not_saved(checkpoint), ranks.ignoring_missing_groups():
+        replicate_uneven(state)
+        writer = AtomicWriter(checkpoint, keep)
         if wait:
             dcp.save(state, storage_writer=writer, process_group=process_group)
             future: Future = Future()
@@ -157,10 +157,10 @@ def save_checkpoint(
         for holder, name, value in list(leaves(state)):
             if value.ndim == 0 and sharding.mesh_of(value) is not None:
                 holder[name] = value.clone()
-        group = process_group or ranks.own_group()
+        group = process_group or ranks.background_group()
         future = dcp.async_save(state, storage_writer=writer, process_group=group)  # pyright: ignore[reportAssignmentType]
-    _behind.append(Saving(checkpoint, future, process_group))
-    return _behind[-1]
+    _unfinished.append(Saving(checkpoint, future, process_group))
+    return _unfinished[-1]
 
 
 def load_checkpoint(
@@ -196,7 +196,7 @@ def load_checkpoint(
     from torch.distributed.checkpoint import state_dict_loader as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    from .checkpoint_files import PlainPlanner, PlainReader
+    from .checkpoint_files import CheckedPlanner, CheckedReader
     from .index import read_index
     from .plain_values import read_plain
 
@@ -206,13 +206,13 @@ def load_checkpoint(
         settings = {"the run's folder": str(Path(folder).absolute()), "step": number, "requantize": bool(requantize)}
         return (inner, number), settings | {"optimizer": type(optimizer).__name__}, described(inner)
 
-    model, step = ranks.alike(arguments, process_group)
-    checkpoint = ranks.on_all(lambda: manifest.find(Path(folder).absolute(), step), process_group)
+    model, step = ranks.check_alike(arguments, process_group)
+    checkpoint = ranks.on_first_rank(lambda: manifest.find(Path(folder).absolute(), step), process_group)
     _check_files(checkpoint, process_group)
-    index = ranks.together(lambda: read_index(checkpoint), process_group)
+    index = ranks.on_every_rank(lambda: read_index(checkpoint), process_group)
     there = names_of(index, MODEL)
     parts = (MODEL, EXTRA) if optimizer is None else (MODEL, EXTRA, OPTIMIZER)
-    plain = ranks.on_all(lambda: read_plain(checkpoint, index, tuple(f"{part}." for part in parts)), process_group)
+    plain = ranks.on_first_rank(lambda: read_plain(checkpoint, index, tuple(f"{part}." for part in parts)), process_group)
 
     def fitted() -> tuple[dict[str, Any], list[Conversion], list[Conversion]]:
         state: dict[str, Any] = {EXTRA: {name: empty(what) for name, what in names_of(index, EXTRA).items()}}
@@ -220,25 +220,25 @@ def load_checkpoint(
             state[MODEL] = get_model_state_dict(model)
             converted = conversions(model, there, requantize)
             replace(converted, state[MODEL])
-            fit_model(checkpoint, there, state[MODEL], model, requantize)
+            match_model(checkpoint, there, state[MODEL], model, requantize)
             lacking: list[Conversion] = []
             if optimizer is not None:
-                until_it_fits.callback(as_it_is(optimizer))
+                until_it_fits.callback(restorer(optimizer))
                 state[OPTIMIZER] = optimizer_state(model, optimizer, whole=True)
                 of_optimizer = names_of(index, OPTIMIZER)
                 ours = isinstance(optimizer, AdamW | Adam)
                 lacking = replace_masters(converted, state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
-                fit_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)
+                match_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)
             until_it_fits.pop_all()
         return state, converted, lacking
 
-    state, converted, lacking = ranks.together(fitted, process_group)
-    replaced = make_whole(state)
-    with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.without_groups_quietly():
+    state, converted, lacking = ranks.on_every_rank(fitted, process_group)
+    replaced = replicate_uneven(state)
+    with ranks.failing_as(BadCheckpoint, f"{checkpoint} can't be read"), ranks.ignoring_missing_groups():
         # Settings of the optimizer's groups may be missing there; all else has been found.
-        planner = PlainPlanner(allow_partial_load=True)
-        dcp.load(state, storage_reader=PlainReader(checkpoint), planner=planner, process_group=process_group)
-    put_back(replaced)
+        planner = CheckedPlanner(allow_partial_load=True)
+        dcp.load(state, storage_reader=CheckedReader(checkpoint), planner=planner, process_group=process_group)
+    restore_uneven(replaced)
     _into_model(model, state[MODEL], converted, strict=not requantize)
     masters = [None] * len(converted)
     if optimizer is not None:
@@ -253,7 +253,7 @@ def _into_model(model: nn.Module, state: dict[str, Any], converted: list[Convers
 
     taken = {name for one in converted if not one.nominal for name in one.read}
     rest = {name: value for name, value in state.items() if name not in taken}
-    set_model_state_dict(model, model_names.for_loading(model, rest), options=StateDictOptions(strict=strict))
+    set_model_state_dict(model, model_names.wrapped_names(model, rest), options=StateDictOptions(strict=strict))
 
 
 def _into_optimizer(
@@ -263,7 +263,7 @@ def _into_optimizer(
     converted: list[Conversion],
     lacking: list[Conversion],
 ) -> list[Tensor | None]:
-    """Loads an optimizer's state; returns the masters of what is to be converted.
+    """Loads an optimizer's state, and returns the masters of the parameters that are to be converted.
 
     Args:
         model, optimizer: those that are loaded.
@@ -307,7 +307,7 @@ def _whole_number(name: str, value: Any, least: int) -> int:
 
 @contextmanager
 def _given_up_on_error(checkpoint: Path) -> Iterator[None]:
-    """Removes what there is of a checkpoint that could not be written; on every rank, which may see a folder of its own."""
+    """Removes a checkpoint's files where it could not be written: on every rank, which may see a folder of its own."""
     try:
         yield
     except Exception:

@@ -28,14 +28,14 @@ from .index import INDEX, pieces, read_index, read_tensor
 
 
 class _Summed(NamedTuple):
-    """What DCP keeps of a written tensor, on its way to the coordinator."""
+    """DCP's record of a written tensor with the sum of its file, on its way to the coordinator."""
 
     where: Any
     file: str
     sum: FileSum
 
 
-class WholeOrNothing(FileSystemWriter):
+class AtomicWriter(FileSystemWriter):
     """Writes a checkpoint that has its name only when it is whole.
 
     Args:
@@ -77,7 +77,7 @@ def _with_sum(result: WriteResult, sums: dict[str, FileSum]) -> WriteResult:
 
 
 def _of_the_disk(error: BaseException) -> BaseException:
-    """The OSError that an error came from; itself where it came from none."""
+    """Returns the OSError that an error came from, or the error itself."""
     origin: BaseException | None = error
     while origin is not None and not isinstance(origin, OSError):
         origin = origin.__cause__ or origin.__context__
@@ -85,7 +85,7 @@ def _of_the_disk(error: BaseException) -> BaseException:
 
 
 def problems(checkpoint: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """What is wrong with this rank's share of a checkpoint's files.
+    """Returns what is wrong with this rank's share of a checkpoint's files.
 
     Raises:
         BadCheckpoint: there is no manifest.
@@ -95,11 +95,11 @@ def problems(checkpoint: Path, rank: int = 0, world: int = 1) -> list[str]:
     return [problem for problem in found if problem]
 
 
-class PlainReader(FileSystemReader):
+class CheckedReader(FileSystemReader):
     """Reads a checkpoint: from regular files in its folder alone, and nothing but what its index says."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index: which tensors there are, of what shape and dtype, and where."""
+        """Reads the index: which tensors there are, their shapes and dtypes, and where they lie."""
         index = read_index(Path(self.path))
         assert index.storage_meta is not None
         index.storage_meta.load_id = self.load_id
@@ -142,7 +142,7 @@ class PlainReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-class PlainPlanner(DefaultLoadPlanner):
+class CheckedPlanner(DefaultLoadPlanner):
     """Plans as DCP does, and unpickles nothing but plain values (`weights_only`)."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -19,15 +19,16 @@ from blockfp.formats import Format
 from blockfp.sharding import parts
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed, replicated
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
-from ..weights.state_dict import cut, format_of, placed, replicated
+from ..weights.state_dict import cut, format_of
 from . import model_names
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A parameter, and what the checkpoint has for it.
+    """A parameter, and the checkpoint's entries for it.
 
     Attributes:
         name: of the parameter.
@@ -49,7 +50,7 @@ class Conversion:
 
 
 def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) -> list[Conversion]:
-    """The parameters whose format or dtype is another in a checkpoint.
+    """Returns the parameters that a checkpoint has in another format or dtype.
 
     Args:
         model: the model.
@@ -85,7 +86,7 @@ def conversions(model: nn.Module, there: Mapping[str, Any], requantize: bool) ->
 
 
 def replace(converted: Sequence[Conversion], state: dict[str, Any]) -> None:
-    """Puts what is to be read in the place of the parameters' own entries in a state dict."""
+    """Replaces the parameters' own entries in a state dict by those that are to be read."""
     for one in converted:
         local = sharding.local_of(one.param)
         if isinstance(local, QuantizedTensor) and not one.nominal:
@@ -129,7 +130,7 @@ def replace_masters(
 
 
 def masters_of(converted: Sequence[Conversion], states: Mapping[str, Any]) -> list[Tensor | None]:
-    """The masters that have been read, this rank's part of each; the same for each name of a parameter."""
+    """Returns this rank's part of each master that has been read: the same for each name of a parameter."""
     by_name = {one.name: states.get(one.name, {}).get("master") for one in converted}
     found = {id(one.param): by_name[one.name] for one in converted if by_name[one.name] is not None}
     return [sharding.local_of(found[id(one.param)]) if id(one.param) in found else None for one in converted]
@@ -166,7 +167,7 @@ def _format_entries(name: str, param: Tensor, theirs: Format | None, dtype: torc
 
 
 def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Memory for what the checkpoint has, which lies as the parameter does."""
+    """Returns memory for the checkpoint's entries, which lies as the parameter does."""
     local = sharding.local_of(param)
     if theirs is None:
         return {name: placed(param, torch.empty(local.shape, dtype=dtype, device=local.device))}
@@ -186,7 +187,7 @@ def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype
 
 
 def values_of(one: Conversion) -> Tensor:
-    """What this rank's part of the parameter is in the checkpoint, in high precision."""
+    """Returns this rank's part of the checkpoint's values, in high precision."""
     if one.theirs is None:
         return sharding.local_of(one.read[one.name])
     lies = sharding.sharding_of(one.param)

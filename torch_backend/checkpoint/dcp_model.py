@@ -22,7 +22,7 @@ from .plain_values import read_plain
 
 
 def open_checkpoint(folder: Path, step: int | None = None) -> Model:
-    """A checkpoint's tensors; of what is no tensor only the further names of tied weights (`names.TIED`), as the metadata.
+    """Opens a checkpoint: its tensors, and as the metadata the further names of tied weights (`names.TIED`).
 
     Args:
         folder: a run's folder, a checkpoint that `save_checkpoint` wrote (its checksums are looked at, and one

@@ -61,7 +61,7 @@ def load(path: str | PathLike[str], *, device: torch.device | str = "cpu") -> di
 
 
 def _whole(path: Path, name: str, tensor: Any) -> Any:
-    """What is saved of a tensor; raises BadFile where it isn't whole, or its values can't be read."""
+    """Returns the tensor to save; raises BadFile where it isn't whole, or its values can't be read."""
     if isinstance(tensor, DTensor) or (isinstance(tensor, CastWeight) and (tensor.cut or tensor.shape != tensor.whole)):
         raise BadFile(path, "it is a shard, not a whole tensor: save_checkpoint saves sharded models", name)
     if isinstance(tensor, Tensor) and tensor.is_meta:

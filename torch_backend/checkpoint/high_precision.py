@@ -14,9 +14,9 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts
-from ..weights.state_dict import gathered, lying, stored_names
+from ..weights.state_dict import gathered, stored_names, stored_parts
 from . import model_names, ranks
-from .uneven import make_whole
+from .uneven import replicate_uneven
 
 
 @torch.no_grad()
@@ -69,11 +69,12 @@ def high_precision_state_dict(
 
 
 def _values(param: Tensor | None, shown: Any, dtype: torch.dtype | None) -> Any:
-    """The whole of an entry of a state dict; collective where it is sharded."""
+    """Returns a state dict's entry as a whole; collective where it is sharded."""
     local = None if param is None else sharding.local_of(param)
     if param is not None and isinstance(local, QuantizedTensor):
         parts = {
-            part.name: gathered(param, local, part) if _is_cut(param) else getattr(local, part.name) for part in lying(param)
+            part.name: gathered(param, local, part) if _is_cut(param) else getattr(local, part.name)
+            for part in stored_parts(param)
         }
         codes, scales, tensor_scale = (parts.get(name) for name in SUFFIXES)
         assert codes is not None
@@ -86,7 +87,7 @@ def _values(param: Tensor | None, shown: Any, dtype: torch.dtype | None) -> Any:
         return q.dequantize(dtype)
     if isinstance(shown, Tensor) and sharding.mesh_of(shown) is not None:
         holder = [shown]
-        make_whole(holder)
+        replicate_uneven(holder)
         shown = holder[0].full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     return shown.to(dtype) if isinstance(local, CastWeight) and dtype is not None else shown
 

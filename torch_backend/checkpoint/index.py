@@ -42,7 +42,7 @@ _MOST_AXES = 64
 
 
 def read_index(checkpoint: Path) -> Metadata:
-    """DCP's index of a checkpoint, of which every tensor is there whole: its pieces cover it once, and lie in their files.
+    """Reads DCP's index of a checkpoint, whose tensors are all whole: the pieces of each cover it once, and lie in their files.
 
     Where there is a manifest it has every file that the index names, and so `problems` looks at it.
 
@@ -79,7 +79,7 @@ def read_index(checkpoint: Path) -> Metadata:
 
 
 def pieces(index: Metadata) -> Iterator[tuple[MetadataIndex, torch.dtype, torch.Size]]:
-    """(key, dtype, shape) of each piece of each tensor."""
+    """Yields (key, dtype, shape) of each piece of each tensor."""
     for name, what in index.state_dict_metadata.items():
         if isinstance(what, TensorStorageMetadata):
             for chunk in what.chunks:
@@ -87,7 +87,7 @@ def pieces(index: Metadata) -> Iterator[tuple[MetadataIndex, torch.dtype, torch.
 
 
 def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A piece of a tensor as `torch.save` wrote it.
+    """Reads a piece of a tensor as `torch.save` wrote it.
 
     Raises:
         BadCheckpoint: it is none, or not what the index says of it.
@@ -102,7 +102,7 @@ def read_tensor(stream: Any, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 
 
 def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
-    """How long each file is that an index names: by the manifest, where there is one."""
+    """Returns the length of each file that an index names: the manifest's, where there is one."""
     names = {where.relative_path for where in index.storage_data.values()}
     if manifest.is_own(checkpoint):
         listed = manifest.read_manifest(checkpoint)
@@ -114,7 +114,7 @@ def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
         path = checkpoint / name
         try:
             if untrusted.leads_out(path):
-                raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: copy what it leads to")
+                raise BadCheckpoint(f"{path} is a link out of the checkpoint's folder: put a copy of the file in its place")
             with untrusted.open_regular(path) as file:
                 found[name] = untrusted.length_of(file)
         except OSError as error:
@@ -123,7 +123,7 @@ def _lengths(checkpoint: Path, index: Metadata) -> dict[str, int]:
 
 
 def _check_pieces(index: Metadata, name: str, what: Any, lengths: dict[str, int]) -> None:
-    """Raises ValueError where what an index says of a tensor, or another value, can't be read or leaves some of it out."""
+    """Raises ValueError where a tensor's pieces, or another value's place, can't be read or leave some of it out."""
     if isinstance(what, BytesStorageMetadata):
         _check_place(index, MetadataIndex(name), lengths, 0)
         return
@@ -157,7 +157,7 @@ def _check_place(index: Metadata, key: MetadataIndex, lengths: dict[str, int], n
 
 
 def _overlap(boxes: np.ndarray) -> bool:
-    """Whether any two boxes [n, (offset, size), axes] have an element in common."""
+    """Returns whether any two boxes [n, (offset, size), axes] have an element in common."""
     first, last = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     for axis in range(boxes.shape[2]):
         order = np.argsort(first[:, axis], kind="stable")
@@ -265,7 +265,7 @@ _IN_INDEX = {
 
 
 def _made_of(path: Path, raw: Any) -> Metadata:
-    """The index that an unpickled one means."""
+    """Makes DCP's index of an unpickled one."""
     state = _state(raw, "Metadata")
     tensors, places = state.get("state_dict_metadata"), state.get("storage_data")
     if not isinstance(tensors, dict) or not isinstance(places, dict):
@@ -292,7 +292,7 @@ def _failing(path: Path, what: str, make: Callable[..., Any], *args: Any) -> Any
 
 
 def _state(raw: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object of this class; {} of anything else."""
+    """Returns the attributes of an object of this class; {} of anything else."""
     return raw.state if type(raw).__name__ == name and isinstance(raw, _Raw) and isinstance(raw.state, dict) else {}
 
 
@@ -328,7 +328,7 @@ def _size(value: Any) -> torch.Size:
 
 @lru_cache(maxsize=65536)
 def _checked_size(value: tuple[Any, ...]) -> torch.Size:
-    """The pieces of an index have few sizes and places, and each of them many times."""
+    """Makes a checked size, once for each: the pieces of an index have few, many times."""
     if len(value) > _MOST_AXES or not all(map(untrusted.is_size, value)):
         raise ValueError(f"{value!r} is no shape")
     if math.prod(size or 1 for size in value) >= 2**60:

@@ -12,7 +12,7 @@ _COMPILED, _RECOMPUTED = "_orig_mod.", "_checkpoint_wrapped_module."
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module inside what DDP and torch.compile put around it, which would come into the names.
+    """Unwraps a module: DDP and torch.compile put wrappers around it that would come into the names.
 
     Raises:
         TypeError: it is no module.
@@ -26,7 +26,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """What makes a name as it is in a checkpoint of one of the model's: modules inside of it may be wrapped too."""
+    """Returns a function from a name in the model, inside which modules may be wrapped too, to the name in a checkpoint."""
     named = model.named_modules(remove_duplicate=False)
     wrappers = [f"{path}.module." for path, module in named if isinstance(module, DistributedDataParallel)]
 
@@ -41,19 +41,19 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by clean name, what is wrapped rather than what wraps it."""
+    """Returns the modules by clean name: the wrapped ones, not their wrappers."""
     clean, named = cleaner(model), model.named_modules(remove_duplicate=False)
     return {clean(f"{name}.").removesuffix("."): module for name, module in named}
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by clean name, also of those with several names."""
+    """Returns the parameters by clean name, under each name where they have several."""
     clean = cleaner(model)
     return {clean(name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
-def for_loading(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A model's state dict as torch's `set_model_state_dict` takes it.
+def wrapped_names(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict under the names that torch's `set_model_state_dict` takes.
 
     torch puts what torch.compile and DDP add back into the names of parameters and buffers, but not of what is neither: scales
     and formats (`weights.state_dict`).

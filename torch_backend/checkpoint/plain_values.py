@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors: settings, counters, names. Plain values only, so that `weights_only` reads them."""
+"""A checkpoint's values beside tensors: settings, counters, names. Plain ones only, so that `weights_only` reads them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files import untrusted
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.state_dict import placed
 from . import model_names
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as it is saved: NumPy's numbers as Python's, in dictionaries, lists and tuples too; tensors as they are.
+    """Returns a value as it is saved: NumPy's numbers become Python's, in dictionaries, lists and tuples too; tensors stay.
 
     Of weights that are cast when they are gathered, which modules other than blockfp's show as they are, the values.
 
@@ -51,7 +51,7 @@ def plain(name: str, value: Any) -> Any:
 
 
 def plain_extra(extra: Any) -> dict[str, Any]:
-    """What `save_checkpoint` is given as `extra`, as it is saved.
+    """Returns the `extra` of `save_checkpoint` as it is saved.
 
     Raises:
         TypeError: it is no dictionary by name, or holds something that is neither a tensor, nor numbers, strings, None and
@@ -71,7 +71,7 @@ def plain_extra(extra: Any) -> dict[str, Any]:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter that has several, by its further ones: the first is the one that optimizers know."""
+    """Maps the further names of each parameter to its first one, which optimizers know."""
     first: dict[int, str] = {}
     tied = {}
     for name, param in model_names.parameters(model).items():
@@ -83,7 +83,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def read_plain(checkpoint: Path, index: Metadata, parts: tuple[str, ...]) -> dict[str, Any]:
-    """All values of a checkpoint that are no tensors, by DCP's names.
+    """Reads all values of a checkpoint that are no tensors, by DCP's names.
 
     Args:
         checkpoint: the folder.

@@ -1,4 +1,4 @@
-"""What ranks tell each other around a checkpoint, and torch's errors as errors that a program can catch."""
+"""Exchanges between ranks around a checkpoint, and torch's errors as errors that a program can catch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 
 def rank_and_world(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in a group, and how many there are; (0, 1) where torch.distributed isn't initialized."""
+    """Returns this rank's number in a group and the group's size; (0, 1) where torch.distributed isn't initialized."""
     return (dist.get_rank(group), dist.get_world_size(group)) if _distributed() else (0, 1)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's value."""
+    """Returns every rank's value."""
     if not _distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -26,8 +26,8 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def on_all(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Has the group's first rank do something: every rank gets what it returns, or raises what it raises."""
+def on_first_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Runs an action on the group's first rank: every rank returns its result, or raises its error."""
     outcome: Any = None
     if rank_and_world(group)[0] == 0:
         try:
@@ -40,8 +40,8 @@ def on_all(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     return outcome
 
 
-def together(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Has every rank do something: each gets what its own returns, or raises what the first raised whose own did."""
+def on_every_rank(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Runs an action on every rank: each returns its own result, or all raise the first rank's error."""
     try:
         own, error = action(), None
     except Exception as raised:
@@ -60,8 +60,8 @@ def raise_first(errors: list[Exception | None], own: Exception | None) -> None:
             raise error
 
 
-def alike(action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None) -> Any:
-    """Has every rank look at what it was called with, and raises on all of them where one does, or where they differ.
+def check_alike(action: Callable[[], tuple[Any, Mapping[str, Any], Mapping[str, str]]], group: dist.ProcessGroup | None) -> Any:
+    """Runs an action on every rank, and raises on all of them where one does, or where their arguments differ.
 
     Args:
         action: gives what is returned; settings that must be equal, plain values by name; and what is held, by name. Ranks need
@@ -95,7 +95,7 @@ def _refuse_differences(everyones: list[dict[str, Any]]) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same where it can't be sent to other ranks."""
+    """Returns the error, or one that says the same where it can't be sent to other ranks."""
     try:
         sent = pickle.loads(pickle.dumps(error))
     except Exception:
@@ -121,32 +121,32 @@ def failing_as(kind: type[Exception], what: str) -> Iterator[None]:
         raise kind(f"{what}: {told}") from error
 
 
-_made: list[tuple[Any, Any]] = []
+_gloo_groups: list[tuple[Any, Any]] = []
 
 
-def own_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for what is written behind the training's back: made once for each time torch is initialized."""
+def background_group() -> dist.ProcessGroup | None:
+    """Returns a group of all ranks for writing while the training goes on: one for each time that torch is initialized."""
     if not _distributed():
         return None
     world = dist.group.WORLD
-    if not _made or _made[-1][0] is not world:
-        _made[:] = [(world, dist.new_group(backend="gloo"))]
-    return _made[-1][1]
+    if not _gloo_groups or _gloo_groups[-1][0] is not world:
+        _gloo_groups[:] = [(world, dist.new_group(backend="gloo"))]
+    return _gloo_groups[-1][1]
 
 
 @contextmanager
-def without_groups_quietly() -> Iterator[None]:
-    """DCP warns that it is alone where torch.distributed isn't initialized, which is no news here."""
+def ignoring_missing_groups() -> Iterator[None]:
+    """Ignores DCP's warning that torch.distributed isn't initialized, which is no news here."""
     if _distributed():
         yield
         return
     with warnings.catch_warnings():
-        say_nothing_of_groups()
+        ignore_missing_groups()
         yield
 
 
-def say_nothing_of_groups() -> None:
-    """From now on, where there is no process group: torch's thread that saves would say it too, and later."""
+def ignore_missing_groups() -> None:
+    """Ignores it from now on, where there is no process group: torch's thread that saves would warn too, and later."""
     if not _distributed():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold as torch's state dicts show it, and how an optimizer is put back afterwards."""
+"""An optimizer's state as torch's state dicts show it, and how it is undone afterwards."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 
 
-def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """What puts an optimizer back: it takes away state that was made since, and gives back values that masters were made of.
+def restorer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Returns a function that removes state made since, and gives back the values that masters were made of.
 
     A new master that stayed would be of the weights as they are now: the next step would undo a later load. One that was made
     anew of values loaded before stays, as the next step would make it again.
@@ -46,9 +46,9 @@ def as_it_is(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-    """The state dict of an optimizer, by names of parameters; blockfp's gives each the state that it would begin with.
+    """Returns an optimizer's state dict, by names of parameters; blockfp's gives each the state that it would begin with.
 
-    Take what puts it back (`as_it_is`) first. The gradients stay as they are.
+    Call `restorer` first: it undoes this. The gradients stay as they are.
 
     Args:
         model: whose parameters it has.
@@ -86,7 +86,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
 
 @contextmanager
 def _gradients_aside(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """torch makes the state of an optimizer that hasn't taken a step yet, but only where there are no gradients."""
+    """Takes the gradients away: torch makes an optimizer's first state only where there are none."""
     params = list(_params(optimizer))
     gradients = [param.grad for param in params]
     rates = [group.get("lr") for group in optimizer.param_groups]

@@ -18,20 +18,20 @@ from blockfp.sharding.parts import offsets_agree
 
 from ..optimizer.local_parameter import LocalParameter
 from ..quantized_tensor import sharding
-from ..weights.state_dict import reduced, replicated
+from ..quantized_tensor.dtensors import reduced, replicated
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A DTensor of a state, and the dictionary or list where a whole stands for it."""
+    """A DTensor of a state, and the dictionary or list in which a whole stands for it."""
 
     holder: Any
     key: Any
     value: Tensor
 
 
-def make_whole(state: Any) -> list[Replaced]:
-    """Puts replicated wholes in the place of such DTensors, in nested dictionaries and lists; collective."""
+def replicate_uneven(state: Any) -> list[Replaced]:
+    """Replaces such DTensors by replicated wholes, in nested dictionaries and lists; collective."""
     replaced = []
     for holder, key, value in list(leaves(state)):
         if sharding.mesh_of(value) is not None and not offsets_agree(LocalParameter(value).lies):
@@ -40,7 +40,7 @@ def make_whole(state: Any) -> list[Replaced]:
     return replaced
 
 
-def put_back(replaced: list[Replaced]) -> None:
+def restore_uneven(replaced: list[Replaced]) -> None:
     """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
     for one in replaced:
         local, whole = sharding.local_of(one.value), sharding.local_of(one.holder[one.key])
@@ -49,7 +49,7 @@ def put_back(replaced: list[Replaced]) -> None:
 
 
 def leaves(state: Any) -> Iterator[tuple[Any, Any, Tensor]]:
-    """(dictionary or list, key, tensor) of each tensor."""
+    """Yields (dictionary or list, key, tensor) of each tensor."""
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         if isinstance(value, Tensor):
             yield state, key, value

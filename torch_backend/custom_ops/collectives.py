@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..torch_internals import functional_collectives as collectives
 from .library import define, fake, impl
 
 following = define("following(Tensor x, Tensor other) -> Tensor")
@@ -33,7 +34,7 @@ def max_reduce(tensor: Tensor, groups: Sequence[str]) -> Tensor:
         groups: names of process groups (`sharding.group_name`); none returns the tensor itself.
     """
     for name in groups:
-        tensor = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "max", name))
+        tensor = collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "max", name))
     return tensor
 
 

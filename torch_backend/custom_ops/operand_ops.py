@@ -102,15 +102,16 @@ def _quantize_operand(
     run = kernels_for(x)
     if run is cuda:
         return _in_one_read(x, first, second, amax, multiplier, row_key, column_key, rotate, eps)
+    recorded: list[Tensor] = []
     if multiplier is None:
         results = _one_by_one(run, x, first, second, amax, row_key, column_key, rotate, eps)
     else:
         results = _multiplied(x, first, second, multiplier)
         amax = run.amax(x, first or second).blocks.reshape(1)
+        recorded = [amax]
     directions = _unshared(results)
     mark(x, directions, amax)
-    parts = [part for _, parts in directions for part in parts]
-    return parts if multiplier is None else [*parts, amax]
+    return [*(part for _, parts in directions for part in parts), *recorded]
 
 
 @fake(_op)

@@ -33,8 +33,8 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 
     Args:
         x: the operand, or this rank's part of it.
-        directions: format and parts of each direction, the parts new memory. The last part, the tensor scale or else the scales,
-            goes into every element of a product.
+        directions: format and parts of each direction, the parts new memory. The last of them, the tensor scale or else the
+            scales, goes into every element of a product.
         amax: int32 of one element, fp32 bits: the largest magnitude of the whole operand, where it is known.
     """
     if not x.numel() or not directions:

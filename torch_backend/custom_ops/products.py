@@ -28,6 +28,7 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.kernels.routes import Route, route
 
+from ..torch_internals import scaled_mm
 from . import cuda, kernels
 from .dtypes import view_codes, view_scales
 from .kernels import kernels_for
@@ -83,8 +84,7 @@ class Matrix(NamedTuple):
 def multiply(
     a: Matrix,
     b: Matrix,
-    n: int,
-    k: int,
+    size: Sequence[int],
     bias: Tensor | None,
     dtype: torch.dtype,
     *,
@@ -96,7 +96,7 @@ def multiply(
     Args:
         a: [m, k].
         b: [n, k], or a stack of such.
-        n, k: rows of b, and the contracted length.
+        size: rows of b, and the contracted length: (n, k).
         bias: [n], or None.
         dtype: of the result.
         fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
@@ -104,7 +104,7 @@ def multiply(
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
-    options = (n, k, bias, dtype, fast_accum, b.transposed, index)
+    options = (*size, bias, dtype, fast_accum, b.transposed, index)
     if b.is_one_tensor:
         return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin)
     return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin)
@@ -221,9 +221,7 @@ def _per_tensor(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, f
     (left, right), _ = _elements(a, b)
     # cuBLAS adds a bias of 16 bits only.
     fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
-    # F.scaled_mm comes to the same call of cuBLAS, after a third more of the host's time.
-    multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    out = multiply(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
+    out = scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
     return out if bias is None or fused is not None else (out + bias).to(dtype)
 
 

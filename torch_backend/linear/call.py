@@ -1,4 +1,4 @@
-"""`Call`: what one call of `linear` knows before it sees a value, and small things that its forward and backward share."""
+"""`Call`, the constants of one call of `linear`, and small functions that its forward and backward share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .parallel import Parallel
 
 @dataclass(frozen=True)
 class Call:
-    """What a call knows before it sees a value; equal calls compile to one graph.
+    """The constants of a call, known before any value; equal calls compile to one graph.
 
     Attributes:
         recipe: from `recipes.for_linear`.
@@ -45,7 +45,7 @@ def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None,
 
 
 def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
-    """The keys of this backward, which moves the step on; int32 [groups or 1, 2, 2], see `gradient_keys`."""
+    """Returns the keys of this backward, int32 [groups or 1, 2, 2] as of `gradient_keys`, and moves the step on."""
     call: Call = ctx.call
     groups = len(ctx.counts) if call.grouped else None
     own = slice(None)
@@ -61,7 +61,7 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of a bias [out], or [groups, out] where there are counts, of that of the outputs [tokens, out]."""
+    """The gradient of a bias [out], or [groups, out] with counts, from the gradient of the outputs [tokens, out]."""
     if counts is None:
         return gradient.sum(0).to(dtype)
     if not counts:

@@ -18,16 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.recipes import Delayed, Recipe
+from blockfp.recipes import Delayed
 
 from ..custom_ops.collectives import max_reduce
 from ..quantized_tensor import sharding
+from ..torch_internals import foreach_copy_
 from . import scale_watch
+from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
 
 
 def record(history: Tensor, amax: Tensor) -> None:
-    """history[0] = max(history[0], amax) in place, a non-finite amax as 0 (`definition.scaling.record`).
+    """Sets history[0] to max(history[0], amax) in place, with a non-finite amax as 0 (`definition.scaling.record`).
 
     Args:
         history: float32 [length], newest first.
@@ -38,7 +40,7 @@ def record(history: Tensor, amax: Tensor) -> None:
 
 
 class _Scaled(NamedTuple):
-    """One operand's state, and what decides how it moves on."""
+    """One operand's state, and the options and groups by which it is updated."""
 
     history: Tensor
     scale: Tensor
@@ -111,7 +113,7 @@ class _After:
         update_layers(layers, replicas)
 
 
-def check_buffers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
+def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
     """Refuses DDP that would overwrite amaxes.
 
     Raises:
@@ -126,8 +128,8 @@ def check_buffers(layers: Sequence[nn.Module], replicas: DistributedDataParallel
 
 
 @torch.no_grad()
-def update_layers(layers: Sequence[nn.Module], replicas: DistributedDataParallel | None = None) -> None:
-    """`update_scales` of these layers, in an order that is every rank's.
+def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
+    """Updates the scales of these layers, in an order that is the same on every rank.
 
     Args:
         layers: with delayed scaling.
@@ -149,11 +151,11 @@ def update_layers(layers: Sequence[nn.Module], replicas: DistributedDataParallel
 
 
 def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
-    torch._foreach_copy_(into, list(values))  # pyright: ignore[reportPrivateImportUsage]
+    foreach_copy_(into, list(values))
 
 
-def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
-    recipe: Recipe = layer.checked  # pyright: ignore[reportAssignmentType]
+def _operands(layer: RecipeLayer, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
+    recipe = layer.linear_recipe
     assert recipe.delayed is not None
     group: Any = None if replicas is None else replicas.process_group
     groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)
@@ -165,7 +167,7 @@ def _operands(layer: nn.Module, replicas: DistributedDataParallel | None) -> Ite
 
 
 def _groups(weight: Tensor) -> tuple[str, ...]:
-    """Every axis of a weight's mesh: those that divide the batch, and those that divide the layer's operands."""
+    """Names of the groups along every axis of a weight's mesh that has more than one rank."""
     mesh = sharding.mesh_of(weight)
     if mesh is None:
         return ()
@@ -173,7 +175,7 @@ def _groups(weight: Tensor) -> tuple[str, ...]:
 
 
 def _by(operands: Iterable[_Scaled], key) -> list[tuple]:
-    """(key, members) in the order of first appearance, which is every rank's."""
+    """Pairs (key, members) in the order of first appearance, which is the same on every rank."""
     found: dict = {}
     for one in operands:
         found.setdefault(key(one), []).append(one)

@@ -18,14 +18,14 @@ Run = Callable[..., Tensor]
 
 
 def transformed(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
-    """`run(x, weight, bias)`, which may be differentiated, mapped and differentiated again."""
-    return _Linear.apply(x, weight, bias, run)  # pyright: ignore[reportReturnType]
+    """Calls `run(x, weight, bias)` so that torch.func can differentiate it, map it and differentiate it again."""
+    return _Linear.apply(x, weight, bias, run)
 
 
 class _Mapped(torch.autograd.Function):
     @classmethod
     def each(cls, info: Any, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
-        """The results for one example after another, and the axes of the batch in them."""
+        """Returns the results for one example after another, stacked, and the axis of the batch in each."""
         results = []
         for i in range(info.batch_size):
             own = [arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
@@ -37,7 +37,7 @@ class _Mapped(torch.autograd.Function):
 
 class _Linear(_Mapped):
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, run: Run) -> Tensor:
         return run(x, weight, bias)
 
     @staticmethod
@@ -46,27 +46,27 @@ class _Linear(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor):
         wanted = ctx.needs_input_grad[:3]
-        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))  # pyright: ignore[reportArgumentType]
+        grads = iter(_Gradients.apply(*ctx.saved_tensors, gradient, wanted, ctx.run))
         return *(next(grads) if one else None for one in wanted), None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, *tangents: Tensor | None):
         raise NotImplementedError(
             "linear has no forward-mode derivative: use torch.func.vjp, grad or jacrev (twice for a Hessian)"
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Linear.each(info, in_dims, args)
 
 
 class _Gradients(_Mapped):
-    """Those of x, weight and bias that are wanted."""
+    """Gradients of x, weight and bias, as far as they are wanted."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, run):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x, weight, bias, gradient, wanted, run):
         leaves = _leaves((x, weight, bias), wanted)
         return _grads(run, leaves, wanted, gradient)
 
@@ -76,21 +76,21 @@ class _Gradients(_Mapped):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *along: Tensor):
         needs = ctx.needs_input_grad[:4]
-        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))  # pyright: ignore[reportArgumentType]
+        grads = iter(_Seconds.apply(*ctx.saved_tensors, ctx.wanted, needs, ctx.run, *along))
         return *(next(grads) if one else None for one in needs), None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Gradients.each(info, in_dims, args)
 
 
 class _Seconds(_Mapped):
-    """Gradients of those gradients, of x, weight, bias and the gradient that they were made of."""
+    """Gradients of `_Gradients` with respect to x, weight, bias and the output's gradient."""
 
     @staticmethod
-    def forward(x, weight, bias, gradient, wanted, needs, run, *along):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(x, weight, bias, gradient, wanted, needs, run, *along):
         leaves = _leaves((x, weight, bias, gradient), tuple(a or b for a, b in zip((*wanted, True), needs, strict=True)))
         with torch.enable_grad():
             first = _grads(run, leaves[:3], wanted, leaves[3], create_graph=True)
@@ -109,13 +109,13 @@ class _Seconds(_Mapped):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *along: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *along: Tensor):
         raise NotImplementedError(
             "torch.func differentiates linear twice: for a third time use torch.autograd.grad in eager mode"
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Any, *args: Any):
         return _Seconds.each(info, in_dims, args)
 
 

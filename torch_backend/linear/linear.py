@@ -15,6 +15,7 @@ from blockfp.recipes import Compute, Recipe
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import functorch_is_active, unsafe_view
 from .call import Call
 from .functional import transformed
 from .linear_function import LinearFunction
@@ -22,7 +23,7 @@ from .parallel import Parallel
 
 
 class LinearState(NamedTuple):
-    """What a layer remembers between steps, in tensors that are written in place; None what its recipe doesn't use.
+    """Tensors that a layer keeps between steps, written in place; None for those that its recipe doesn't use.
 
     Attributes:
         input_amax_history, gradient_amax_history: float32 [steps], newest first, of delayed scaling.
@@ -53,7 +54,7 @@ def linear(
     key: Key | None = None,
     compute: Compute = "quantized",
 ) -> Tensor:
-    """x @ weight^T + bias, forward and backward in the formats of a recipe.
+    """Computes x @ weight^T + bias, forward and backward in the formats of a recipe.
 
     Args:
         x: float32, float16 or bfloat16, [.., in]; quantized as [tokens, in], so that columnwise blocks run along tokens.
@@ -97,7 +98,7 @@ def apply(
     parallel: Parallel | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """`linear` with a recipe from `recipes.for_linear`.
+    """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
     x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
@@ -112,7 +113,7 @@ def apply(
     if parallel is not None and shared is not None and shared.sequence:
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
-    return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
+    return y if x.ndim == 2 else unsafe_view(y, [*leading, y.shape[-1]])
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
@@ -146,7 +147,7 @@ def _run(
     transposed: bool,
 ) -> Tensor:
     device = x.device.type
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and functorch_is_active():
         run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, transposed)  # noqa: E731
         return transformed(x, weight, bias, run)
     # torch has none for meta.

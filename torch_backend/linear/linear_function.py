@@ -51,7 +51,7 @@ from .second_order import backward_with_graph, plus, taken, without_derivative
 
 class LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
@@ -73,6 +73,7 @@ class LinearFunction(torch.autograd.Function):
         gathers = parallel is not None and parallel.gathers_input
         # What terms add up to gets its bias once.
         added = None if parallel is not None and parallel.style == "row" else bias
+        size = (weight.shape[-2], weight.shape[-1])
         w = weight_operand(weight, call.stored, recipe.weight, parallel)
         kept: list[Tensor] = []
         ctx.x_origin = (0, 0)
@@ -87,7 +88,7 @@ class LinearFunction(torch.autograd.Function):
                     ctx.x_origin = columns.origin
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
-            terms.append(_times("forward", row, w, weight.shape[-2:], recipe, x.dtype, bias=own, index=index))
+            terms.append(multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
             kept = [x]
@@ -96,14 +97,8 @@ class LinearFunction(torch.autograd.Function):
         if parallel is not None and parallel.style == "row":
             y = _summed_output(y, bias, counts, parallel)
         parts = w.parts if call.needs[0] else []
-        ctx.call, ctx.counts, ctx.format, ctx.origin, ctx.kept, ctx.parts = (
-            call,
-            counts,
-            w.format,
-            w.origin,
-            len(kept),
-            len(parts),
-        )
+        ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
+        ctx.format, ctx.origin = w.format, w.origin
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
@@ -125,7 +120,7 @@ class LinearFunction(torch.autograd.Function):
         return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
         call: Call = ctx.call
         recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
         if gradient is None:
@@ -177,7 +172,7 @@ class LinearFunction(torch.autograd.Function):
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
-                    each = _times("wgrad", column, x, size, recipe, ctx.dtype)
+                    each = multiply(column, x, size, None, ctx.dtype, fast_accum="wgrad" in recipe.fast_accum)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
                     if d_weight is None:
@@ -210,33 +205,20 @@ def _joined(groups: list[Tensor]) -> Tensor:
     return groups[0] if len(groups) == 1 else torch.cat(groups)
 
 
-def _times(
-    name: Product,
-    a: Matrix,
-    b: Matrix,
-    size: Sequence[int],
-    recipe: Recipe,
-    dtype: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    index: int | None = None,
-) -> Tensor:
-    """a @ b^T + bias, for size (rows of b, contracted length)."""
-    return multiply(a, b, *size, bias, dtype, fast_accum=name in recipe.fast_accum, index=index)
-
-
 def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
-    size = (ctx.shape[-1], ctx.shape[-2])
     columnwise = recipe.weight_columnwise
     if w.format is None and columnwise.format is not None:
         # A weight whose rowwise operand is in high precision has no codes yet.
         weight = w.parts[0] if index is None else w.parts[0][index]
-        return _times("dgrad", row, columnwise_weight(weight, columnwise, ctx.call.parallel), size, recipe, dtype)
-    return _times("dgrad", row, w._replace(transposed=True), size, recipe, dtype, index=index)
+        w, index = columnwise_weight(weight, columnwise, ctx.call.parallel), None
+    else:
+        w = w._replace(transposed=True)
+    size = (ctx.shape[-1], ctx.shape[-2])
+    return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
-    """Over what terms are summed, as `outputs.begin` takes it."""
+    """The destination of a sum over the ranks, as `outputs.begin` takes it."""
     return parallel.tokens if parallel.sequence else parallel.group
 
 
@@ -258,9 +240,10 @@ def _summed_output(terms: Tensor, bias: Tensor | None, counts: Sequence[int] | N
 
 
 def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
-    """Whether each group's whole float16 gradient holds an Inf, bool (): each rank's loss scaler looks at its own part.
+    """For each group a bool () that says whether its whole float16 gradient holds an Inf.
 
-    None where every rank sees it in the scales (`overflow.mark`), and for dtypes that need no loss scale.
+    Each rank's loss scaler looks at its own part alone. None where every rank sees an Inf in the scales (`overflow.mark`), and
+    for dtypes that need no loss scale.
     """
     if not groups or groups[0].dtype is not torch.float16 or not (parallel.gathers_gradient or parallel.cut_gradient):
         return [None] * len(groups)

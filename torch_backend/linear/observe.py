@@ -1,4 +1,4 @@
-"""What quantization does to each operand, step by step: `observe(model)`. It changes no bit."""
+"""`observe(model)`: the effect of quantization on each operand, step by step. It changes no bit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from blockfp.recipes import Cast
 
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from ..torch_internals import mark_static_address
+from .recipe_layer import RecipeLayer
 
 if TYPE_CHECKING:
     from ..custom_ops.operand_ops import Directions
@@ -50,13 +52,13 @@ class Observed:
 
 @dataclass
 class Observation:
-    """What `observe` hands out.
+    """The open observation of a model, from `observe`.
 
     Attributes:
         records: what `step` has read so far.
     """
 
-    modules: dict[str, nn.Module]
+    modules: dict[str, RecipeLayer]
     records: list[Observed] = field(default_factory=list)
     steps: int = 0
 
@@ -64,7 +66,8 @@ class Observation:
         """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them."""
         new = []
         for path, module in self.modules.items():
-            figures: Tensor = module.observed  # pyright: ignore[reportAssignmentType]
+            figures = module.observed
+            assert figures is not None
             for operand, row in zip(OPERANDS, figures.tolist(), strict=True):
                 amax, elements, saturated, flushed, signal, noise = row
                 if elements:
@@ -84,7 +87,7 @@ class Observation:
 
 @contextmanager
 def observe(model: nn.Module) -> Iterator[Observation]:
-    """Records what quantization does to inputs and gradients of the model's layers, while it is open.
+    """Records the effect of quantization on inputs and gradients of the model's layers, while it is open.
 
     Example:
         >>> with bfp.observe(model) as observation:
@@ -97,7 +100,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     Raises:
         ValueError: no layer of the model quantizes anything, or the model is observed already.
     """
-    modules = {path: module for path, module in model.named_modules() if hasattr(module, "observed")}
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, RecipeLayer)}
     if not modules:
         raise ValueError("model holds no layer of blockfp.torch: use convert(model, recipe) first")
     if any(module.observed is not None for module in modules.values()):
@@ -107,7 +110,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
             device = next(module.parameters(recurse=False)).device
             module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
-            torch._dynamo.mark_static_address(module.observed, guard=False)
+            mark_static_address(module.observed)
         yield Observation(modules)
     finally:
         for module in modules.values():
@@ -115,7 +118,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:
-    """Adds what happened to an operand in both directions to a layer's figures.
+    """Adds the figures of an operand in both directions to those of a layer.
 
     Args:
         observed: float64 [operands, figures], written in place.
@@ -132,7 +135,7 @@ def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions
 def observe_parts(
     observed: Tensor, row: str, x: Tensor, parts: list[Tensor], cast: Cast, origin: tuple[int, int] = (0, 0)
 ) -> None:
-    """The same for one direction.
+    """Adds the figures of an operand in one direction to those of a layer.
 
     Args:
         observed: see `observe_operand`.

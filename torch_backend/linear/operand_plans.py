@@ -42,7 +42,9 @@ def operand_plan(
     operand: Operand = "input",
     gathers: bool = True,
 ) -> RankPlan:
-    """What to do with one operand in one direction. Warns, once for each kind of operand, where it can't travel as codes.
+    """The plan of this rank for one operand in one direction.
+
+    Warns, once for each kind of operand, where it can't travel as codes.
 
     Args:
         shape: of this rank's part [rows, columns].

@@ -1,4 +1,4 @@
-"""Operands of products, quantized in both directions: of one rank, or as parts of what a tensor-parallel group shares.
+"""Operands of products, quantized in both directions: of one rank, or as parts of a tensor-parallel group's.
 
 The kernels that quantize a whole operand in one read (`operand_ops`) serve parts too, wherever nothing depends on the place of
 a part but the amax of the tensor. Otherwise `quantize_operand_shard` quantizes each direction.
@@ -33,7 +33,7 @@ from .parallel import Parallel
 
 
 class Scaling(NamedTuple):
-    """How amaxes become scales, and where they are recorded.
+    """Options by which amaxes become scales, and where they are recorded.
 
     Attributes:
         eps: lifts amaxes, see `numerics.quantize`.
@@ -57,7 +57,9 @@ def quantized(
     shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
 ) -> tuple[Matrix, Matrix | None]:
-    """x [rows, columns] quantized as it lies: the values where `rowwise` has no format, None where `columnwise` has none.
+    """Quantizes x [rows, columns] as it lies, in both directions.
+
+    Rowwise there are the values if that cast has no format, columnwise there is None.
 
     Args:
         x: a part of the whole at `shard`, or the whole where that is None.
@@ -68,27 +70,13 @@ def quantized(
         shard: where x lies in the whole.
         keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
     """
-    if shard is None:
-        return _whole(x, operand, rowwise, columnwise, scaling, keys)
-    directions = []
-    for i, cast in enumerate((rowwise, columnwise)):
-        if cast.format is not None:
-            plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
-            directions.append(_direction(i, cast, plan, keys))
-    parts = _parts(x, operand, directions, scaling, shard)
-    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
-    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
-
-
-def _whole(
-    x: Tensor, operand: Operand, rowwise: Cast, columnwise: Cast, scaling: Scaling, key: Tensor | None
-) -> tuple[Matrix, Matrix | None]:
-    """Both directions of x [tokens, size] from one read."""
+    if shard is not None:
+        return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
     row, column = rowwise.format, columnwise.format
     if row is None and column is None:
         return Matrix([x], None), None
-    row_key = key[0] if key is not None and rowwise.stochastic else None
-    column_key = key[1] if key is not None and columnwise.stochastic else None
+    row_key = keys[0] if keys is not None and rowwise.stochastic else None
+    column_key = keys[1] if keys is not None and columnwise.stochastic else None
     amax = None
     if x.is_cuda and torch.compiler.is_compiling() and x.numel():
         # There the compiler finds it while it makes x.
@@ -116,10 +104,29 @@ def _whole(
     return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
 
 
+def _quantized_part(
+    x: Tensor,
+    operand: Operand,
+    rowwise: Cast,
+    columnwise: Cast,
+    scaling: Scaling,
+    shard: TensorParallelShard,
+    keys: Tensor | None,
+) -> tuple[Matrix, Matrix | None]:
+    directions = []
+    for i, cast in enumerate((rowwise, columnwise)):
+        if cast.format is not None:
+            plan = operand_plan(x.shape, cast, shard, columnwise=i == 1, operand=operand, gathers=False)
+            directions.append(_direction(i, cast, plan, keys))
+    parts = _parts(x, operand, directions, scaling, shard)
+    made = [Matrix(own, d.cast.format, d.step.origins[0]) for own, d in zip(parts, directions, strict=True)]
+    return Matrix([x], None) if rowwise.format is None else made[0], None if columnwise.format is None else made[-1]
+
+
 def kept_inputs(
     kept: list[Tensor], format: Format | None, counts: Sequence[int] | None, origin: tuple[int, int]
 ) -> list[Matrix]:
-    """x columnwise of each group, from the parts, or x itself, that the forward kept."""
+    """The columnwise input of each group, from the parts or the values that the forward kept."""
     if not kept:
         return []
     if format is None:
@@ -129,7 +136,7 @@ def kept_inputs(
 
 
 def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: Parallel | None) -> Matrix:
-    """The weight as the forward multiplies it: itself, or what it is quantized to here, as a part of the whole."""
+    """The weight as the forward multiplies it: itself, or quantized here as a part of the whole."""
     if stored is not None or cast.format is None:
         # A quantized tensor knows its own origin.
         return Matrix([weight], stored)
@@ -141,7 +148,7 @@ def weight_operand(weight: Tensor, stored: Format | None, cast: Cast, parallel: 
 
 
 def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> Matrix:
-    """The values of a weight [out, in] quantized columnwise, as a part of the whole."""
+    """Quantizes the values of a weight [out, in] columnwise, as a part of the whole."""
     if parallel is None or parallel.style == "experts":
         return Matrix(quantize_operand(weight, None, cast.format).column, cast.format)
     column = quantized(weight, "weight", HIGH_PRECISION, cast, Scaling(0.0), parallel.cut_weight)[1]
@@ -150,7 +157,7 @@ def columnwise_weight(weight: Tensor, cast: Cast, parallel: Parallel | None) -> 
 
 
 def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
-    """Weights [groups, out, in] quantized: as one tensor where they share a scale, otherwise each by itself.
+    """Quantizes weights [groups, out, in], as one tensor where they share a scale, otherwise each by itself.
 
     Raises:
         ValueError: they share one, and their blocks or the ranks' parts of them don't lie one behind the other.
@@ -182,9 +189,9 @@ def _grouped_weight(weight: Tensor, cast: Cast, parallel: Parallel) -> Matrix:
 def gathered_input(
     x: Tensor, rowwise: Cast, columnwise: Cast, scaling: Scaling, shard: TensorParallelShard
 ) -> tuple[Matrix, list[Tensor]]:
-    """The whole input rowwise, gathered, and what this rank is to keep until the columnwise codes are gathered.
+    """Gathers the whole input rowwise; also returns the parts that this rank keeps for the columnwise gather.
 
-    That are the columnwise codes of x (or the rowwise ones, where the others follow from them); x itself, where they can't
+    These are the columnwise codes of x, or the rowwise ones if the others follow from them. It is x itself if codes can't
     travel or `columnwise` has no format.
     """
     row_plan, column_plan = operand_plan(x.shape, rowwise, shard), operand_plan(x.shape, columnwise, shard, columnwise=True)
@@ -203,7 +210,7 @@ def gathered_input(
 
 
 class PendingInput(NamedTuple):
-    """The whole input columnwise, on its way."""
+    """The whole input columnwise, while it is gathered."""
 
     received: list[Tensor]
     plan: RankPlan
@@ -211,7 +218,7 @@ class PendingInput(NamedTuple):
     shard: TensorParallelShard
 
     def finish(self, scaling: Scaling) -> Matrix:
-        """Waits for it."""
+        """Waits for the gather and returns the input."""
         parts = join(self.plan, self.shard, self.received)
         if self.plan.by_codes:
             return Matrix(parts, self.cast.format, transposed=self.plan.transposes)
@@ -242,7 +249,7 @@ def gathered_gradient(
     shard: TensorParallelShard,
     keys: Tensor | None,
 ) -> tuple[Matrix, Matrix]:
-    """The whole gradient in both directions, of which None is not wanted. What travels does so in one collective."""
+    """Gathers the whole gradient in both directions, in one collective; a cast of None is not wanted."""
     casts = (rowwise, columnwise)
     plans = [
         None if cast is None else operand_plan(gradient.shape, cast, shard, columnwise=i == 1, operand="gradient")
@@ -286,7 +293,7 @@ def _direction(i: int, cast: Cast, plan: RankPlan, keys: Tensor | None, both: bo
 def _parts(
     x: Tensor, operand: Operand, directions: Sequence[Direction], scaling: Scaling, shard: TensorParallelShard
 ) -> list[list[Tensor]]:
-    """This rank's part in each of the directions."""
+    """Quantizes this rank's part in each of the directions."""
     columnwise = [direction.step.columnwise for direction in directions]
     if not directions:
         return []
@@ -310,7 +317,7 @@ def _parts(
 
 
 def _depends_on_amax_alone(direction: Direction) -> bool:
-    """Whether nothing but the amax of the whole tensor depends on the other ranks, and on where the part lies."""
+    """Returns whether only the amax of the whole tensor depends on the other ranks, and on where the part lies."""
     format = direction.cast.format
     assert format is not None
     # The amax of a tensor's rotated values is another one.
@@ -319,7 +326,7 @@ def _depends_on_amax_alone(direction: Direction) -> bool:
 
 
 def _alike(directions: Sequence[Direction]) -> bool:
-    """Whether all formats have one scale per tensor, or none has."""
+    """Returns whether all formats have one scale per tensor, or none has."""
     return len({direction.cast.format is not None and direction.cast.format.per_tensor for direction in directions}) == 1
 
 

@@ -23,15 +23,14 @@ from blockfp.formats import Format
 
 from ..custom_ops import ops
 from ..sharded.shard import TensorParallelShard
+from ..torch_internals import functional_collectives as collectives
 
-_c10d = torch.ops._c10d_functional
 
-
-class Pending(NamedTuple):
-    """A sum under way.
+class PendingSum(NamedTuple):
+    """A sum over ranks, while it is made.
 
     Attributes:
-        received: what the collective is to write; not to be read before `finish`.
+        received: memory that the collective writes; not to be read before `finish`.
         rows: of the result.
         chunk: rows of one sequence that every rank gets, padding included.
     """
@@ -42,12 +41,12 @@ class Pending(NamedTuple):
 
 
 def all_reduce(y: Tensor, group: str) -> Tensor:
-    """The sum over the group's ranks, in y's dtype; y is left as it is."""
-    return _c10d.wait_tensor(_c10d.all_reduce(y.contiguous(), "sum", group))
+    """Sums y over the group's ranks, in its dtype; y is left as it is."""
+    return collectives.wait_tensor(collectives.all_reduce(y.contiguous(), "sum", group))
 
 
 def check_reduce_format(format: Format | str | None) -> Format | None:
-    """The format in which terms are to travel; None sends them in their own dtype.
+    """Returns the format in which terms travel; None sends them in their own dtype.
 
     Raises:
         ValueError: a format in which the rows of different ranks would share a scale.
@@ -63,7 +62,7 @@ def check_reduce_format(format: Format | str | None) -> Format | None:
     return format
 
 
-def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> Pending:
+def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> PendingSum:
     """Begins a reduce-scatter of y's rows, or an all-reduce.
 
     Args:
@@ -72,7 +71,7 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
         format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
     """
     if isinstance(to, str):
-        return Pending(_c10d.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
+        return PendingSum(collectives.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])
     shard, rows, columns = to, operator.index(y.shape[0]), operator.index(y.shape[1])
     length = rows // shard.runs
     chunk = -(-length // shard.ranks)
@@ -85,21 +84,21 @@ def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None
         terms.view(shard.runs, shard.ranks, chunk, columns).transpose(0, 1).reshape(shard.ranks * shard.runs * chunk, columns)
     )
     if format is None or not rows:
-        sums = _c10d.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
-        return Pending(sums, shard.runs * own, chunk)
+        sums = collectives.reduce_scatter_tensor(terms, "sum", shard.ranks, shard.group)
+        return PendingSum(sums, shard.runs * own, chunk)
     # Codes saturate an Inf, which a loss scaler is to see.
     terms = torch.where(terms.isinf(), torch.full_like(terms, torch.nan), terms)
     codes, scales = ops.quantize(terms, format.name)
     sent = torch.cat([part.view(shard.ranks, -1).view(torch.uint8) for part in (codes, scales)], 1)
     sizes = [1] * shard.ranks
-    return Pending(_c10d.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
+    return PendingSum(collectives.all_to_all_single(sent, sizes, sizes, shard.group), shard.runs * own, chunk)
 
 
 def finish(
-    pending: Pending, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
+    pending: PendingSum, to: TensorParallelShard | str, columns: int, dtype: torch.dtype, format: Format | None = None
 ) -> Tensor:
-    """Waits for the sum, or for this rank's rows of it: [rows, columns] in `dtype`."""
-    received = _c10d.wait_tensor(pending.received)
+    """Waits for the sum, or for this rank's rows of it, and returns it, [rows, columns] in `dtype`."""
+    received = collectives.wait_tensor(pending.received)
     if isinstance(to, str):
         return received.to(dtype)
     shard = to

@@ -1,4 +1,4 @@
-"""`Parallel`: how a tensor-parallel group shares a linear layer."""
+"""`Parallel`: the share of one rank in a linear layer that a tensor-parallel group computes together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Style = Literal["column", "row", "experts"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a tensor-parallel group shares one call of `linear`. A value: it names the group, and holds none.
+    """One rank's share in a call of `linear` by a tensor-parallel group. A value: it names the group, and holds none.
 
     Attributes:
         group: name of the process group.
@@ -54,7 +54,7 @@ class Parallel:
             raise ValueError("experts get the tokens that are sent to them: sequence must be False")
 
     def of(self, shape: Sequence[int]) -> Parallel:
-        """The same for x of a shape [.., in]: how many sequences its rows are of, and of how many rows each is.
+        """Returns this for x of a shape [.., in], with the number of sequences in its rows and the rows of each.
 
         Raises:
             ValueError: x doesn't have the axis that is cut, or tokens that the ranks would have to divide, and don't.
@@ -79,13 +79,13 @@ class Parallel:
         return replace(self, sequence_dim=dim, runs=runs, length=length)
 
     def _whole(self, tokens: int) -> int:
-        """Tokens of one sequence on all ranks, of those in this rank's x."""
+        """Tokens of one sequence on all ranks, from the number in this rank's x."""
         if self.length is not None:
             return self.length
         return tokens * self.ranks if self.gathers_input else tokens
 
     def output_tokens(self, tokens: int) -> int:
-        """Tokens of one sequence in this rank's output, of those in its x, before `of`."""
+        """Tokens of one sequence in this rank's output, from the number in its x; call it before `of`."""
         whole = self._whole(tokens)
         if not self.gathers_gradient:
             return whole
@@ -94,12 +94,12 @@ class Parallel:
 
     @property
     def gathers_input(self) -> bool:
-        """Whether the input lies cut along tokens, and every rank needs all of it."""
+        """True if the input is cut along tokens, and every rank needs all of it."""
         return self.style == "column" and self.sequence
 
     @property
     def gathers_gradient(self) -> bool:
-        """Whether the output's gradient does."""
+        """True if the output's gradient is cut along tokens, and every rank needs all of it."""
         return self.style == "row" and self.sequence
 
     @property
@@ -109,26 +109,26 @@ class Parallel:
 
     @property
     def tokens(self) -> TensorParallelShard:
-        """Where this rank's tokens lie, of what is gathered."""
+        """This rank's tokens of an operand that is gathered."""
         return TensorParallelShard(self.group, self.ranks, self.rank, ROWS, self.length, self.runs)
 
     def scattered(self, rows: int) -> TensorParallelShard:
-        """Where this rank's tokens lie after a reduce-scatter of so many rows."""
+        """This rank's tokens after a reduce-scatter of so many rows."""
         return self.tokens._replace(length=rows // self.runs)
 
     @property
     def cut_input(self) -> TensorParallelShard | None:
-        """Where the columns of a row's input lie; None for a column's."""
+        """This rank's columns of a row-parallel input; None for other styles."""
         return self._features(COLUMNS) if self.style == "row" else None
 
     @property
     def cut_gradient(self) -> TensorParallelShard | None:
-        """Where the columns of a column's gradient lie; None for a row's."""
+        """This rank's columns of a column-parallel output's gradient; None for other styles."""
         return self._features(COLUMNS) if self.style == "column" else None
 
     @property
     def cut_weight(self) -> TensorParallelShard:
-        """Where this rank's part of the weight lies."""
+        """This rank's part of the weight."""
         return self._features(ROWS if self.style == "column" else COLUMNS)
 
     def _features(self, dim: int) -> TensorParallelShard:

@@ -1,4 +1,4 @@
-"""What pipelines do before their first step leaves no trace in layers: random steps and amaxes stay as they were.
+"""Keeps the state of layers while pipelines try their stages out: random steps and amaxes stay as they were.
 
 To learn the shapes that stages send each other, torch's schedules (2.13) run every stage once, forward and backward, on memory
 with anything in it. They put torch's own random numbers back and know nothing of the state that layers keep in buffers. There
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.files.names import LAYER_BUFFERS
+
+from .recipe_layer import RecipeLayer
 
 _METHOD = "_initialize_pp_stages"
 
@@ -45,5 +47,5 @@ def keep_state() -> None:
 
 def _state(model: nn.Module) -> list[Tensor]:
     names = (*chain(*LAYER_BUFFERS), "observed")
-    found = [getattr(module, name) for module in model.modules() if hasattr(module, "checked") for name in names]
+    found = [getattr(module, name) for module in model.modules() if isinstance(module, RecipeLayer) for name in names]
     return [tensor for tensor in found if tensor is not None]

@@ -1,4 +1,4 @@
-"""Activation checkpointing by what is dear: results of products are kept, and casts made again in the backward."""
+"""Selective activation checkpointing: results of products are kept, and casts are made again in the backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..custom_ops.products import product, weight_product
+from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
     product,
@@ -20,19 +21,19 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     # What finishes sums. Waiting for it again costs nothing.
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_reduce.default,
+    collectives.all_to_all_single.default,
 }
 
 
 def keep_products() -> tuple[Any, Any]:
-    """For `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
+    """Makes the contexts for `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=keep_products)`.
 
-    Of the block's forward the backward then keeps its input and what products, attention and sums over ranks gave. Norms,
-    activation functions and the codes of every layer's input are made again when they are wanted: in less memory than where
-    codes are kept from the forward on, a byte an element of each layer's input, and for as many more casts. Sequence
-    parallelism's gathers run again too: what they give is of all tokens. No bit changes.
+    The backward then keeps the block's input and the results of products, attention and sums over ranks. Norms, activation
+    functions and the codes of every layer's input are made again when they are wanted. That saves a byte for each element of
+    each layer's input, and costs as many more casts. Sequence parallelism's gathers run again too, since their results are of
+    all tokens. No bit changes.
     """
     return create_selective_checkpoint_contexts(_policy)
 

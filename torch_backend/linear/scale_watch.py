@@ -1,4 +1,4 @@
-"""Which layers have delayed scaling, who updates their scales, and what refuses steps after which nobody does.
+"""A register of the layers with delayed scaling and of who updates their scales; it refuses steps that nobody follows up.
 
 A layer records amaxes, and an optimizer knows parameters alone. So layers enter here when they are made, and an optimizer's
 layers are those whose weights it holds. A layer has one keeper, which updates its scales after each of its own steps: an
@@ -23,14 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from blockfp.recipes import Recipe
-
 from ..quantized_tensor import sharding
+from .recipe_layer import RecipeLayer
 
 
 @dataclass
 class _Watched:
-    """What is known of a layer.
+    """A layer's entry in the register.
 
     Attributes:
         number: in the order in which layers were made, which is every rank's.
@@ -56,19 +55,19 @@ class _Watched:
         return None if self.keeper is None else self.keeper()
 
 
-_watched: weakref.WeakKeyDictionary[nn.Module, _Watched] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[RecipeLayer, _Watched] = weakref.WeakKeyDictionary()
 _numbers = count()
 
 
-def watch(layer: nn.Module) -> None:
+def watch(layer: RecipeLayer) -> None:
     """Enters a layer with delayed scaling."""
     if not _watched:
         _listen()
     _watched[layer] = _Watched(next(_numbers))
 
 
-def note_sharded(layer: nn.Module, weight: Tensor) -> None:
-    """Tells that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
+def note_sharded(layer: RecipeLayer, weight: Tensor) -> None:
+    """Notes that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
     known, mesh = _watched[layer], sharding.mesh_of(weight)
     assert mesh is not None
     before = None if known.sharded is None else sharding.mesh_of(known.sharded)
@@ -77,27 +76,27 @@ def note_sharded(layer: nn.Module, weight: Tensor) -> None:
         known.sharded = weight
 
 
-def delayed_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that have delayed scaling."""
-    recipes = ((module, getattr(module, "checked", None)) for module in model.modules())
-    return [module for module, recipe in recipes if isinstance(recipe, Recipe) and recipe.delayed is not None]
+def delayed_layers(model: nn.Module) -> list[RecipeLayer]:
+    """Returns the layers of a model that have delayed scaling."""
+    layers = (module for module in model.modules() if isinstance(module, RecipeLayer))
+    return [layer for layer in layers if layer.linear_recipe.delayed is not None]
 
 
-def _all() -> list[tuple[nn.Module, _Watched]]:
-    """All layers, at once: other threads may make some."""
+def _all() -> list[tuple[RecipeLayer, _Watched]]:
+    """All layers with their entries, taken at once, since other threads may make some."""
     layers = [layer for layer in (ref() for ref in _watched.keyrefs()) if layer is not None]
     return sorted(((layer, _watched[layer]) for layer in layers), key=lambda item: item[1].number)
 
 
-def layers_of(optimizer: Optimizer) -> list[nn.Module]:
+def layers_of(optimizer: Optimizer) -> list[RecipeLayer]:
     """The layers whose weights an optimizer holds, in the order of its parameters."""
     if not _watched:
         return []
-    by_weight: dict[int, list[nn.Module]] = {}
+    by_weight: dict[int, list[RecipeLayer]] = {}
     for layer, known in _all():
         for weight in {id(weight): weight for weight in _weights(layer, known)}.values():
             by_weight.setdefault(id(weight), []).append(layer)
-    found: dict[nn.Module, None] = {}
+    found: dict[RecipeLayer, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             for layer in by_weight.get(id(param), ()):
@@ -105,25 +104,25 @@ def layers_of(optimizer: Optimizer) -> list[nn.Module]:
     return list(found)
 
 
-def _weights(layer: nn.Module, known: _Watched) -> list[Tensor]:
+def _weights(layer: RecipeLayer, known: _Watched) -> list[Tensor]:
     """The weight as the layer holds it now, and as an optimizer does: FSDP2 changes the first between forward and backward."""
     weights = [layer._parameters.get("weight"), known.sharded]
     return [weight for weight in weights if weight is not None]
 
 
-def weight_of(layer: nn.Module) -> Tensor:
-    """The weight as an optimizer holds it; as the layer does, where none is known to."""
+def weight_of(layer: RecipeLayer) -> Tensor:
+    """The weight as an optimizer holds it, or as the layer does if no optimizer is known to."""
     return _weights(layer, _watched[layer])[-1]
 
 
-def keep(layers: Iterable[nn.Module], keeper: Any) -> None:
+def keep(layers: Iterable[RecipeLayer], keeper: Any) -> None:
     """Makes `keeper` update these layers' scales from now on, as long as it lives."""
     for layer in layers:
         known = _watched[layer]
         known.keeper, known.stale, known.stale_frozen = weakref.ref(keeper), 0, 0
 
 
-def layers_to_update(optimizer: Optimizer) -> list[nn.Module]:
+def layers_to_update(optimizer: Optimizer) -> list[RecipeLayer]:
     """The layers that an optimizer is to update after the step it begins, whose keeper it is from now on.
 
     Without those that have another keeper, or were updated by hand after their backward and before the keeper's first step.
@@ -136,8 +135,8 @@ def layers_to_update(optimizer: Optimizer) -> list[nn.Module]:
     return update
 
 
-def by_hand(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the layers that a call by hand is to update: the ones without a keeper."""
+def by_hand(layers: Iterable[RecipeLayer]) -> list[RecipeLayer]:
+    """Returns the layers that a call by hand is to update, those without a keeper, and notes the call."""
     own = [layer for layer in layers if _watched[layer].kept_by is None]
     for layer in own:
         known = _watched[layer]
@@ -145,7 +144,7 @@ def by_hand(layers: Iterable[nn.Module]) -> list[nn.Module]:
     return own
 
 
-def replicas_of(layers: Iterable[nn.Module]) -> list[DistributedDataParallel | None]:
+def replicas_of(layers: Iterable[RecipeLayer]) -> list[DistributedDataParallel | None]:
     """The DDP model that each layer is part of. Neither layer nor parameter knows it: all objects are looked through, once."""
     known = [_watched[layer] for layer in layers]
     new = [one for one in known if one.replicas is None]
@@ -220,24 +219,24 @@ def _refuse_stale(optimizer: Optimizer) -> None:
         )
 
 
-def _unkept(layer: nn.Module) -> _Watched:
-    """What is known of a layer; of one that has a keeper, that nothing is stale."""
+def _unkept(layer: RecipeLayer) -> _Watched:
+    """Returns a layer's entry; that of a layer with a keeper says that nothing is stale."""
     known = _watched[layer]
     return known if known.kept_by is None else _Watched(known.number)
 
 
-def _has_gradient(layer: nn.Module) -> bool:
+def _has_gradient(layer: RecipeLayer) -> bool:
     return any(weight.grad is not None for weight in _weights(layer, _watched[layer]))
 
 
-def _frozen() -> list[nn.Module]:
+def _frozen() -> list[RecipeLayer]:
     """Layers whose weights no optimizer trains."""
     held = ((layer, _weights(layer, known)) for layer, known in _all())
     return [layer for layer, weights in held if weights and not any(weight.requires_grad for weight in weights)]
 
 
-def _recorded(layer: nn.Module) -> bool:
-    """Whether amaxes were recorded that became no scales: it waits for the device."""
+def _recorded(layer: RecipeLayer) -> bool:
+    """Returns whether amaxes were recorded that became no scales; waits for the device."""
     histories = (layer.input_amax_history, layer.gradient_amax_history)
     readable = [history for history in histories if type(history) is Tensor and not history.is_meta]
     if not readable or (readable[0].is_cuda and torch.cuda.is_current_stream_capturing()):

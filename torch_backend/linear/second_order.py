@@ -25,6 +25,7 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import ops
+from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import Scaling, columnwise_weight, kept_inputs, quantized
 
@@ -40,7 +41,7 @@ def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> T
 
 
 def columnwise_values(parts: Sequence[Tensor], cast: Cast, rows: int) -> Tensor:
-    """[rows, columns] of an operand that was quantized columnwise, its rotation undone."""
+    """The values [rows, columns] of an operand that was quantized columnwise, its rotation undone."""
     values = values_of(parts, cast.format, rows)
     if cast.rotate:
         group, whole = rotation.GROUP, rows - rows % rotation.GROUP
@@ -54,12 +55,12 @@ class StraightThrough(torch.autograd.Function):
     """A value that stands for `original`, which gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, original: Tensor, value: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, original: Tensor, value: Tensor) -> Tensor:
         ctx.dtype = original.dtype
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor):
         return gradient.to(ctx.dtype), None
 
 
@@ -70,31 +71,34 @@ class OfInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, waiting: list[tuple[int, Tensor]]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, waiting: list[tuple[int, Tensor]]) -> Tensor:
         ctx.waiting = waiting
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.waiting.append((torch._C._current_graph_task_id(), gradient))
+    def backward(ctx: Any, gradient: Tensor):
+        ctx.waiting.append((current_graph_task(), gradient))
         return gradient.new_empty(0), None, None
 
 
 def taken(waiting: list[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor | None:
-    """The sum of this run's gradients, of those that wait. Others came from runs that ended before the forward's node."""
-    task = torch._C._current_graph_task_id()
+    """Takes all gradients that wait, and returns the sum of this run's.
+
+    Others are of runs that ended before the forward's node.
+    """
+    task = current_graph_task()
     own = [gradient for number, gradient in waiting if number == task]
     waiting.clear()
     return sum(own[1:], own[0]).to(dtype) if own else None
 
 
 def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
-    """The sum of a gradient and of what `taken` gave, if it gave something."""
+    """Adds the result of `taken`, if there is one, to a gradient."""
     return d_x if carried is None else d_x + carried
 
 
 def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """The backward of `LinearFunction` where it is to be differentiated: as many gradients as that has arguments."""
+    """Runs the backward of `LinearFunction` so that its gradients can be differentiated."""
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
@@ -128,7 +132,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; those that are not wanted are of no use."""
+    """The values of each group's gradient, rowwise and columnwise, [tokens, out]; the original in directions not wanted."""
     recipe, (needs_x, needs_weight, _) = ctx.call.recipe, ctx.call.needs
     rowwise = recipe.gradient if needs_x else HIGH_PRECISION
     columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
@@ -154,10 +158,10 @@ def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
 
 
 def without_derivative(backward: Callable[..., Any], ctx: Any, gradient: Tensor, reason: str) -> Any:
-    """What a backward gives, in grad mode, without a derivative: taking one raises RuntimeError with this reason."""
+    """Runs a backward in grad mode; taking a derivative of its results raises RuntimeError with this reason."""
     with torch.no_grad():
         results = backward(ctx, gradient)
     if not gradient.requires_grad:
         return results
-    refuse = torch._C._functions.DelayedError(reason.encode(), len(results))  # pyright: ignore[reportAttributeAccessIssue]
+    refuse = DelayedError(reason.encode(), len(results))
     return refuse(*(None if one is None else one.detach().requires_grad_() for one in results))

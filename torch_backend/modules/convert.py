@@ -1,4 +1,4 @@
-"""`convert`: a model's linear layers become quantized ones."""
+"""`convert`: makes a model's linear layers quantized ones."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from .in_place import become
 from .kinds import base_kind, check_layer, quantized_class
 from .linear import Linear
 from .quantized_layer import QuantizedLayer, Weights
@@ -109,7 +110,7 @@ def _chosen(
 
 
 def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
-    """Paths of chosen layers whose weight belongs to what isn't converted too, and the name of that.
+    """Returns the paths of chosen layers that share their weight with a module that isn't converted, and its name there.
 
     declared: also of those that aren't tied now, but that the model says it will tie.
     """
@@ -131,7 +132,7 @@ def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool)
 def _made(
     chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool
 ) -> dict[nn.Module, QuantizedLayer]:
-    """A new layer for each; those that share a weight share the new one. Nothing of the model is changed."""
+    """Makes a new layer for each; those that share a weight share the new one. The model stays as it is."""
     made: dict[nn.Module, QuantizedLayer] = {}
     by_weight: dict[Tensor, QuantizedLayer] = {}
     for layer, one in chosen.items():
@@ -141,7 +142,7 @@ def _made(
         except ValueError as error:
             raise ValueError(f"{one.path!r}: {error}") from None
         first = by_weight.setdefault(layer.get_parameter("weight"), new)
-        if first.recipe.weight != new.recipe.weight or first.turned != new.turned:
+        if first.recipe.weight != new.recipe.weight or first.transposed != new.transposed:
             raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
         new.weight = first.weight
         # A class that can't be derived from raises here, before anything is changed.
@@ -151,12 +152,12 @@ def _made(
 
 
 def _commit(made: dict[nn.Module, QuantizedLayer]) -> None:
-    """Makes each layer what was made for it, where it stands: references, hooks and attributes stay what they are."""
+    """Turns each layer into the one that was made for it, where it stands: references, hooks and attributes stay."""
     for layer, new in made.items():
         old = layer.get_parameter("weight")
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
-        layer.__class__ = quantized_class(type(layer), type(new))
+        become(layer, quantized_class(type(layer), type(new)))
         layer._parameters["weight"] = new.weight
         layer._buffers.update(new._buffers)
         layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)

@@ -27,15 +27,16 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.shard import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
+from .in_place import become
 from .quantized_layer import QuantizedLayer
-from .shared_norms import SHARED_NORMS
+from .shared_norms import SHARED_NORMS, SharedNorm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 class Cutter:
-    """Cuts over one mesh, in one way; the arguments are those of `parallelize`.
+    """Cuts modules over one mesh, in one way; the arguments are those of `parallelize`.
 
     Raises:
         TypeError: no mesh.
@@ -96,9 +97,9 @@ class Cutter:
 
     def _share(self, norm: nn.Module) -> None:
         # The parameters are DTensors now, and so its forward is another.
-        shared: Any = norm
-        shared.__class__ = SHARED_NORMS[type(norm)]
-        shared.group, shared.sequence = self.group, self.sequence
+        become(norm, SHARED_NORMS[type(norm)])
+        assert isinstance(norm, SharedNorm)
+        norm.group, norm.sequence = self.group, self.sequence
 
     def _parallel(self, layer: QuantizedLayer, style: Style) -> Parallel:
         weight = layer.weight
@@ -119,7 +120,7 @@ class Cutter:
             )
 
     def _shared(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """A whole parameter as a DTensor, cut along an axis or replicated."""
+        """Makes a whole parameter a DTensor, cut along an axis or replicated."""
         if mesh_of(parameter) is not None:
             # An embedding, say, that torch has cut, and that a layer shares.
             return parameter
@@ -146,7 +147,7 @@ class Cutter:
 
 
 def _check(module: nn.Module, style: Style | None) -> None:
-    """Whether a module is one that can be cut, and isn't yet."""
+    """Raises ValueError unless a module can be cut, in this style, and isn't yet."""
     kind = type(module).__name__
     if not isinstance(module, QuantizedLayer):
         if isinstance(module, tuple(SHARED_NORMS.values())):
@@ -154,7 +155,7 @@ def _check(module: nn.Module, style: Style | None) -> None:
         if type(module) not in SHARED_NORMS:
             raise ValueError(f"a norm must be one of {[norm.__name__ for norm in SHARED_NORMS]} to be shared, got a {kind}")
         return
-    if module.turned:
+    if module.transposed:
         raise ValueError(f"a {kind}, whose weight lies [in, out], can't be cut: use torch.nn.Linear for it, and convert that")
     styles = ("column", "row", "experts") if module.weight.ndim > 2 else ("column", "row")
     if style not in styles:
@@ -164,7 +165,7 @@ def _check(module: nn.Module, style: Style | None) -> None:
 
 
 def _dims(module: nn.Module, style: Style | None) -> dict[str, int | None]:
-    """Along which axis each parameter of a layer or norm is cut; None where all ranks have it whole."""
+    """Returns the axis along which each parameter of a layer or norm is cut; None where all ranks have it whole."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if style is None:
         return dict.fromkeys(names)
@@ -184,7 +185,7 @@ def _placement(dim: int | None) -> Any:
 
 
 def part_of(q: QuantizedTensor, lies: Sharding, rank: int) -> QuantizedTensor:
-    """What one rank holds of a whole quantized tensor, in memory of its own; rows and columns inside blocks and bytes too."""
+    """Cuts one rank's part out of a whole quantized tensor, in memory of its own; inside blocks and bytes too."""
     region = lies.region(rank)
     own = {
         part.name: state_dict.cut(q.format, part, getattr(q, part.name), region).clone() for part in parts.parts(q.format, lies)

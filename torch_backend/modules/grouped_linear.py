@@ -52,7 +52,7 @@ class GroupedLinear(QuantizedLayer):
         self.make_parameters((experts, out_features, in_features), bias, device, dtype)
 
     def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-        """[tokens, out] of x [tokens, in].
+        """Returns [tokens, out] for x [tokens, in].
 
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.

@@ -1,4 +1,4 @@
-"""Which layers `convert` can quantize where they stand, what they become, and why it can't do so with others."""
+"""The layers that `convert` can quantize where they stand, their new classes, and why others stay."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOOKS_THAT_MAKE_WEIGHTS = ("WeightNorm", "SpectralNorm", "BasePruningMethod")
 
 
 def base_kind(layer: nn.Module) -> type[Linear] | type[TransposedLinear] | None:
-    """The layer of blockfp's that multiplies as this one does; None where there is none.
+    """Returns blockfp's layer that multiplies as this one does; None where there is none.
 
     That is `Linear` for `torch.nn.Linear` and its subclasses with its own forward, and `TransposedLinear` for transformers'
     `Conv1D`, likewise. Whether the weight is one that can be quantized is not asked.
@@ -37,7 +37,7 @@ def base_kind(layer: nn.Module) -> type[Linear] | type[TransposedLinear] | None:
 
 
 def why_not(module: nn.Module, param: Tensor) -> str:
-    """Why a parameter of a module without a `base_kind` stays as it is."""
+    """Returns why a parameter of a module without a `base_kind` stays as it is."""
     name = type(module).__name__
     if isinstance(module, NonDynamicallyQuantizableLinear | nn.MultiheadAttention):
         return "torch.nn.MultiheadAttention multiplies with its weights itself; bfp.MultiheadAttention has quantized ones"
@@ -55,7 +55,7 @@ EMBEDDING = "an embedding is looked up, not multiplied"
 
 
 def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[TransposedLinear]) -> None:
-    """Whether a layer that has a kind can become it, with nothing of it lost.
+    """Checks that a layer that has a kind can become it, with nothing of it lost.
 
     Raises:
         ValueError: it can't; the reason names the layer.
@@ -103,19 +103,19 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
 
 @cache
 def _names(kind: type[Linear] | type[TransposedLinear]) -> frozenset[str]:
-    """What a kind has and its torch base lacks."""
+    """Returns the names that a kind has and its torch base lacks."""
     like = kind(1, 1, recipe="mxfp8", device="meta")
     plain = nn.Linear(1, 1, device="meta")
     return frozenset({*vars(like), *like._buffers, *dir(kind)} - {*vars(plain), *dir(nn.Linear)})
 
 
 def _own(cls: type, kind: type[QuantizedLayer]) -> set[str]:
-    """Names that a class adds to torch's."""
+    """Returns the names that a class adds to torch's."""
     return {name for base in cls.__mro__ if base not in kind.__mro__ for name in vars(base)}
 
 
 class Derived:
-    """What the classes of `quantized_class` have in common: they are pickled, and copied, by the class they are made of."""
+    """Base of the classes of `quantized_class`: they are pickled, and copied, by the class that they are made of."""
 
     made_of: type[nn.Module]
 
@@ -127,7 +127,7 @@ class Derived:
 
 
 def quantized_class(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
-    """What a layer of a class becomes: the kind itself for torch's own, else a class derived from both, the kind first."""
+    """Returns the new class of a layer: the kind itself for torch's own, else a class derived from both, the kind first."""
     return kind if cls is nn.Linear else _derived(cls, kind)
 
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from blockfp.recipes import Compute, Recipe
 
 from .linear import Linear
-from .quantized_layer import Weights
+from .quantized_layer import LayerOptions, Weights
 
 Norm = Literal["layer_norm", "rms_norm"]
 
 
 def make_norm(kind: Norm, features: int, eps: float, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """torch's norm of that kind, over the last axis.
+    """Makes torch's norm of that kind, over the last axis.
 
     Raises:
         ValueError: another kind.
@@ -57,11 +57,9 @@ class LayerNormLinear(nn.Module):
     ):
         super().__init__()
         self.norm = make_norm(norm, in_features, eps, device, dtype)
-        self.linear = Linear(
-            in_features, out_features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
-            keep_init=keep_init,
-        )  # fmt: skip
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.linear = Linear(in_features, out_features, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., out] of x [.., in]."""
+        """Returns [.., out] for x [.., in]."""
         return self.linear(self.norm(x))

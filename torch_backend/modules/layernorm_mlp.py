@@ -12,7 +12,7 @@ from blockfp.recipes import Compute, Recipe
 
 from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
-from .quantized_layer import Weights
+from .quantized_layer import LayerOptions, Weights
 
 Activation = Literal["gelu", "swiglu"]
 
@@ -54,17 +54,12 @@ class LayerNormMLP(nn.Module):
             raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
         self.activation = activation
         width = 2 * ffn_features if activation == "swiglu" else ffn_features
-        self.up = LayerNormLinear(
-            features, width, bias, recipe=recipe, norm=norm, eps=eps, device=device, dtype=dtype, weights=weights,
-            compute=compute, keep_init=keep_init,
-        )  # fmt: skip
-        self.down = Linear(
-            ffn_features, features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
-            keep_init=keep_init,
-        )  # fmt: skip
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.up = LayerNormLinear(features, width, bias, norm=norm, eps=eps, **options)
+        self.down = Linear(ffn_features, features, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., features] of x [.., features]."""
+        """Returns [.., features] for x [.., features]."""
         hidden = self.up(x)
         if self.activation == "gelu":
             return self.down(F.gelu(hidden, approximate="tanh"))

@@ -75,13 +75,10 @@ class Linear(QuantizedLayer, nn.Linear):
         compute: Compute = "quantized",
         keep_init: bool = True,
     ) -> Linear:
-        """The layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
-        layer = cls(
-            linear.in_features, linear.out_features, bias=False, recipe=recipe, device="meta", weights=weights,
-            compute=compute, keep_init=keep_init,
-        )  # fmt: skip
-        layer.take_values(linear)
-        return layer
+        """Makes a layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
+        lengths = linear.in_features, linear.out_features
+        made = cls(*lengths, False, recipe=recipe, device="meta", weights=weights, compute=compute, keep_init=keep_init)
+        return made.take_values(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)

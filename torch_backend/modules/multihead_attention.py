@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from ..quantized_tensor.dtensors import from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
-from .dtensors import from_local, to_local
 from .linear import Linear
-from .quantized_layer import Weights
+from .quantized_layer import LayerOptions, Weights
 
 
 class MultiheadAttention(nn.Module):
@@ -63,17 +63,12 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"key_value_heads must divide heads = {heads}, got {key_value_heads}")
         self.heads, self.key_value_heads, self.head_features = heads, key_value_heads, features // heads
         self.causal = causal
-        self.qkv = Linear(
-            features, (heads + 2 * key_value_heads) * self.head_features, bias, recipe=recipe, device=device, dtype=dtype,
-            weights=weights, compute=compute, keep_init=keep_init,
-        )  # fmt: skip
-        self.out = Linear(
-            features, features, bias, recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute,
-            keep_init=keep_init,
-        )  # fmt: skip
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.qkv = Linear(features, (heads + 2 * key_value_heads) * self.head_features, bias, **options)
+        self.out = Linear(features, features, bias, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, features] of x [batch, tokens, features]."""
+        """Returns [batch, tokens, features] for x [batch, tokens, features]."""
         shared = self.heads // self.key_value_heads
         projected = self.qkv(x)
         # As many heads as the rows of this rank's part of the weight; torch's attention takes no DTensors of them everywhere.

@@ -107,7 +107,7 @@ def parallelize(
 
 
 def _own_styles_and_norms(module: nn.Module, cutter: Cutter) -> Styles | None:
-    """`_own_styles`, and None of further norms, which a derived class may have of its own.
+    """Returns `_own_styles`, and None of further norms, which a derived class may have of its own.
 
     They are found here for all that is inside, so `_own_styles` asks itself alone of a TransformerLayer's parts.
     """
@@ -116,7 +116,7 @@ def _own_styles_and_norms(module: nn.Module, cutter: Cutter) -> Styles | None:
 
 
 def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
-    """Those of a module whose styles are its own; None for any other."""
+    """Returns the styles of a module that has its own; None for any other."""
     if isinstance(module, TransformerLayer):
         attention, mlp = (_own_styles(part, cutter) for part in (module.attention, module.mlp))
         if attention is None or mlp is None:
@@ -143,7 +143,7 @@ def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
 
 
 def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutter) -> Styles:
-    """Those of the modules inside another: that have styles of their own, and the layers that the patterns name."""
+    """Returns the styles of the modules inside another: of those that have their own, and of layers that the patterns name."""
     patterns = {pattern: re.compile(translate(pattern)) for pattern in styles}
     unused, taken = set(patterns), []
     found: Styles = {}
@@ -170,7 +170,7 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
 
 
 def _check_what_stays(model: nn.Module, styles: Styles, cutter: Cutter) -> None:
-    """Whether the modules that aren't cut go on working beside those that are."""
+    """Checks that the modules that aren't cut go on working beside those that are."""
     cut = {parameter for module in styles for parameter in module.parameters(recurse=False)}
     for path, module in model.named_modules():
         if module in styles:

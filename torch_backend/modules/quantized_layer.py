@@ -1,4 +1,4 @@
-"""What the layers share: how a weight is stored, initialized and loaded, and the buffers that a recipe needs."""
+"""The base of the layers: a weight that is stored, initialized and loaded, and the buffers that a recipe needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,34 @@ from blockfp.recipes import Compute, Recipe
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
+from ..linear.recipe_layer import RecipeLayer
 from ..linear.scale_watch import note_sharded, watch
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import from_local
 from ..quantized_tensor.keys import data_rank, random_key
 from ..quantized_tensor.quantize import quantize
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import mark_static_address
 from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_
 from ..weights.module_state import InParts, keep_in_parts
-from .dtensors import from_local
 from .shared_products import multiply_shared
 
 Weights = Literal["quantized", "high_precision"]
 
 
-class QuantizedLayer(InParts):
+class LayerOptions(TypedDict):
+    """The keywords that all layers have, as one hands them on to another; see `Linear` and `QuantizedLayer`."""
+
+    recipe: Recipe | str
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    weights: Weights
+    compute: Compute
+    keep_init: bool
+
+
+class QuantizedLayer(InParts, RecipeLayer):
     """A layer with one weight [.., out, in] and maybe a bias, a recipe, and the recipe's state in buffers.
 
     Attributes:
@@ -41,22 +54,14 @@ class QuantizedLayer(InParts):
             FSDP2 on the shard before each gather.
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
-        observed: figures that `observe` gathers, or None.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
-        turned: whether the weight lies [in, out] instead.
+        transposed: whether the weight lies [in, out] instead.
     """
 
-    turned: ClassVar[bool] = False
+    transposed: ClassVar[bool] = False
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
-    input_amax_history: Tensor | None
-    input_scale: Tensor | None
-    gradient_amax_history: Tensor | None
-    gradient_scale: Tensor | None
-    rng_key: Tensor | None
-    step: Tensor | None
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
         # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
@@ -64,9 +69,9 @@ class QuantizedLayer(InParts):
         if weights not in get_args(Weights):
             raise ValueError(f"weights must be one of {get_args(Weights)}, got {weights!r}")
         self.recipe = recipes.parse(recipe)
-        self.checked = recipes.for_linear(self.recipe, compute)
+        self.linear_recipe = recipes.for_linear(self.recipe, compute)
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
-        self.observed: Tensor | None = None
+        self.observed = None
         self.parallel: Parallel | None = None
         self.data_rank = 0
         self.register_hooks()
@@ -81,28 +86,28 @@ class QuantizedLayer(InParts):
         self._announce()
 
     def _announce(self) -> None:
-        """Tells what looks after a layer's state that there is one more: made, copied or unpickled."""
-        if self.checked.delayed is not None:
+        """Registers a layer that was made, copied or unpickled with those that look after its state."""
+        if self.linear_recipe.delayed is not None:
             watch(self)
-        if self.checked.delayed is not None or self._stochastic:
+        if self.linear_recipe.delayed is not None or self._stochastic:
             keep_state()
 
     @property
     def _stochastic(self) -> bool:
-        return self.checked.gradient.stochastic or self.checked.gradient_columnwise.stochastic
+        return self.linear_recipe.gradient.stochastic or self.linear_recipe.gradient_columnwise.stochastic
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 sets the weight so, sharded and gathered. A gathered one may be plain, and know nothing of a mesh. It does it
         # every step: layers without state don't ask.
-        stateful = name == "weight" and (self._stochastic or self.checked.delayed is not None)
+        stateful = name == "weight" and (self._stochastic or self.linear_recipe.delayed is not None)
         mesh = sharding.mesh_of(value) if stateful else None
-        if mesh is not None and self.checked.delayed is not None:
+        if mesh is not None and self.linear_recipe.delayed is not None:
             note_sharded(self, value)
         if mesh is not None and self._buffers.get("rng_key") is not None:
             # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
             axes = mesh.ndim - (self.parallel is not None)
             if axes:
-                self.data_rank = sharding.data_rank(mesh, axes)
+                self.data_rank = sharding.leading_rank(mesh, axes)
         super().__setattr__(name, value)
 
     def make_parameters(
@@ -113,7 +118,7 @@ class QuantizedLayer(InParts):
         Raises:
             ValueError: a negative length.
         """
-        lengths = shape if self.turned else reversed(shape)
+        lengths = shape if self.transposed else reversed(shape)
         for name, length in zip(("in_features", "out_features"), lengths, strict=False):
             if length < 0:
                 raise ValueError(f"{name} must be 0 or more, got {length}")
@@ -122,7 +127,7 @@ class QuantizedLayer(InParts):
         device = torch.empty(0, device=device).device
         if device.type != "meta":
             self.weight = nn.Parameter(torch.empty_like(self.weight, device=device))
-        outputs = shape[-1:] if self.turned else shape[:-1]
+        outputs = shape[-1:] if self.transposed else shape[:-1]
         self.bias = nn.Parameter(values.new_empty(outputs, device=device)) if bias else None
         self.set_buffers(device)
         self.reset_parameters()
@@ -141,18 +146,18 @@ class QuantizedLayer(InParts):
                 weight.initial = values.to("cpu", copy=True)
         self.weight = nn.Parameter(weight, requires_grad)
 
-    def take_values(self, layer: nn.Module) -> None:
-        """Takes over weight, bias and mode of a layer that isn't quantized; the bias is the same parameter."""
+    def take_values(self, layer: nn.Module) -> Self:
+        """Takes over weight, bias (the same parameter) and mode of a layer that isn't quantized, and returns itself."""
         weight = layer.get_parameter("weight")
         self.set_weight(weight, requires_grad=weight.requires_grad)
         self.bias = layer.bias  # pyright: ignore[reportAttributeAccessIssue]
         self.set_buffers(weight.device)
         self.reset_buffers()
-        self.train(layer.training)
+        return self.train(layer.training)
 
     def set_buffers(self, device: torch.device) -> None:
         """Makes the buffers that the recipe needs."""
-        delayed, stochastic = self.checked.delayed, self._stochastic
+        delayed, stochastic = self.linear_recipe.delayed, self._stochastic
         for operand in ("input", "gradient"):
             history = None if delayed is None else torch.zeros(delayed.history, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
@@ -182,10 +187,10 @@ class QuantizedLayer(InParts):
         A CUDA graph would write into copies of them otherwise.
         """
         for buffer in self.buffers(recurse=False):
-            torch._dynamo.mark_static_address(buffer, guard=False)
+            mark_static_address(buffer)
 
     def state(self) -> LinearState:
-        """The buffers as `linear` takes them."""
+        """Returns the buffers as `linear` takes them."""
         return LinearState(
             self.input_amax_history,
             self.input_scale,
@@ -198,7 +203,7 @@ class QuantizedLayer(InParts):
         )
 
     def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """`linear` of x and of this layer's parameters, as they lie.
+        """Runs `linear` on x and this layer's parameters, as they lie.
 
         Raises:
             TypeError: x is no tensor.
@@ -207,10 +212,13 @@ class QuantizedLayer(InParts):
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if self.parallel is not None:
-            return multiply_shared(x, self.weight, self.bias, self.checked, self.parallel, state=self.state(), counts=counts)
+            return multiply_shared(
+                x, self.weight, self.bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts
+            )
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        return apply(x, self.weight, self.bias, self.checked, state=self.state(), counts=counts, transposed=self.turned)
+        recipe, state = self.linear_recipe, self.state()
+        return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, transposed=self.transposed)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -258,7 +266,7 @@ def fill(param: Tensor, values: Tensor, *, keep_init: bool) -> None:
 
 
 def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What `fn` of `Module._apply` makes of a tensor; a cast of a quantized weight is one of its nominal dtype alone.
+    """Applies `fn` of `Module._apply` to a tensor; a cast of a quantized weight is one of its nominal dtype alone.
 
     Raises:
         TypeError: the dtype of a weight, quantized now or later, would be none that can be quantized.

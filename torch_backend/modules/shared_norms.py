@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..linear import outputs
+from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
-from .dtensors import check_mesh, from_local, to_local
 
 
 class _SummedGradient(torch.autograd.Function):
-    """A parameter that every rank has and each uses for its own tokens: its gradient is the sum over the ranks."""
+    """Identity on a parameter that each rank uses for its own tokens: its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, group: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -26,8 +26,8 @@ class _SummedGradient(torch.autograd.Function):
         return outputs.all_reduce(gradient, ctx.group), None
 
 
-class _SharedNorm(nn.Module):
-    """What `parallelize` makes a norm: its parameters are DTensors, replicated, and each rank norms the tokens that it has.
+class SharedNorm(nn.Module):
+    """A norm after `parallelize`: its parameters are replicated DTensors, and each rank norms the tokens that it has.
 
     Attributes:
         group: name of the group. Gradients of the parameters are summed over it where each rank has its own tokens.
@@ -44,7 +44,7 @@ class _SharedNorm(nn.Module):
         return from_local(y, mesh_of(x), getattr(x, "placements", ()), x.shape)
 
     def _laid_out(self, x: Tensor) -> tuple[Tensor, bool]:
-        """x with whole features on every rank, and whether each has its own tokens."""
+        """Returns x with whole features on every rank, and whether each has its own tokens."""
         if mesh_of(x) is None:
             return x, self.sequence
         from torch.distributed.tensor import Replicate, Shard
@@ -60,7 +60,7 @@ class _SharedNorm(nn.Module):
         return x.redistribute(placements=laid_out), isinstance(laid_out[0], Shard)  # pyright: ignore[reportAttributeAccessIssue]
 
     def parameter(self, name: str, summed_over: str | None) -> Tensor | None:
-        """A parameter as this rank uses it, its gradient summed over a group or not."""
+        """Returns a parameter as this rank uses it, its gradient summed over a group or not."""
         parameter = getattr(self, name)
         if parameter is None:
             return None
@@ -71,16 +71,16 @@ class _SharedNorm(nn.Module):
         raise NotImplementedError
 
 
-class SharedLayerNorm(_SharedNorm, nn.LayerNorm):
+class SharedLayerNorm(SharedNorm, nn.LayerNorm):
     def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
         weight, bias = self.parameter("weight", summed_over), self.parameter("bias", summed_over)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class SharedRMSNorm(_SharedNorm, nn.RMSNorm):
+class SharedRMSNorm(SharedNorm, nn.RMSNorm):
     def normalized(self, x: Tensor, summed_over: str | None) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.parameter("weight", summed_over), self.eps)
 
 
-SHARED_NORMS: dict[type[nn.Module], type[_SharedNorm]] = {nn.LayerNorm: SharedLayerNorm, nn.RMSNorm: SharedRMSNorm}
-"""What becomes of torch's norms."""
+SHARED_NORMS: dict[type[nn.Module], type[SharedNorm]] = {nn.LayerNorm: SharedLayerNorm, nn.RMSNorm: SharedRMSNorm}
+"""Torch's norms, and their classes after `parallelize`."""

@@ -12,8 +12,8 @@ from blockfp.recipes import Recipe
 
 from ..linear.linear import LinearState, apply
 from ..linear.parallel import Parallel
+from ..quantized_tensor.dtensors import check_mesh, from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
-from .dtensors import check_mesh, from_local, to_local
 
 
 def multiply_shared(
@@ -26,7 +26,7 @@ def multiply_shared(
     state: LinearState,
     counts: Sequence[int] | None,
 ) -> Tensor:
-    """`linear` of x with this rank's part of a layer.
+    """Runs `linear` on x with this rank's part of a layer.
 
     Args:
         x: what this rank holds of it, the same number of tokens on every rank; or a DTensor on the tensor-parallel mesh, which
@@ -54,7 +54,7 @@ def multiply_shared(
 
 
 def _placements(parallel: Parallel, ndim: int) -> tuple[Any, Any]:
-    """Of x and of the output."""
+    """Returns the placements of x and of the output."""
     from torch.distributed.tensor import Replicate, Shard
 
     features = Shard(ndim - 1)

@@ -18,7 +18,7 @@ from .quantized_layer import QuantizedLayer
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A layer's weight that is quantized, or is when it is used or gathered.
+    """A layer's weight that is quantized, now or when it is used or gathered.
 
     Attributes:
         path: of the layer.
@@ -66,7 +66,7 @@ class LeftWeight:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summary` found; printed it is a table, with layers that differ in a number alone in one row.
+    """The result of `summary`; printed it is a table, with layers that differ in a number alone in one row.
 
     Attributes:
         layers: the quantized weights.
@@ -82,32 +82,32 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a shared one counts once."""
+        """Number of parameters of the whole model; a shared one counts once."""
         return self.quantized + sum(left.parameters for left in self.left) + self.others
 
     @property
     def bytes(self) -> int:
-        """Of all parameters, as far as this rank holds them."""
+        """Bytes of all parameters, as far as this rank holds them."""
         return sum(one.bytes for one in (*self.layers, *self.left)) + self.other_bytes
 
     @property
     def quantized(self) -> int:
-        """How many parameters are quantized."""
+        """Number of quantized parameters."""
         return sum(one.parameters for one in self.layers)
 
     @property
     def in_matrices(self) -> int:
-        """How many parameters are in matrices that are multiplied: all of two or more axes but embeddings."""
+        """Number of parameters in matrices that are multiplied: all of two or more axes but embeddings."""
         return self.quantized + sum(left.parameters for left in self.left if left.reason != EMBEDDING)
 
     @property
     def unasked(self) -> int:
-        """How many of these are in high precision though nobody asked for it."""
+        """Number of these that are in high precision though nobody asked for it."""
         return sum(left.parameters for left in self.left if left.unasked)
 
     @property
     def share(self) -> float:
-        """Which part of the parameters in matrices is quantized, 0 to 1."""
+        """Share of the parameters in matrices that is quantized, 0 to 1."""
         return self.quantized / self.in_matrices if self.in_matrices else 0.0
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that a transformers model declares tied, and will tie, and the name of what each is tied to."""
+    """Maps parameters that a transformers model declares tied, and will tie, to the names they are tied to."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         declared = getattr(module, "all_tied_weights_keys", None)
@@ -203,7 +203,7 @@ def _stored(param: Tensor) -> str:
 
 
 def nbytes(param: Tensor) -> int:
-    """Bytes of what this rank holds of a parameter: codes and scales, or values."""
+    """Returns the bytes that this rank holds of a parameter: codes and scales, or values."""
     local = sharding.local_of(param)
     if not isinstance(local, QuantizedTensor):
         return local.numel() * local.element_size()
@@ -212,7 +212,7 @@ def nbytes(param: Tensor) -> int:
 
 
 def _together(rows: Iterable, alike: Callable) -> list[tuple[str, int, list]]:
-    """(path, how many, rows) of rows whose paths differ in numbers alone, which are * there; in order of appearance."""
+    """Groups rows whose paths differ in numbers alone, as (path with *, how many, rows), in order of appearance."""
     found: dict = {}
     for row in rows:
         found.setdefault((re.sub(_NUMBER, "*", row.path), alike(row)), []).append(row)

@@ -10,7 +10,7 @@ from blockfp.recipes import Compute, Recipe
 from .layernorm_linear import Norm, make_norm
 from .layernorm_mlp import Activation, LayerNormMLP
 from .multihead_attention import MultiheadAttention
-from .quantized_layer import Weights
+from .quantized_layer import LayerOptions, Weights
 
 
 class TransformerLayer(nn.Module):
@@ -47,16 +47,11 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         self.norm = make_norm(norm, features, eps, device, dtype)
-        self.attention = MultiheadAttention(
-            features, heads, bias, recipe=recipe, causal=True, key_value_heads=key_value_heads, device=device, dtype=dtype,
-            weights=weights, compute=compute, keep_init=keep_init,
-        )  # fmt: skip
-        self.mlp = LayerNormMLP(
-            features, ffn_features, bias, recipe=recipe, norm=norm, activation=activation, eps=eps, device=device, dtype=dtype,
-            weights=weights, compute=compute, keep_init=keep_init,
-        )  # fmt: skip
+        options = LayerOptions(recipe=recipe, device=device, dtype=dtype, weights=weights, compute=compute, keep_init=keep_init)
+        self.attention = MultiheadAttention(features, heads, bias, causal=True, key_value_heads=key_value_heads, **options)
+        self.mlp = LayerNormMLP(features, ffn_features, bias, norm=norm, activation=activation, eps=eps, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, length, features] of x [batch, length, features]."""
+        """Returns [batch, length, features] for x [batch, length, features]."""
         x = x + self.attention(self.norm(x))
         return x + self.mlp(x)

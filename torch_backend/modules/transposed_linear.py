@@ -25,7 +25,7 @@ class TransposedLinear(QuantizedLayer):
         ValueError: the recipe stores weights in a format whose transpose isn't exact (1-D blocks).
     """
 
-    turned: ClassVar[bool] = True
+    transposed: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -59,13 +59,10 @@ class TransposedLinear(QuantizedLayer):
         compute: Compute = "quantized",
         keep_init: bool = True,
     ) -> TransposedLinear:
-        """The layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
-        new = cls(
-            *layer.get_parameter("weight").shape, bias=False, recipe=recipe, device="meta", weights=weights, compute=compute,
-            keep_init=keep_init,
-        )  # fmt: skip
-        new.take_values(layer)
-        return new
+        """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
+        lengths = layer.get_parameter("weight").shape
+        made = cls(*lengths, bias=False, recipe=recipe, device="meta", weights=weights, compute=compute, keep_init=keep_init)
+        return made.take_values(layer)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

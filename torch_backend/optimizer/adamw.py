@@ -26,13 +26,14 @@ from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
+from ..torch_internals import foreach_add_
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
 from .optimizer_step import carry_out
 
 
 class _Adam(Optimizer):
-    """What AdamW and Adam share; they differ in what weight decay is."""
+    """Adam with all of its options; AdamW and Adam differ in their weight decay alone."""
 
     # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
     _step_supports_amp_scaling = True
@@ -83,7 +84,7 @@ class _Adam(Optimizer):
 
     @torch.no_grad()
     def make_state(self) -> None:
-        """Gives every parameter that is trained and has no state yet the one that its first step would begin with."""
+        """Makes the state of every trained parameter that has none yet, as its first step would."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.requires_grad:
@@ -91,7 +92,7 @@ class _Adam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; parameters without a gradient stay as they are.
+        """Takes one step; parameters without a gradient stay as they are.
 
         Then the scales of layers with delayed scaling, whose weights are among the parameters, are updated: after a step that a
         gradient scaler leaves out, too.
@@ -165,7 +166,7 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        foreach_add_(steps, 1)
         known: dict[int, Coefficients] = {}
         for one, step in zip(todo, steps, strict=True):
             one.step = int(step.item())
@@ -258,14 +259,14 @@ def _local_gradient(param: Tensor) -> Tensor:
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
-    """`_begin` with nothing read back: the constants of each parameter are a row of a tensor."""
+    """Counts the step as `_begin` does, with nothing read back: each parameter's constants are a row of a tensor."""
     by_device: dict[torch.device, list[int]] = {}
     for i, step in enumerate(steps):
         by_device.setdefault(step.device, []).append(i)
     for device, places in by_device.items():
         counts = [steps[i] for i in places]
         skip = torch.zeros((), device=device) if found is None else (found.to(device) != 0).to(torch.float32)
-        torch._foreach_add_(counts, [1 - skip] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
+        foreach_add_(counts, [1 - skip] * len(counts))
         step = torch.stack(counts).to(torch.float64)
         rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr
         c = adamw.coefficients(step, rate, *settings, decoupled=decoupled)
@@ -306,8 +307,8 @@ _OWN = ("moments", "master", "capturable")
 """How this optimizer keeps its state, which nothing that is loaded changes."""
 
 
-def misfit(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
-    """The first setting of torch's optimizers that makes another optimizer of AdamW or Adam than it is, as NAME=VALUE."""
+def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
+    """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
     if not isinstance(optimizer, _Adam):
         return None
     own = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": optimizer._decoupled}
@@ -336,13 +337,13 @@ def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as torch is to load it: the states made, the settings complete; nothing is changed before all of it fits."""
+    """Makes the state dict that torch is to load: states made, settings complete. Nothing is changed before all of it fits."""
     ours, theirs = optimizer.param_groups, state_dict["param_groups"]
     if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
         return state_dict  # torch says what is wrong.
     groups, states = [], {}
     for own, group in zip(ours, theirs, strict=True):
-        if unfit := misfit(optimizer, group):
+        if unfit := unsupported_setting(optimizer, group):
             raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
         kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})

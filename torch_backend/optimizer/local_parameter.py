@@ -22,7 +22,7 @@ from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
 from blockfp.formats import Format
 from blockfp.kernels import step_table
-from blockfp.sharding.placement import Mesh, Placement, Replicate, Shard, Sharding, StridedShard, from_dtensor
+from blockfp.sharding.placement import Mesh, Placement, Shard, Sharding, StridedShard, from_dtensor
 
 from ..custom_ops.ops import name_of
 from ..quantized_tensor import sharding
@@ -122,24 +122,24 @@ class LocalParameter:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """(row, column) of the first element, matrices counted one below the other: where random bytes are counted from."""
+        """Returns (row, column) of the first element, matrices counted one below the other: random bytes count from there."""
         return (self.start[0] * self.whole[0] + self.start[1], self.start[2])
 
     def cuts_blocks(self, block: tuple[int, int]) -> bool:
-        """Whether some rank's part, or this one's own beginning, falls inside a block; the same on every rank of a mesh."""
+        """Returns whether some rank's part, or this one's beginning, falls inside a block; the same on every rank of a mesh."""
         if self.lies.mesh is sharding.ONE_RANK:
             return bool(self.start[1] % block[0] or self.start[2] % block[1])
         return _cuts_blocks(self.lies, block)
 
     @property
     def scalars(self) -> Coefficients:
-        """The constants one by one."""
+        """Returns the constants one by one."""
         c = self.coefficients
         return c if isinstance(c, Coefficients) else Coefficients(*c.unbind())
 
     @property
     def moves(self) -> bool | Tensor:
-        """Whether the weight may move at all; a tensor where only the device knows."""
+        """Returns whether the weight may move at all; a tensor where only the device knows."""
         c = self.coefficients
         if isinstance(c, Coefficients):
             return not (adamw.stands_still(c) or c.skip)
@@ -147,7 +147,7 @@ class LocalParameter:
         return ~adamw.stands_still(c) & (c.skip == 0)
 
     def key(self, key: tuple[int, int], rounded: int) -> Any:
-        """The key that rounds the weight or a moment in this step."""
+        """Returns the key that rounds the weight or a moment in this step."""
         if isinstance(self.step, int):
             return adamw.rounding_key(key, self.step, self.number, rounded)
         # Filled in on the device: nothing may be copied there while a graph is captured.
@@ -155,7 +155,7 @@ class LocalParameter:
         return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
 
     def addresses(self, arrays: tuple[Tensor | None, ...], *, again: bool = False) -> list[int]:
-        """The addresses of the row's arrays (`step_table.ARRAYS`), constants and step number, 0 for those there aren't.
+        """Returns the addresses of the row's arrays (`step_table.ARRAYS`), constants and step number, 0 where there is none.
 
         Sets `row`, anew where dtypes have changed.
 
@@ -189,7 +189,7 @@ class LocalParameter:
         return found
 
     def _expected(self, arrays: tuple[Tensor | None, ...]) -> tuple:
-        """(dtype, number of elements, alignment) of each array, or None."""
+        """Sets `row`, and returns (dtype, number of elements, alignment) of each of its arrays, or None."""
         gradient, _, first, _, _, _, out, _ = arrays
         assert gradient is not None
         assert first is not None
@@ -221,12 +221,12 @@ class LocalParameter:
 
 
 def _lying(param: Tensor) -> Sharding:
-    """How a parameter lies; a vector is a matrix of one row."""
+    """Returns how a parameter lies; a vector is a matrix of one row."""
     if param.ndim >= 2:
         return sharding.sharding_of(param)
     mesh, shape = sharding.mesh_of(param), (1, math.prod(param.shape))
     if mesh is None:
-        return Sharding(shape, sharding.ONE_RANK, (Replicate(),))
+        return sharding.unsharded(shape)
     placements = from_dtensor(param.placements)  # pyright: ignore[reportAttributeAccessIssue]
     return _row(shape, sharding.core_mesh(mesh), placements)
 

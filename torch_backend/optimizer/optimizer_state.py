@@ -1,4 +1,4 @@
-"""What the optimizers keep of each parameter: master weight and moments, as this rank's part, and as a state dict shows them.
+"""The state of each parameter: master weight and moments, as this rank's part, and as a state dict shows them.
 
     parameter (DTensor or plain)          codes, or values: what the model computes with
       | new_moments, new_master
@@ -23,18 +23,18 @@ from blockfp.definition import adamw, bits
 from blockfp.definition.adamw import MOMENT_FORMAT
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.state_dict import placed
 from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
 
 
 def matrices(x: Tensor) -> Tensor:
-    """x as [..., rows, columns]: a vector is one row."""
+    """Returns x as [..., rows, columns]: a vector is one row."""
     return x if x.ndim >= 2 else x.reshape(1, -1)
 
 
 def moments_of(one: LocalParameter, wanted: str) -> str:
-    """What a parameter's moments are kept in. FP8 is for matrices: vectors are small, and sharding cuts their blocks.
+    """Returns the kind of a parameter's moments. FP8 is for matrices: vectors are small, and sharding cuts their blocks.
 
     Raises:
         ValueError: FP8 blocks would straddle ranks.
@@ -51,7 +51,7 @@ def moments_of(one: LocalParameter, wanted: str) -> str:
 
 
 def new_moments(one: LocalParameter, moments: str) -> dict[str, Tensor]:
-    """Moments of zero."""
+    """Returns moments of zero."""
     kept = moments_of(one, moments)
     shape, device = one.local.shape, one.local.device
     if kept != "fp8":
@@ -63,12 +63,12 @@ def new_moments(one: LocalParameter, moments: str) -> dict[str, Tensor]:
 
 
 def needs_master(one: LocalParameter, master: str | None) -> bool:
-    """Whether the parameter has a master of its own: plain fp32 parameters are their own."""
+    """Returns whether the parameter has a separate master: plain fp32 parameters are their own."""
     return master is not None and (isinstance(one.local, QuantizedTensor) or one.local.dtype != torch.float32)
 
 
 def new_master(one: LocalParameter) -> Tensor:
-    """The fp32 master of a parameter: its original values where it has kept them (which it then drops), else its values now."""
+    """Makes the fp32 master of a parameter: of its original values, if it has kept them (it drops them), or its values."""
     q = one.local
     if not isinstance(q, QuantizedTensor):
         return q.detach().to(torch.float32, copy=True).contiguous()
@@ -79,14 +79,14 @@ def new_master(one: LocalParameter) -> Tensor:
 
 
 def renew_master(one: LocalParameter, state: dict[str, Tensor]) -> None:
-    """Makes the master that a state has anew where high-precision values have been loaded into the parameter since."""
+    """Makes a state's master anew where high-precision values have been loaded into the parameter since."""
     if "master" in state and isinstance(one.local, QuantizedTensor) and one.local.geometry.loaded:
         # In place: a CUDA graph that was captured knows this memory.
         state["master"].copy_(new_master(one))
 
 
 def load_moment(one: LocalParameter, state: dict[str, Tensor], which: int) -> Tensor:
-    """A moment in fp32, of the local tensor's shape; the state's own tensor where that is fp32."""
+    """Returns a moment in fp32, of the local tensor's shape; the state's own tensor where that is fp32."""
     kept = state[MOMENT_NAMES[which]]
     if kept.dtype != torch.uint8:
         return kept.to(torch.float32)
@@ -109,7 +109,7 @@ def store_moment(one: LocalParameter, state: dict[str, Tensor], which: int, valu
 
 
 def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A parameter's state as a state dict shows it: fp32 values, placed as the parameter is."""
+    """Returns a parameter's state as a state dict shows it: fp32 values, placed as the parameter is."""
     one = LocalParameter(param)
     shown = {name: state[name] for name in ("step", "master") if name in state}
     shown |= {name: load_moment(one, state, which) for which, name in enumerate(MOMENT_NAMES)}
@@ -117,7 +117,7 @@ def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool) -> dict[str, Tensor]:
-    """A new state for a parameter of what a state dict shows: of any mesh, any kind of moments, or of torch's own AdamW.
+    """Makes a parameter's state from a state dict's: of any mesh, any kind of moments, or of torch's own AdamW.
 
     Raises:
         ValueError: something is missing, or is not of the parameter's shape.
@@ -137,7 +137,7 @@ def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str |
 
 
 def _local_values(one: LocalParameter, name: str, value: Tensor) -> Tensor:
-    """This rank's part of a tensor that lies as the parameter does, otherwise, or whole."""
+    """Returns this rank's part of a tensor that is whole, or lies as the parameter does or otherwise."""
     if tuple(value.shape) == tuple(one.param.shape):
         if sharding.placed_alike(value, one.param):
             value = sharding.local_of(value)

@@ -1,4 +1,4 @@
-"""How an optimizer step is carried out: which parameters go through the kernels at once, and which are quantized after them.
+"""One step of all parameters: in one call of the kernels, and what they can't quantize in that pass after it.
 
 masters and moments      all parameters of a device in one call of the kernels, or the definition one by one; copies in 16
   |                      bits and the codes of blocks that lie within this rank's part are written in the same pass
@@ -34,7 +34,7 @@ _TRANSIENT = 1 << 26
 
 
 def carry_out(todo: list[LocalParameter], key: tuple[int, int]) -> None:
-    """The steps of all parameters, in place.
+    """Takes the steps of all parameters, in place.
 
     Args:
         todo: the parameters, in the same order on every rank.
@@ -58,7 +58,7 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int]) -> None:
 
 
 def _kernels(device: torch.device) -> Any:
-    """The module whose `adamw` runs on this device, or None: the definition runs then."""
+    """Returns the module whose `adamw` runs on this device, or None: the definition runs then."""
     if device.type == "cuda" and cuda_library.available():
         return cuda
     return native if device.type == "cpu" and native.available() else None
@@ -152,7 +152,7 @@ def _copy_where(condition: bool | Tensor, out: Tensor, values: Tensor) -> None:
 
 
 def _requantize(todo: list[LocalParameter], values: list[Tensor], keys: list[Any] | None) -> None:
-    """Codes and scales of the parameters that may have moved: all in one go, for the sake of the reductions."""
+    """Quantizes the parameters that may have moved: all in one go, for the sake of the reductions."""
     if not todo:
         return
     chosen = [i for i, one in enumerate(todo) if one.moves is not False]
@@ -165,7 +165,7 @@ def _requantize(todo: list[LocalParameter], values: list[Tensor], keys: list[Any
 
 
 def _copies(one: LocalParameter) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales, and what they are now, where only the device knows whether they are to change."""
+    """Returns codes and scales with copies of them, where only the device knows whether they are to change."""
     q = one.local
     if not isinstance(q, QuantizedTensor) or isinstance(one.coefficients, Coefficients):
         return []
@@ -173,7 +173,7 @@ def _copies(one: LocalParameter) -> list[tuple[Tensor, Tensor]]:
 
 
 def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> None:
-    """Quantized weights that have no master: dequantized, updated, and rounded stochastically to their format."""
+    """Updates quantized weights that have no master: dequantized, and rounded stochastically to their format."""
     batch: list[tuple[LocalParameter, Tensor]] = []
     elements = 0
     for one in chain(todo, (None,)):
@@ -187,7 +187,7 @@ def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> N
 
 
 def _round_in_place(one: LocalParameter, key: tuple[int, int]) -> None:
-    """A bfloat16 parameter without a master."""
+    """Updates a bfloat16 parameter that has no master."""
     local = one.local.detach()
     weight = local.to(torch.float32, copy=True).contiguous()
     _update([(one, weight)], key, whole_step=False)

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same kinds of weights: found out once, before their codes are first gathered together.
+"""A check that ranks hold the same kinds of weights, made once before their codes are first gathered together.
 
 Codes of two formats may have as many bytes, and what one rank sent would be decoded by another's format without an error. So
 before a group of FSDP2's parameters is gathered for the first time, every rank of their mesh puts a number that stands for the
@@ -11,8 +11,6 @@ weights is refused at the same time.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Recipe
 
 from ..custom_ops.collectives import max_reduce
+from ..torch_internals import frame_above, fsdp_module, fsdp_name, fsdp_param, gathered_together
 from .sharding import local_of, mesh_of
 
 if TYPE_CHECKING:
@@ -40,22 +39,21 @@ def agree_before_gather() -> None:
         ValueError: on every rank, where ranks hold different kinds of a weight, both of which are named; or where FSDP2 is to
             reshard a weight to a smaller mesh after the forward.
     """
-    # FSDP2 tells the hook its mesh alone. Its own frames know for which parameter, and for which others besides, it is called.
-    caller = sys._getframe(2)
-    param = caller.f_locals.get("self")
-    if param is None or param in _agreed or not hasattr(param, "_module_info") or torch.compiler.is_compiling():
+    caller = frame_above(2)
+    param = fsdp_param(caller)
+    if param is None or param in _agreed or torch.compiler.is_compiling():
         return
     _refuse_smaller_mesh(param)
-    together = _gathered_together(caller, param)
+    together = gathered_together(caller, param)
     meshes = list(dict.fromkeys(mesh for one in together if (mesh := mesh_of(one.sharded_param)) is not None))
     for mesh in meshes:
-        kinds = {_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
+        kinds = {fsdp_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
         _agree(mesh, kinds, param.device)
     _agreed.update(together)
 
 
 def recipe_of(module: nn.Module) -> str | None:
-    """All that a layer's recipe says, in the same words in every process; None where it has none."""
+    """A description of a layer's recipe, in the same words in every process; None where it has none."""
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
         return None
@@ -65,21 +63,9 @@ def recipe_of(module: nn.Module) -> str | None:
 
 
 def kind_of(param: Tensor) -> str:
-    """What a parameter is on every rank: its format, shape and dtype."""
+    """A description of a parameter that holds on every rank: its format, shape and dtype."""
     format = getattr(local_of(param), "format", None)
     return f"{format or 'in high precision'} of shape {tuple(param.shape)} and {param.dtype}"
-
-
-def _gathered_together(frame: Any, param: Any) -> Sequence[Any]:
-    """The parameters of the gather that a frame is about."""
-    for _ in range(4):
-        params = frame.f_locals.get("fsdp_params")
-        if isinstance(params, list | tuple) and any(one is param for one in params):
-            return params
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return [param]
 
 
 def _refuse_smaller_mesh(param: Any) -> None:
@@ -96,12 +82,8 @@ def _refuse_smaller_mesh(param: Any) -> None:
         )
 
 
-def _name(param: Any) -> str:
-    return getattr(param, "_param_fqn", None) or param._module_info.param_name
-
-
 def _kind(param: Any) -> str:
-    recipe = recipe_of(param._module_info.module)
+    recipe = recipe_of(fsdp_module(param))
     return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
 
 

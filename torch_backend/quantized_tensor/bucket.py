@@ -19,6 +19,7 @@ from torch import Tensor
 
 from blockfp.definition.bits import FLOAT_DTYPES
 
+from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
 from .refusals import FLAT, refused
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ class Bucket(Tensor):
     """Whole quantized tensors and plain ones of one axis, end to end.
 
     Attributes:
-        pieces: them.
+        pieces: the tensors, in order.
     """
 
     pieces: tuple[Piece, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, pieces: Sequence[Piece]):
         length = sum(piece.numel() for piece in pieces)
-        return Tensor._make_wrapper_subclass(cls, (length,), dtype=pieces[0].dtype, device=pieces[0].device)
+        return make_wrapper_subclass(cls, (length,), dtype=pieces[0].dtype, device=pieces[0].device)
 
     def __init__(self, pieces: Sequence[Piece]):
         self.pieces = tuple(pieces)
@@ -111,7 +112,7 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
         if kind:
             values = torch.empty(q.shape, dtype=NOMINAL[kind - 1], device=q.device)
             originals.append((q, values if q.initial is None else values.copy_(q.initial)))
-    parts = [part for q in weights for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+    parts = [part for q in weights for part in q.parts]
     plain = [piece for piece in pieces if not hasattr(piece, "codes")]
     work = send([*parts, *plain, *(values for _, values in originals)])
     for q in weights:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ..torch_internals import decomposes, return_and_correct_aliasing
 from .refusals import refusal
 
 _TABLE: dict[Any, Callable[..., Any]] = {}
@@ -40,7 +40,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     handler = _TABLE.get(func)
     if handler is None:
         # In inference mode operations come here that are made of others: `view_as`, `chunk`, `to`.
-        if func._can_decompose():
+        if decomposes(func):
             return func.decompose(*args, **kwargs)
         raise refusal(func)
     if func not in _VIEWS:

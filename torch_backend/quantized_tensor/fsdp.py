@@ -1,4 +1,4 @@
-"""What FSDP2 gathers of a quantized weight, and how the whole weight is put together from it.
+"""The hooks of FSDP2's gather: the parts of a quantized weight that are sent, and the whole that is put together.
 
     shard (DTensor of QuantizedTensor)        codes [rows of this rank, ..], scales of the blocks that these rows touch
       | send                                  both padded to the length that the plan gives every rank; no copy, where the
@@ -29,6 +29,7 @@ from blockfp.sharding.placement import Mesh, Shard, Sharding
 
 from ..sharded.gather import index_of, lengthened
 from ..sharded.rank_plan import Chunk, rank_plan
+from ..torch_internals import keeping_version
 from .geometry import Base, Geometry
 from .sharding import local_of
 
@@ -63,7 +64,7 @@ class WeightGather:
 
 
 class GatherMetadata(NamedTuple):
-    """What the hook before the gather tells the one after it.
+    """Data that the hook before the gather passes to the one after it.
 
     Attributes:
         gather: this rank's role.
@@ -97,7 +98,7 @@ def keeping_signature(hook: Callable[..., Any]) -> Callable[..., Any]:
 def send(
     gather: WeightGather, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
 ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-    """Codes, scales and tensor scale of this rank's shard, as long as every other rank's.
+    """Makes codes, scales and tensor scale of this rank's shard as long as every other rank's.
 
     Args:
         gather: this rank's role.
@@ -112,11 +113,11 @@ def send(
 
 
 def receive(gathered: tuple[Tensor, ...], metadata: GatherMetadata, dtype: torch.dtype, out: Tensor | None) -> Received | None:
-    """The whole weight of what every rank sent.
+    """Puts the whole weight together from the chunks of every rank.
 
     Args:
         gathered: the chunks of all ranks one after another, for each tensor that `send` gave.
-        metadata: what `send` said.
+        metadata: from `send`.
         dtype: the nominal dtype of the result.
         out: the weight made the first time, whose memory FSDP2 has refilled; None the first time.
 
@@ -141,7 +142,7 @@ def receive(gathered: tuple[Tensor, ...], metadata: GatherMetadata, dtype: torch
 
 
 def _own_memory(gathered: tuple[Tensor, ...], metadata: GatherMetadata) -> tuple[Tensor | None, Tensor | None]:
-    """Scales and tensor scale where they are no heads of what was gathered, and so aren't refilled with it; else None."""
+    """Scales and tensor scale if FSDP2 doesn't refill them, since they are no heads of gathered memory; else None."""
     if len(gathered) == 1:
         return metadata.scales, metadata.tensor_scale
     index = _scales_index(metadata.gather, gathered[1].device)
@@ -159,7 +160,7 @@ def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
         if values is not None:
             into = getattr(local_of(out), name)
             # Autograd may have saved it. To it this is memory that FSDP2 refills, which counts no version either.
-            with torch.autograd._unsafe_preserve_version_counter(into):  # pyright: ignore[reportPrivateImportUsage]
+            with keeping_version(into):
                 into.copy_(values)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from blockfp.definition.rounding import Key, key_words
 
 from ..custom_ops.key_ops import signed
+from ..torch_internals import ddp_model
 
 
 def key_tensor(key: Key, device: torch.device) -> Tensor:
@@ -48,5 +48,5 @@ def data_rank(sharded: int) -> int:
         sharded: that on the axes over which FSDP2 shards (`sharding.data_rank`). DDP's is the rank in the process group of the
             model whose forward this is.
     """
-    model = DistributedDataParallel._get_active_ddp_module()
+    model = ddp_model()
     return sharded if model is None or model.process_group is None else model.process_group.rank()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics
+from blockfp.definition import checks
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 
@@ -49,11 +49,11 @@ def quantize(x: Tensor, format: Format | str, *, key: Key | None = None) -> Quan
         raise ValueError(
             "x is a DTensor, whose ranks may share scales: quantize x.full_tensor(), or x.to_local() as a tensor of its own"
         )
-    numerics.check_input(x)
+    checks.check_input(x)
     format = Format.parse(format)
     words = None if key is None else key_tensor(key, x.device)
     if x.requires_grad and torch.is_grad_enabled():
-        return _Quantize.apply(x, format, words)  # pyright: ignore[reportReturnType]
+        return _Quantize.apply(x, format, words)
     return _quantize(x, format, words)
 
 
@@ -72,9 +72,9 @@ def _quantize(x: Tensor, format: Format, key: Tensor | None) -> QuantizedTensor:
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, format: Format, key: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, format: Format, key: Tensor | None):
         return _quantize(x, format, key)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, gradient: Tensor):
         return gradient, None, None

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..torch_internals import is_mutable
+
 aten = torch.ops.aten
 
 PRODUCTS = {
@@ -56,23 +58,15 @@ FLAT = (
 )
 
 
-_GATHER = (
-    "blockfp.torch.high_precision_state_dict(model) has the values of whole weights, gathered as codes, which full_tensor() of "
-    "a DTensor doesn't give; to_local().dequantize() has those of this rank"
-)
-
-
 def refusal(func: Any) -> NotImplementedError:
     """What to raise for an operation that is not in the op table."""
     if func.namespace in ("c10d", "_c10d_functional"):
         return refused(func, "codes and scales have to travel together", _SEND)
     if func in PRODUCTS:
         return refused(func, "a product of its codes with something else would not be what its recipe says", CALL_THE_LAYER)
-    if func.namespace in ("_c10d_functional", "c10d"):
-        return refused(func, "codes travel together with their scales", _GATHER)
     if func in _STACKS:
         return refused(func, "blocks of several tensors are not those of one", _STACK)
-    if func._schema.is_mutable:
+    if is_mutable(func):
         return refused(func, "it writes values, and a weight that is held as codes has none", _UPDATE)
     return refused(func, "it needs values", _READ)
 

@@ -1,4 +1,4 @@
-"""From a DTensor to the core's values: how it lies on its mesh, and which part of it this rank holds.
+"""The core's values for a DTensor: its `Sharding`, and the `Region` that this rank holds.
 
 Nothing here is kept: the mesh and its groups are looked up at the point of use.
 """
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from blockfp.sharding.placement import Mesh, Placement, Region, Replicate, Sharding, from_dtensor
 
+from ..torch_internals import local_tensor
+
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -26,26 +28,37 @@ ONE_RANK = Mesh((1,), ("one",))
 _kept = lru_cache(maxsize=4096)
 
 
+def as_dtensor(tensor: Tensor) -> DTensor | None:
+    """The tensor itself, known to be a DTensor; None for a plain one."""
+    return tensor if isinstance(tensor, DTensor) else None
+
+
 def mesh_of(tensor: Tensor) -> DeviceMesh | None:
     """The device mesh of a DTensor, or None for a plain tensor."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 def placed_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors lie on one mesh with the same placements, or both on none."""
+    """Returns whether two tensors lie on one mesh with the same placements, or both on none."""
     return mesh_of(tensor) == mesh_of(other) and getattr(tensor, "placements", None) == getattr(other, "placements", None)
 
 
 def sharding_of(tensor: Tensor) -> Sharding:
-    """How a tensor lies: a DTensor on its mesh, a plain tensor whole on a mesh of one rank.
+    """The sharding of a tensor: a DTensor's on its mesh, a plain tensor's whole on a mesh of one rank.
 
     Raises:
         ValueError: a placement that has no counterpart in the core, or several separate runs on a rank.
     """
-    mesh = mesh_of(tensor)
-    if mesh is None:
-        return Sharding(tuple(tensor.shape), ONE_RANK, (Replicate(),))
-    return _sharding(tuple(tensor.shape), core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return unsharded(tuple(tensor.shape))
+    return _sharding(tuple(dtensor.shape), core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
+
+
+@_kept
+def unsharded(shape: tuple[int, ...]) -> Sharding:
+    """Returns how a plain tensor lies: whole, on a mesh of one rank."""
+    return Sharding(shape, ONE_RANK, (Replicate(),))
 
 
 @_kept
@@ -62,11 +75,11 @@ _mesh = _kept(Mesh)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
+    """The tensor that this rank holds: a DTensor's local tensor (quantized or plain), a plain tensor itself.
 
     It is looked up each time: FSDP2 replaces a short shard when it first gathers it.
     """
-    return tensor if mesh_of(tensor) is None else tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
@@ -86,7 +99,7 @@ def rank_in(tensor: Tensor, lies: Sharding | None = None) -> int:
 
 
 def region_of(tensor: Tensor, lies: Sharding | None = None) -> Region:
-    """What this rank holds of a tensor, as a box of the unsharded one; arguments as for `rank_in`.
+    """The box of the unsharded tensor that this rank holds; arguments as for `rank_in`.
 
     Raises:
         ValueError: the local tensor is not of the shape that the placements mean.
@@ -107,16 +120,16 @@ def _region(sharding: Sharding, rank: int) -> Region:
 
 
 def own_part(whole: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank holds, where `tensor` lies, of a plain tensor of the same whole shape; a view.
+    """A view of this rank's part of a plain tensor that is whole, where `tensor`, of the same whole shape, lies.
 
     Not what torch's `distribute_tensor` gives: where nothing divides evenly, FSDP2 gives the ranks of a strided DTensor others.
     """
-    mesh = mesh_of(tensor)
-    if mesh is None:
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
         return whole
     # The core knows matrices: a vector is one of one column.
     shape = (*tensor.shape, 1, 1)[: max(tensor.ndim, 2)]
-    lies = _sharding(shape, core_mesh(mesh), from_dtensor(tensor.placements))  # pyright: ignore[reportAttributeAccessIssue]
+    lies = _sharding(shape, core_mesh(dtensor.device_mesh), from_dtensor(dtensor.placements))
     return whole[_region(lies, rank_in(tensor, lies)).slices[: tensor.ndim]]
 
 
@@ -136,11 +149,11 @@ def group_name(tensor_or_mesh: Tensor | DeviceMesh, axis: str) -> str:
     return mesh.get_group(core_mesh(mesh).axis(axis)).group_name
 
 
-def data_rank(mesh: DeviceMesh, axes: int) -> int:
-    """This rank's number along the first axes of a parameter's mesh: those of the mesh that `fully_shard` was given.
+def leading_rank(mesh: DeviceMesh, axes: int) -> int:
+    """This rank's number along the first axes of a parameter's mesh, those of the mesh that `fully_shard` was given.
 
-    They divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh that
-    both were taken from; that mesh, its axes of pipelines and its order say nothing of who sees the same batch.
+    These axes divide the batch, HSDP's axis of replicas too. Tensor parallelism's axis comes last, wherever it lies in the mesh
+    that both were taken from.
 
     Raises:
         ValueError: this rank is not in the mesh.

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from blockfp.definition import checks, numerics
+from blockfp.definition import checks
 from blockfp.formats import Format
 
 from ..custom_ops import dtypes, ops
 from ..custom_ops.dtypes import DTYPES
+from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
 from . import fsdp
 from .agreement import agree_before_gather
 from .dispatch import run
@@ -50,12 +51,12 @@ class QuantizedTensor(Wrapper):
     format: Format
     geometry: Geometry
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, codes, scales, tensor_scale, format, columns, dtype, geometry=None):
         shape = (*codes.shape[:-1], columns)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        return make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class QuantizedTensor(Wrapper):
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if not any(isinstance(number, torch.SymInt) for number in (columns, *origin)):
             checks.check_place(columns, origin)
-        numerics.check_codes(codes, columns, format)
-        numerics.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
+        checks.check_codes(codes, columns, format)
+        checks.check_scales(scales, tensor_scale, (*codes.shape[:-1], columns), format, origin)
         return cls(codes, scales, tensor_scale, format, columns, dtype, Geometry((origin[0], origin[1])))
 
     def with_parts(
@@ -182,7 +183,7 @@ class QuantizedTensor(Wrapper):
         else float32."""
         return dtypes.view_scales(self.scales, self.format)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, rounded once to `dtype`; the gradient passes through unchanged.
 
         Args:
@@ -195,11 +196,11 @@ class QuantizedTensor(Wrapper):
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if self.requires_grad and torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)  # pyright: ignore[reportReturnType]
+            return _Dequantize.apply(self, dtype)
         return ops.dequantize_tensor(self, dtype)
 
     @property
-    def requires_grad(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def requires_grad(self) -> bool:
         return Tensor.requires_grad.__get__(self)  # pyright: ignore
 
     @requires_grad.setter
@@ -215,7 +216,7 @@ class QuantizedTensor(Wrapper):
         return self
 
     @property
-    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return sum(part.nbytes for part in self.parts)
 
@@ -293,12 +294,12 @@ class QuantizedTensor(Wrapper):
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, q: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = q.dtype
         return ops.dequantize_tensor(q, dtype)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, gradient: Tensor):
         return gradient.to(ctx.dtype), None
 
 

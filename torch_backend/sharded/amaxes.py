@@ -33,12 +33,12 @@ class AmaxExchange:
         self.rounds = 1
 
     def add(self, amaxes: list[Any], step: Quantization, groups: Mapping[str, str]) -> None:
-        """Takes what a rank found of one array.
+        """Adds the amaxes of this rank's part of an array.
 
         Args:
-            amaxes: blocks, nan and tensor of `numerics.Amax`; `run` replaces what it reduces. Entries that the format hasn't
-                are not looked at.
-            step: what the plan says of the array.
+            amaxes: blocks, nan and tensor of `numerics.Amax`, which `run` replaces by the reduced ones. Entries that the format
+                doesn't have are ignored.
+            step: the part's quantization, from the plan.
             groups: from each mesh axis that the step reduces over to the name of its process group.
         """
         self.parts.append((amaxes, step, groups))
@@ -72,11 +72,15 @@ class AmaxExchange:
 
 def _taken(amaxes: Tensor, shared: SharedBlocks) -> Tensor:
     """The entries of shared blocks, among zeros for those that only other ranks have."""
-    held = dict(shared.held)
-    shape = list(amaxes.shape)
-    shape[shared.dim] = 1
-    zero = amaxes.new_zeros(shape)
-    entries = [amaxes.narrow(shared.dim, held[n], 1) if n in held else zero for n in range(shared.count)]
+    entries, end = [], 0
+    for number, index in (*shared.held, (shared.count, None)):
+        if number > end:
+            shape = list(amaxes.shape)
+            shape[shared.dim] = number - end
+            entries.append(amaxes.new_zeros(shape))
+        if index is not None:
+            entries.append(amaxes.narrow(shared.dim, index, 1))
+        end = number + 1
     return torch.cat(entries, shared.dim)
 
 

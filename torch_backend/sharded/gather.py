@@ -1,4 +1,4 @@
-"""The two halves of a gather: what a rank sends, as long as every other rank's, and how what comes is put together.
+"""The two halves of a gather: chunks of one length are sent, and chunks of all ranks are joined.
 
 Operands of products are sent and received here, all tensors in one collective that is begun early and waited for late. FSDP2
 sends and receives weights itself, between `lengthened` and `index_of` (`quantized_tensor.fsdp`).
@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_internals import functional_collectives as collectives
 from .rank_plan import Chunk, RankPlan
 from .shard import ROWS, TensorParallelShard
 
 
 def padded(plan: RankPlan, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Codes, scales and tensor scale (or the values) as they are sent: of the same length on every rank."""
+    """Pads codes, scales and tensor scale (or the values) to the length that every rank sends."""
     sent = [_padded(chunk, tensor) for chunk, tensor in zip(plan.chunks, tensors, strict=True)]
     return [tensor.view(torch.uint8) if chunk.as_bytes else tensor for chunk, tensor in zip(plan.chunks, sent, strict=True)]
 
@@ -37,18 +38,18 @@ def _padded(chunk: Chunk, tensor: Tensor) -> Tensor:
 
 
 def start(shard: TensorParallelShard, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Begins the all-gather of what `padded` made, all in one collective; what it returns is for `join`."""
-    return torch.ops._c10d_functional.all_gather_into_tensor_coalesced(list(tensors), shard.ranks, shard.group)
+    """Begins the all-gather of tensors from `padded`, all in one collective; `join` takes the result."""
+    return collectives.all_gather_into_tensor_coalesced(list(tensors), shard.ranks, shard.group)
 
 
 def join(plan: RankPlan, shard: TensorParallelShard, received: Sequence[Tensor]) -> list[Tensor]:
-    """Waits for what `start` began and puts it together. Equal parts of rows are together already, and not copied."""
-    waited = [torch.ops._c10d_functional.wait_tensor(tensor) for tensor in received]
+    """Waits for the chunks of all ranks and joins them. Equal parts of rows are together already, and not copied."""
+    waited = [collectives.wait_tensor(tensor) for tensor in received]
     return [_joined(chunk, shard.ranks, tensor) for chunk, tensor in zip(plan.chunks, waited, strict=True)]
 
 
 def gather(plan: RankPlan, shard: TensorParallelShard, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`padded`, `start` and `join` at once: where there is nothing to do meanwhile."""
+    """Pads, gathers and joins at once, where there is nothing to do meanwhile."""
     return join(plan, shard, start(shard, padded(plan, tensors)))
 
 
@@ -73,7 +74,7 @@ def _joined(chunk: Chunk, ranks: int, tensor: Tensor) -> Tensor:
 
 
 def lengthened(chunk: Chunk, tensor: Tensor) -> Tensor:
-    """The tensor with anything behind it up to the chunk's length: what lies there in its memory, or zeros."""
+    """Returns the tensor at the chunk's length: with the memory behind it where that is there, else with zeros."""
     length = chunk.length
     if tensor.shape[0] == length and tensor.is_contiguous():
         return tensor
@@ -86,7 +87,7 @@ def lengthened(chunk: Chunk, tensor: Tensor) -> Tensor:
 
 
 def index_of(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """int32 [size]: where each entry of the result lies in the chunks of all ranks laid end to end; None for their head."""
+    """Index of each entry of the result in the chunks of all ranks laid end to end, int32 [size]; None for their head."""
     if not chunk.take or chunk.take == ((0, 0, chunk.size),):
         return None
     spans = [np.arange(source * chunk.length + first, source * chunk.length + last) for source, first, last in chunk.take]

@@ -28,8 +28,8 @@ class WeightShard(NamedTuple):
     """Values of a weight to be quantized on this rank.
 
     Attributes:
-        values: what this rank holds.
-        step: how it is quantized.
+        values: this rank's part.
+        step: its quantization, from the plan.
         groups: from each mesh axis that the step reduces over to the name of its process group.
         nominal: name of the weight's nominal dtype.
         key: of stochastic rounding, or None.
@@ -45,7 +45,7 @@ class WeightShard(NamedTuple):
 
 
 def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
-    """Codes and scales of this rank's parts of weights, in the order given; ranks reduce the amaxes that they share first.
+    """Quantizes this rank's parts of weights, after ranks have reduced the amaxes that they share.
 
     Every rank that holds a part of one of the weights must call it, with the weights in one order.
     """
@@ -84,7 +84,7 @@ class Direction(NamedTuple):
 
     Attributes:
         cast: how.
-        step: what the plan says of it.
+        step: its quantization, from the plan.
         key: of stochastic rounding, or None.
         names: the directions, "rowwise" or "columnwise", that `observe` counts it as.
     """
@@ -98,7 +98,7 @@ class Direction(NamedTuple):
 def quantize_operand_shard(
     x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
 ) -> list[list[Tensor]]:
-    """Codes, scales and, of two-level formats, tensor scale of this rank's part, as the whole matrix's quantization has them.
+    """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
 
     Args:
         x: this rank's part [rows, columns], float32, float16 or bfloat16.
@@ -144,5 +144,5 @@ def _operand_parts(
 
 
 def _runs(field: Tensor, axis: int, runs: int) -> list[Tensor]:
-    """The amaxes of each run; what the tensor has one of, or none, belongs to all."""
+    """The amaxes of each run; a field with one entry for the tensor, or with none, belongs to all runs."""
     return list(field.chunk(runs, axis)) if field.ndim == 2 and field.shape[axis] >= runs else [field] * runs

@@ -1,4 +1,4 @@
-"""`RankPlan`: what a plan of the core comes down to on one rank, as numbers that compiled code takes as constants."""
+"""`RankPlan`: a plan of the core as one rank carries it out, in numbers that compiled code takes as constants."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Quantization(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """How one tensor of a gather is sent and put together.
+    """The way in which one tensor of a gather is sent and put together.
 
     Attributes:
         dim: array axis along which it is put together.
         runs: how many runs it has along the axis.
         own: entries of a run that this rank has.
         length: entries of a run that every rank sends, its own and padding behind.
-        take: (source, start, stop) of what is taken of the chunks of all ranks, in order; empty where that is their head.
+        take: (source, start, stop) of the entries in the chunks of all ranks that make the result; empty if they are the head.
         size: entries of the result.
         as_bytes: whether the entries are float32 that travel as bytes: gloo takes one dtype in a collective.
     """
@@ -76,7 +76,7 @@ class Chunk(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """What a plan comes down to on this rank.
+    """A plan as this rank carries it out.
 
     Attributes:
         quantize: the quantization of this rank's part, or of the whole behind a gather of values; None if there is none.
@@ -92,7 +92,7 @@ class RankPlan(NamedTuple):
 
 
 def rank_plan(plan: Plan, rank: int, runs: int = 1) -> RankPlan:
-    """What one rank does to carry out a plan that begins with values, or with codes that are gathered.
+    """Works out a rank's plan from one that begins with values, or with codes that are gathered.
 
     Args:
         plan: a plan of `sharding.plans` with one gather at most.
@@ -122,7 +122,7 @@ def rank_plan(plan: Plan, rank: int, runs: int = 1) -> RankPlan:
 
 @lru_cache(maxsize=4096)
 def weight_quantization(format: Format, sharding: Sharding, rank: int, stochastic: bool = False) -> Quantization:
-    """How one rank quantizes its part of a weight; see `plans.quantize_shards`."""
+    """The quantization of one rank's part of a weight; see `plans.quantize_shards`."""
     quantize = rank_plan(plans.quantize_shards(format, sharding, stochastic=stochastic), rank).quantize
     assert quantize is not None
     return quantize
@@ -166,5 +166,6 @@ def _chunks(gather: Gather, rank: int, runs: int) -> tuple[Chunk, ...]:
 
 
 def _chunk(join: Join, rank: int, dim: int, runs: int) -> Chunk:
-    own = next((stop - start for source, start, stop in join.runs if source == rank), 0)
-    return Chunk(dim, runs, own, join.chunk, () if join.head else join.runs, join.size)
+    spans = join.runs
+    own = next((stop - start for source, start, stop in spans if source == rank), 0)
+    return Chunk(dim, runs, own, join.chunk, () if join.head else spans, join.size)

@@ -32,7 +32,7 @@ class TensorParallelShard(NamedTuple):
     runs: int = 1
 
     def sharding(self, local: tuple[int, int]) -> Sharding:
-        """How the whole matrix lies. Runs are an axis of the mesh, along which this rank has all places.
+        """The sharding of the whole matrix. Runs are an axis of the mesh, along which this rank has all places.
 
         Args:
             local: shape [rows, columns] of this rank's part.

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from blockfp.definition.checks import check_input
 from blockfp.formats import Format
@@ -31,6 +29,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import Quantization, weight_quantization
 from ..sharded.shard import AXIS, TensorParallelShard
+from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass, pytree, return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,10 +48,10 @@ _KEEP_CLASS = {
     aten.empty_like.default,
     aten.new_zeros.default,
 }
-"""What `fully_shard`, copies, moves and casts make of a `CastWeight` is one; all else gives plain tensors."""
+"""Operations that give a `CastWeight`: those of `fully_shard`, copies, moves and casts. All others give plain tensors."""
 
-_TURNS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
-"""What comes before a product: it is a `CastWeight` too, so that a product with it is seen."""
+_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
+"""Operations before a product: they give a `CastWeight` too, so that a product with it is seen."""
 
 
 class CastWeight(Wrapper):
@@ -72,13 +71,11 @@ class CastWeight(Wrapper):
     whole: tuple[int, ...]
     cut: TensorParallelShard | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, values, format, whole, cut=None):
-        return Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
-        )
+        return make_wrapper_subclass(cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device)
 
     def __init__(self, values: Tensor, format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None = None):
         # No checks: tracing passes placeholders here. `from_values` has them.
@@ -89,7 +86,7 @@ class CastWeight(Wrapper):
 
     @classmethod
     def from_values(cls, values: Tensor, format: Format | str, cut: TensorParallelShard | None = None) -> CastWeight:
-        """A whole weight, or what tensor parallelism leaves of one; its memory is shared.
+        """Makes a weight of values, whole or cut by tensor parallelism; shares their memory.
 
         Args:
             values: float32, float16 or bfloat16, two or more axes.
@@ -103,18 +100,18 @@ class CastWeight(Wrapper):
         return cls(values, Format.parse(format), tuple(values.shape), cut)
 
     def quantized(self) -> QuantizedTensor:
-        """The whole weight quantized as it is now, without a gradient."""
+        """Quantizes the whole weight as it is now, without a gradient."""
         with torch.no_grad():
             codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
         return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
-        """Codes and scales of this rank's rows, quantized as a part of the whole: ranks reduce what amaxes they share first."""
+        """Quantizes this rank's rows as a part of the whole, and returns codes and scales to send (`fsdp.send`)."""
         agree_before_gather()
         base, step = _before_gather(self.format, self.whole, self.cut, mesh.size(), mesh.get_local_rank())
         gather = fsdp.weight_gather(self.format, self.shape, Geometry(None, base), mesh)
-        groups = {fsdp.AXIS: mesh.get_group().group_name}
+        groups: dict[str, str] = {fsdp.AXIS: mesh.get_group().group_name}
         if self.cut is not None:
             groups[AXIS] = self.cut.group
         (parts,) = quantize_weights([WeightShard(self.values, step, groups, name_of(self.dtype))])
@@ -128,7 +125,7 @@ class CastWeight(Wrapper):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        """Returns the whole weight, a `QuantizedTensor` with `dtype` as its nominal dtype (`fsdp.receive`)."""
         received = fsdp.receive(gathered, metadata, dtype, out)
         return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 
@@ -145,10 +142,10 @@ class CastWeight(Wrapper):
             )
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        if func in _TURNS:
+        if func in _VIEWS:
             with viewing(args[0]):
-                turned = CastWeight(result, args[0].format, tuple(result.shape))
-                return return_and_correct_aliasing(func, args, kwargs, turned)
+                view = CastWeight(result, args[0].format, tuple(result.shape))
+                return return_and_correct_aliasing(func, args, kwargs, view)
         if func not in _KEEP_CLASS:
             return result
         weight: CastWeight = args[0]
@@ -207,7 +204,7 @@ def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
 def _before_gather(
     format: Format, whole: tuple[int, ...], cut: TensorParallelShard | None, shards: int, rank: int
 ) -> tuple[Base, Quantization]:
-    """What FSDP2 divides, and how the rank of its shard mesh quantizes its part."""
+    """The weight that FSDP2 divides, and the quantization of a part by this rank of its shard mesh."""
     sharding = Sharding(whole, Mesh((shards,), (fsdp.AXIS,)), (Shard(0),))
     origin = (0, 0)
     if cut is not None:

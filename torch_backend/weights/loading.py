@@ -1,4 +1,4 @@
-"""How high-precision values reach weights, sharded or not: all ranks find the same scales."""
+"""`load_high_precision_`: high-precision values into weights, sharded or not, with the same scales on all ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
 
 
 def _is_view(param: Tensor, local: QuantizedTensor) -> bool:
-    """Whether it is neither a parameter nor has memory of its own; FSDP2's shards, which haven't either, are DTensors."""
+    """Returns whether param is a view of a part of another tensor; FSDP2's shards, which are DTensors, are not."""
     if isinstance(param, nn.Parameter) or sharding.mesh_of(param) is not None:
         return False
     return local._is_view() or local.codes.untyped_storage().nbytes() > local.codes.numel()
@@ -77,7 +77,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _part_of(tensor: Tensor, param: Tensor) -> Tensor:
-    """What this rank holds of a high-precision tensor."""
+    """This rank's part of a high-precision tensor."""
     if sharding.mesh_of(tensor) is None:
         return sharding.own_part(tensor, param)
     lies, region = sharding.sharding_of(param), sharding.region_of(param)

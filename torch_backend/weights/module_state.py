@@ -19,10 +19,11 @@ from blockfp.files.names import FORMAT, LAYER_BUFFERS, SUFFIXES
 from blockfp.formats import FORMATS
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
 from .loading import load_high_precision_
-from .state_dict import REMEDY, check_format, format_of, load_parts_, lying, nothing, placed, stored, take_parts
+from .state_dict import REMEDY, check_format, empty_entry, format_of, load_parts_, stored, stored_parts, take_parts
 
 
 class InParts(nn.Module):
@@ -52,7 +53,7 @@ def _part(suffix: str) -> property:
         found = None
         if isinstance(local, QuantizedTensor):
             held = (local.codes, local.scales, local.tensor_scale)
-            own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": nothing(local, local.shape)}
+            own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": empty_entry(local, local.shape)}
             found = own.get(suffix)
         if found is None:
             raise AttributeError(f"{type(module).__name__} has no weight{suffix}: its weight is {local!r}")
@@ -77,7 +78,7 @@ def _show_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: A
 
 @dataclass
 class _Taken:
-    """What a load has brought for a module's own parameters, between the hooks.
+    """Values that a load has brought for a module's own parameters, between the hooks.
 
     Attributes:
         prefix: of the module's names.
@@ -158,7 +159,7 @@ class _LoadHooks:
 
 
 def _fits(key: str, param: Tensor, value: Any) -> bool:
-    """Whether a state dict's entry holds values for a parameter; what has another shape, or codes, torch copies or refuses."""
+    """Returns whether an entry holds values for a parameter; torch copies or refuses one of another shape, or of codes."""
     if not isinstance(value, Tensor) or value.shape != param.shape or isinstance(sharding.local_of(value), QuantizedTensor):
         return False
     if value.dtype not in DTYPES:
@@ -169,7 +170,7 @@ def _fits(key: str, param: Tensor, value: Any) -> bool:
 
 
 def _copied(param: Tensor, value: Tensor) -> Tensor | None:
-    """What torch has copied into this rank's part of a parameter, and gives the parameter itself for: what rank 0 broadcast."""
+    """Takes the values from rank 0 that torch has copied into this rank's part of a parameter; None where there are none."""
     local: Any = sharding.local_of(value)
     copied = local.geometry.copied if isinstance(local, QuantizedTensor) else None
     if copied is not None:
@@ -179,14 +180,14 @@ def _copied(param: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """The parts that rank 0 alone has in its state dict, on every rank: torch broadcasts them, but keeps parameters only."""
+    """Broadcasts the parts that rank 0 alone has in its state dict: torch's own broadcast keeps parameters only."""
     problem: list[str | None] = [None]
     values: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         try:
             check_format(param, key, state_dict)
             values = take_parts(param, key, state_dict)
-            for part in lying(param):
+            for part in stored_parts(param):
                 value = values[SUFFIXES[part.name]]
                 if (tuple(value.shape), value.dtype) != (part.shape, getattr(torch, part.dtype)):
                     problem[0] = f"{key}{SUFFIXES[part.name]} must be {part.dtype} of shape {part.shape}, got {value.dtype} of "
@@ -198,7 +199,7 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
         raise ValueError(problem[0])
     mesh, device = sharding.mesh_of(param), sharding.local_of(param).device
     received = {}
-    for part in lying(param):
+    for part in stored_parts(param):
         suffix = SUFFIXES[part.name]
         whole = torch.empty(part.shape, dtype=getattr(torch, part.dtype), device=device if mesh is None else mesh.device_type)
         if values:
@@ -209,13 +210,13 @@ def _from_first_rank(param: Tensor, key: str, state_dict: MutableMapping[str, An
 
 
 def _made_of(param: Tensor, values: dict[str, Tensor]) -> QuantizedTensor:
-    """A parameter that is not sharded, of these parts themselves."""
+    """Makes a parameter that is not sharded of these parts themselves."""
     q: Any = param
-    found = [values.get(SUFFIXES[part.name]) for part in lying(param)]
+    found = [values.get(SUFFIXES[part.name]) for part in stored_parts(param)]
     return QuantizedTensor.from_parts(*found, format=q.format, columns=q.shape[-1], dtype=q.dtype, origin=q.origin)  # pyright: ignore
 
 
 def _made_for(param: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Memory for a parameter on the meta device, of the dtype and on the device of what torch would assign."""
+    """Makes memory for a parameter on the meta device, of this dtype and on this device."""
     local = sharding.local_of(param).detach()
     return nn.Parameter(placed(param, torch.empty_like(local.to(dtype), device=device)), param.requires_grad)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics
+from blockfp.definition import checks
 from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import Key
 
@@ -45,7 +45,7 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
 
 
 def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTensor, WeightShard]:
-    """What this rank holds of a parameter, and what is to be written into it."""
+    """The local tensor of a parameter, and the values that are quantized into it."""
     local = sharding.local_of(param)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"params must hold quantized tensors, got {type(local).__name__} of {local.dtype}")
@@ -74,7 +74,7 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
             f"values must be of shape {region.shape} on {local.device}, as this rank's part of the parameter, got "
             f"{tuple(values.shape)} on {values.device}"
         )
-    numerics.check_input(values)
+    checks.check_input(values)
     step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), key is not None)
     if origin != step.origins[0]:
         step = step._replace(origins=(origin,))

@@ -30,23 +30,24 @@ from blockfp.files.names import FORMAT, SUFFIXES, no_values
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.parts import Part
-from blockfp.sharding.placement import Region, Sharding
+from blockfp.sharding.placement import Region
 
 from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
-    """The parts of a quantized parameter by what follows its name in a state dict; see the head of this module.
+    """The parts of a quantized parameter by the suffix of their names in a state dict; see the head of this module.
 
     Collective where a part is to be whole.
     """
     q = _quantized(param)
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
-    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in lying(param)}
-    empty = nothing(q, param.shape)
+    shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
+    empty = empty_entry(q, param.shape)
     empty = empty if sharding.mesh_of(param) is None else replicated(param, empty)
     return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
 
@@ -55,12 +56,12 @@ def stored_names(name: str, param: Tensor) -> list[str]:
     """The names of `stored` in a state dict, for a parameter of this name; none where it isn't quantized."""
     if not isinstance(sharding.local_of(param), QuantizedTensor):
         return []
-    suffixes = [SUFFIXES[part.name] for part in lying(param)]
+    suffixes = [SUFFIXES[part.name] for part in stored_parts(param)]
     return [name + suffix for suffix in ("", *suffixes, f"{FORMAT}{_quantized(param).format}")]
 
 
-def nothing(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
-    """What stands under a parameter's own name, and under that of its format."""
+def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
+    """The empty tensor under a parameter's own name, and under that of its format."""
     return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
 
 
@@ -73,43 +74,8 @@ def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     return replicated(param, gathered(param, q, part))
 
 
-def placed(param: Tensor, local: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A local tensor as a DTensor that lies as a parameter does; itself where that is no DTensor."""
-    mesh = sharding.mesh_of(param)
-    if mesh is None:
-        return local
-    from torch.distributed.tensor import DTensor
-
-    whole = torch.empty(tuple(param.shape) if shape is None else shape, dtype=local.dtype, device="meta")
-    if local.device.type not in (mesh.device_type, "meta"):
-        return offloaded(param, local, whole)
-    placements = param.placements  # pyright: ignore[reportAttributeAccessIssue]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def offloaded(param: Tensor, local: Tensor, whole: Tensor) -> Tensor:
-    """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
-
-    FSDP2 makes such DTensors of parameters that it keeps on the CPU, in this way, which torch has no public name for.
-    """
-    from torch.distributed.tensor import DTensor
-
-    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
-    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
-    return DTensor(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore
-
-
-def replicated(param: Tensor, whole: Tensor) -> Tensor:
-    """A tensor that every rank of a parameter's mesh has, as a DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = sharding.mesh_of(param)
-    assert mesh is not None
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
 def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
-    """The whole of a part, alike on every rank; collective over the mesh axes that cut the parameter."""
+    """Gathers the whole of a part on every rank; collective over the mesh axes that cut the parameter."""
     own = _own(q, part)
     if part.unit is None:
         # torch's copies for asynchronous saves leave DTensors of shape () out: this one mustn't change while it is written.
@@ -128,19 +94,6 @@ def gathered(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:
     return layout.pack(reduced(param, lies, codes, "sum"), width)
 
 
-def reduced(param: Tensor, lies: Sharding, tensor: Tensor, op: str) -> Tensor:
-    """The reduction ("max" or "sum") of a tensor over the mesh axes that cut a parameter, on the tensor's own device."""
-    mesh, device = sharding.mesh_of(param), tensor.device
-    assert mesh is not None
-    # Parameters that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
-    tensor = tensor.to(mesh.device_type)
-    for axis in dict.fromkeys(name for dim in range(len(lies.shape)) for name in lies.order(dim)):
-        group = sharding.group_name(param, axis)
-        sent = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group)
-        tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return tensor.to(device)
-
-
 def _integer(dtype: torch.dtype) -> torch.dtype:
     return torch.int32 if dtype == torch.float32 else dtype
 
@@ -157,7 +110,7 @@ def _quantized(param: Tensor) -> QuantizedTensor:
     return q
 
 
-def lying(param: Tensor) -> tuple[Part, ...]:
+def stored_parts(param: Tensor) -> tuple[Part, ...]:
     """The parts of a quantized parameter, as they lie on its mesh."""
     return parts.parts(_quantized(param).format, sharding.sharding_of(param))
 
@@ -190,12 +143,12 @@ def check_format(param: Tensor, key: str, state_dict: Mapping[str, Any]) -> None
 
 
 def take_parts(param: Tensor, key: str, state_dict: MutableMapping[str, Any]) -> dict[str, Tensor]:
-    """Takes the parts of a parameter out of a state dict, by what follows its name.
+    """Takes the parts of a parameter out of a state dict, by the suffix of their names.
 
     Raises:
         ValueError: one is missing; nothing is taken out then.
     """
-    suffixes = [*(SUFFIXES[part.name] for part in lying(param)), f"{FORMAT}{_quantized(param).format}"]
+    suffixes = [*(SUFFIXES[part.name] for part in stored_parts(param)), f"{FORMAT}{_quantized(param).format}"]
     missing = [key + suffix for suffix in suffixes if key + suffix not in state_dict]
     if missing:
         format = _quantized(param).format
@@ -220,7 +173,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         raise ValueError(f"{key} is on the meta device and has no memory: call to_empty(device=...) of its module first")
     if q.geometry.gathered:
         raise ValueError(f"{key} is FSDP's gathered copy of a sharded weight: call reshard() on its FSDPModule first")
-    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in lying(param)]
+    copies = [(_own(q, part), _part_of(param, q, part, values[SUFFIXES[part.name]], key)) for part in stored_parts(param)]
     for own, value in copies:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
@@ -228,17 +181,17 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:
-    """What this rank is to hold of a part."""
+    """This rank's piece of a part."""
     own = _own(q, part)
     region = sharding.region_of(param)
     if value.dtype != own.dtype:
         raise ValueError(f"{key}{SUFFIXES[part.name]} must be {own.dtype}, got {value.dtype}")
-    mesh = sharding.mesh_of(value)
-    if mesh is not None:
+    dtensor = sharding.as_dtensor(value)
+    if dtensor is not None:
         alike = part.sharded and sharding.placed_alike(value, param)
         if alike and sharding.local_of(value).shape == own.shape:
             return sharding.local_of(value)
-        value = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        value = dtensor.full_tensor()
     if sharding.mesh_of(param) is None and value.shape == own.shape:
         return value
     if tuple(value.shape) != part.shape:
@@ -247,7 +200,7 @@ def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: 
 
 
 def cut(format: Format, part: Part, whole: Tensor, region: Region) -> Tensor:
-    """What belongs to a region, of the whole of a part."""
+    """The piece of a whole part that belongs to a region."""
     width = format.element.bits
     if part.name == "codes" and width < 8:
         codes = layout.unpack(whole[region.slices[:-1]], width, whole.shape[-1] * 8 // width)

@@ -23,7 +23,7 @@ _SMALLEST = 128  # rows of a program, at least
 
 
 def refusal(operation: str, format: Format) -> str | None:
-    """Why there is no kernel, or None where there is one.
+    """Returns the reason why there is no kernel, or None where there is one.
 
     Args:
         operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".
@@ -44,12 +44,12 @@ def refusal(operation: str, format: Format) -> str | None:
 
 
 def tensor_amax(x: jax.Array) -> jax.Array:
-    """int32 fp32 bits of the largest magnitude of x, NaN ignored; of shape ()."""
+    """int32 (): fp32 bits of the largest magnitude of x, NaN ignored."""
     return jnp.max(rowwise.amax(_flat(x))) if x.size else jnp.int32(0)
 
 
 def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: jax.Array | None = None) -> Quantized:
-    """`numerics.quantize` to nearest, of a format that `refusal` has nothing against.
+    """Quantizes to nearest as `numerics.quantize`, in a format that `refusal` has nothing against.
 
     Args:
         x: [..., rows, columns].
@@ -84,7 +84,7 @@ def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: 
 def columnwise_quantize(
     x: jax.Array, format: Format, nominal: str | None = None, *, rows: bool, amax: jax.Array | None = None
 ) -> tuple[Quantized | None, Quantized]:
-    """(`quantize(x)` or None, `quantize(x.mT)`), from one read of x where `rows` asks for both.
+    """Computes (`quantize(x)` or None, `quantize(x.mT)`), from one read of x where `rows` asks for both.
 
     Args:
         x: [..., rows, columns].
@@ -119,7 +119,7 @@ def columnwise_quantize(
 
 
 def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
-    """Results of a kernel for each matrix, stacked."""
+    """Runs a kernel for each matrix, and stacks the results."""
     if matrices.shape[0] == 1:
         return [result[None] for result in kernel(matrices[0])]
     return lax.map(kernel, matrices)
@@ -128,7 +128,7 @@ def _each(kernel, matrices: jax.Array) -> list[jax.Array]:
 def dequantize_array(
     codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, format: Format, dtype: str, *, columns: int
 ) -> jax.Array:
-    """`numerics.dequantize` of a format that `refusal` has nothing against; arguments as there."""
+    """Decodes as `numerics.dequantize`, of a format that `refusal` has nothing against; arguments as there."""
     shape = (*codes.shape[:-1], columns)
     if math.prod(shape) == 0:
         return numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns)
@@ -160,7 +160,7 @@ def dequantize_array(
 
 
 def quantize_batched(x: jax.Array, format: Format) -> Quantized:
-    """`quantize`, which vmap turns into one call on the whole stack where each matrix has its own scales anyway."""
+    """Computes `quantize`; vmap makes one call on the whole stack of it where each matrix has its own scales anyway."""
 
     @jax.custom_batching.custom_vmap
     def call(x):
@@ -178,7 +178,7 @@ def quantize_batched(x: jax.Array, format: Format) -> Quantized:
 
 
 def dequantize_batched(codes, scales, tensor_scale, format: Format, dtype: str, columns: int) -> jax.Array:
-    """`dequantize_array`, one call for a vmapped stack where each matrix has its own scales anyway."""
+    """Computes `dequantize_array`; vmap makes one call on the whole stack of it where each matrix has its own scales anyway."""
 
     @jax.custom_batching.custom_vmap
     def call(codes, scales, tensor_scale):
@@ -209,14 +209,14 @@ def _tensor_scale(x: jax.Array, format: Format, whole: jax.Array | None) -> tupl
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """x as [n, 32], filled up with zeros."""
+    """Reshapes x to [n, 32], filled up with zeros."""
     total = max(_up(x.size, _ROW), _SMALLEST * _ROW)
     flat = x.reshape(-1)
     return (flat if total == x.size else jnp.pad(flat, (0, total - x.size))).reshape(-1, _ROW)
 
 
 def _whole_blocks(x: jax.Array, format: Format) -> tuple[jax.Array, int]:
-    """(matrix of whole blocks that a kernel takes, how many rows of it each of x's matrices has)."""
+    """Returns (matrix of whole blocks that a kernel takes, number of its rows for each of x's matrices)."""
     block_rows, block = format.block  # pyright: ignore[reportGeneralTypeIssues]
     m, n = x.shape[-2:]
     if block_rows == 1:
@@ -231,7 +231,7 @@ def _whole_blocks(x: jax.Array, format: Format) -> tuple[jax.Array, int]:
 
 
 def _cut(matrix: jax.Array, shape: tuple[int, ...], rows: int) -> jax.Array:
-    """A matrix in which `rows` rows belong to each matrix of an array of `shape`, as that array."""
+    """Cuts an array of `shape` out of a matrix with `rows` rows for each of the array's matrices."""
     return matrix.reshape(*shape[:-2], rows, matrix.shape[-1])[..., : shape[-2], : shape[-1]]
 
 

@@ -1,4 +1,4 @@
-"""What the kernels compute, as functions of blocks: plain arrays here, registers of a warpgroup in a kernel.
+"""The arithmetic of the kernels, as functions of blocks: plain arrays here, registers of a warpgroup in a kernel.
 
 The definition (`definition.numerics`) rounds elements in integer arithmetic, which no library can get wrong; a GPU has
 instructions for it. These functions use the instructions that give the definition's bits: one fp32 product, and conversions
@@ -51,7 +51,7 @@ def largest(x: Array, axes: Sequence[int]) -> Array:
 
 
 def holds_nan(x: Array, axes: Sequence[int]) -> Array:
-    """Whether x holds a NaN along axes."""
+    """Returns True along axes of x that hold a NaN."""
     magnitude, infinity = _magnitude(x)
     return array_namespace(x).astype(_reduce(magnitude, axes), np.int32) > infinity
 
@@ -86,7 +86,7 @@ def scales(x: Array, axes: Sequence[int], format: Format, nominal: str) -> tuple
 
 
 def scales_of_amax(amax: Array, format: Format, nominal: str) -> tuple[Array, Array]:
-    """What `scales` gives, NaN apart, from amaxes as fp32 bits."""
+    """Computes `scales`, NaN apart, from amaxes as fp32 bits."""
     xp = array_namespace(amax)
     if format.scale.e8m0:
         if format.scale.name == "e8m0_ceil":

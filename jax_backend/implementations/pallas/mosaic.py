@@ -1,4 +1,4 @@
-"""What the kernels need of Pallas' Mosaic GPU interface, which moves between releases of JAX, in one place.
+"""The part of Pallas' Mosaic GPU interface that the kernels need, which moves between releases of JAX, in one place.
 
 Mosaic GPU is written for one warpgroup (128 threads): an array in a kernel is spread over its registers by a *layout*.
 """
@@ -54,24 +54,24 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
-    """The array at ref[index] in global memory, each register of it a load of its own."""
+    """Loads ref[index] from global memory, each register by a load of its own."""
     where = (ref, index) if _INDEX_IS_AN_ARGUMENT else (ref.at[index],)
     return _load(*where, layout=layout, optimized=False)
 
 
 def load_rows(ref: Ref, rows: Any) -> jax.Array:
-    """Rows of a matrix in shared memory (all columns)."""
+    """Loads rows of a matrix in shared memory (all columns)."""
     return _load(ref.at[rows], layout=WGMMA)
 
 
 def load_transposed(ref: Ref, rows: Any) -> jax.Array:
-    """Rows of a matrix in shared memory (all columns), with the axes swapped."""
+    """Loads rows of a matrix in shared memory (all columns), with the axes swapped."""
     # Only 16-bit numbers can be transposed on their way from shared memory.
     return _load(ref.at[rows].transpose((1, 0)), layout=WGMMA, optimized=ref.dtype.itemsize == 2)
 
 
 def spread(x: jax.Array, shape: Sequence[int], axes: Sequence[int], layout: Layout) -> jax.Array:
-    """x, whose axes are `axes` of `shape`, repeated along the others."""
+    """Repeats x, whose axes are `axes` of `shape`, along the others."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, axes), layout)
 
 

@@ -59,7 +59,7 @@ def _rows(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Ar
 
 
 def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
-    """32x32 blocks, a warp to each."""
+    """Quantizes 32x32 blocks, a warp to each."""
     rows, columns = x.shape
     across = columns // 32
     layout = square_layout()
@@ -85,7 +85,7 @@ def _squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax
 
 
 def _large_squares(x: jax.Array, format: Format, nominal: str) -> tuple[jax.Array, jax.Array]:
-    """128x128 blocks, a program to each."""
+    """Quantizes 128x128 blocks, a program to each."""
     rows, columns = x.shape
     layout = mosaic.row_layout(128, 8)
 

@@ -3,6 +3,7 @@
 
 #include "dtypes.h"
 #include "elements.h"
+#include "packing.h"
 
 // On the host alone; always inlined for the reason that lanes.h gives.
 #define BLOCKFP_HOST inline __attribute__((always_inline))
@@ -39,6 +40,11 @@ BLOCKFP_HOST auto with_dtype(int id, Body body) {
     default:
       return body(Bf16{});
   }
+}
+
+// Bytes of a row of so many codes.
+BLOCKFP_HOST int64_t code_row_bytes(int element, int64_t columns) {
+  return with_element(element, [&](auto e) { return Packing<decltype(e)::kBits>::row_bytes(columns); });
 }
 
 }  // namespace blockfp

@@ -26,6 +26,9 @@ struct Bf16 {
   static constexpr uint32_t kRawMagnitude = 0x7FFF;
 };
 
+// Bytes of an element of the dtype with this kId.
+BLOCKFP_HD constexpr int dtype_bytes(int dtype) { return dtype == Fp32::kId ? 4 : 2; }
+
 // NaN as the one NaN of dequantized arrays.
 template <class F>
 BLOCKFP_HD Int<F> canonical(Int<F> bits) {

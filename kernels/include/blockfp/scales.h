@@ -8,6 +8,18 @@ namespace blockfp {
 
 enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4 };
 
+// A format, as small integers: one is added in `blockfp.formats` alone as long as its parts exist here.
+struct Format {
+  int element;                    // kId of elements.h
+  int block_rows, block_columns;  // 0, 0: one scale for the whole tensor
+  ScaleRule rule;
+
+  BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
+  BLOCKFP_HD bool square() const { return block_rows == block_columns; }
+  BLOCKFP_HD bool two_levels() const { return rule == ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
+  BLOCKFP_HD int scale_bits() const { return rule <= ScaleRule::kPow2 ? 32 : 8; }
+};
+
 template <ScaleRule R>
 constexpr bool kFp32Scale = R == ScaleRule::kFp32 || R == ScaleRule::kPow2;
 template <ScaleRule R>

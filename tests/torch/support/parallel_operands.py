@@ -46,8 +46,9 @@ def record_products(monkeypatch):
     """What each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
-    def recorded(a, b, n, k, bias, dtype, **options):
-        out = multiply(a, b, n, k, bias, dtype, **options)
+    def recorded(a, b, size, bias, dtype, **options):
+        out = multiply(a, b, size, bias, dtype, **options)
+        n, k = size
         left = (a.parts, a.format, a.origin, k)
         right = (b.parts, b.format, b.origin, n if b.transposed else k)
         if b.is_one_tensor:
@@ -141,7 +142,7 @@ def linear(shape, recipe, weights="quantized"):
     layer = bfp.Linear(w.shape[1], w.shape[0], recipe=recipe, weights=weights)
     layer.load_state_dict({"weight": w, "bias": b}, strict=False)
     for operand in ("input", "gradient"):
-        if layer.checked.delayed is not None:
+        if layer.linear_recipe.delayed is not None:
             getattr(layer, f"{operand}_scale").fill_(3)
     if layer.rng_key is not None:
         layer.rng_key.copy_(torch.tensor(KEY))
@@ -235,7 +236,7 @@ def check_layer(layer, kind, style, sequence, shape, seen):
         What one process has for each batch, as `one_process`, and what `trained_layer` gives on each rank.
     """
     ranks = torch.Size(MESHES[kind]).numel()
-    references = [one_process(shape, layer.checked, seen, batch) for batch in range(ranks // RANKS)]
+    references = [one_process(shape, layer.linear_recipe, seen, batch) for batch in range(ranks // RANKS)]
     world = threaded.run(ranks, trained_layer, layer, kind, style, sequence, shape)
     for y, dx, _, _, thread, tp, batch in world:
         results, products, _ = references[batch]

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <type_traits>
 
 #include "arguments.h"
@@ -58,13 +59,26 @@ const Functions& functions() {
   return found;
 }
 
-// A handle for each device, kept for the life of the process; null where none can be made.
-Handle handle_of(int device) {
+std::string failed(const char* call, int status) { return std::string(call) + " returned status " + std::to_string(status); }
+
+// A handle for each device, kept for the life of the process; null where none can be made, and why is in `wrong`.
+Handle handle_of(int device, cudaStream_t stream, std::string& wrong) {
   static std::mutex mutex;
   static std::map<int, Handle> handles;
   const std::lock_guard<std::mutex> lock(mutex);
   Handle& handle = handles[device];
-  if (handle == nullptr && functions().create(&handle) != 0) handle = nullptr;
+  if (handle != nullptr) return handle;
+  // It allocates, which a capture forbids.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) {
+    cudaGetLastError();
+    wrong = "the first product on a device makes cuBLASLt's handle, which can't be captured in a graph: run one before";
+    return nullptr;
+  }
+  if (const int status = functions().create(&handle); status != 0) {
+    handle = nullptr;
+    wrong = failed("cublasLtCreate", status);
+  }
   return handle;
 }
 
@@ -99,11 +113,12 @@ uint32_t alignment(const void* pointer) {
 
 int64_t cublas_version() { return static_cast<int64_t>(functions().version); }
 
-const char* launch_product(const ProductArguments& p, cudaStream_t stream) {
+std::string launch_product(const ProductArguments& p, cudaStream_t stream) {
   const Functions& f = functions();
   if (f.version == 0) return "libcublasLt.so.13 or .12 was not found";
-  const Handle handle = handle_of(p.device);
-  if (handle == nullptr) return "cublasLtCreate failed";
+  std::string wrong;
+  const Handle handle = handle_of(p.device, stream, wrong);
+  if (handle == nullptr) return wrong;
   // cuBLASLt counts columns first: it computes out^T = b a^T, its own A being b.
   const Owned desc = make(f.desc_destroy, f.desc_create, CUBLAS_COMPUTE_32F, CUDA_R_32F);
   const Owned a = make(f.layout_destroy, f.layout_create, code_type(p.b.element), p.k, p.n, p.k);
@@ -136,11 +151,14 @@ const char* launch_product(const ProductArguments& p, cudaStream_t stream) {
   HeuristicResult found{};
   int count = 0;
   const int status = f.heuristic(handle, desc.get(), a.get(), b.get(), d.get(), d.get(), preference.get(), 1, &found, &count);
-  if (status != 0 || count == 0 || found.state != 0) return "cuBLASLt has no algorithm for this product";
+  if (status != 0) return "cuBLASLt has no algorithm for this product: " + failed("cublasLtMatmulAlgoGetHeuristic", status);
+  if (count == 0 || found.state != 0) {
+    return "cuBLASLt has no algorithm for this product: it found " + std::to_string(count) + ", with status " + std::to_string(found.state);
+  }
   const float one = 1.0f, zero = 0.0f;
   const int done = f.matmul(handle, desc.get(), &one, p.b.codes, a.get(), p.a.codes, b.get(), &zero, p.out, d.get(), p.out,
                             d.get(), &found.algo, p.workspace, p.workspace_bytes, stream);
-  return done == 0 ? nullptr : "cublasLtMatmul failed";
+  return done == 0 ? "" : failed("cublasLtMatmul", done);
 }
 
 }  // namespace cuda

@@ -26,7 +26,7 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
 template <class E, class T>
 constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? 3 : 2) : (kDepth<E> == 8 ? 2 : 1);
 
-// What puts the scales in order may be made ready.
+// What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 struct Nothing {};

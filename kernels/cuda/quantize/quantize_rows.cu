@@ -33,42 +33,30 @@ cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class E, int Block>
-cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
-  if constexpr (!kHasBlock<E, Block>) {
-    return cudaErrorInvalidValue;
-  } else {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      using T = decltype(dtype);
-      const int64_t elements = a.x.batches * a.x.rows * a.x.columns;
-      const bool whole = elements > 0 && a.window.column_phase == 0 && a.x.columns % (Block == 0 ? 1 : Block) == 0 &&
-                         elements % (8 * kRowGroups<E>) == 0 && is_contiguous(a.x) && vectors_fit(a.x) && aligned(a.row.codes);
-      if (whole && a.row.key == nullptr) return flat<E, Block, T, Rounding::kNearest>(a, elements, stream);
-      if constexpr (Block == 16) {
-        const Window& w = a.window;
-        if (whole && w.row == 0 && w.column == 0 && w.rows == a.x.rows && w.columns == a.x.columns) {
-          return flat<E, Block, T, Rounding::kStochastic>(a, elements, stream);
-        }
-      }
-      return general<E, Block, T>(a, stream);
-    });
+template <class E, int Block, class T>
+cudaError_t rows(const QuantizeArguments& a, cudaStream_t stream) {
+  const int64_t elements = a.x.batches * a.x.rows * a.x.columns;
+  const bool whole = elements > 0 && a.window.column_phase == 0 && a.x.columns % (Block == 0 ? 1 : Block) == 0 &&
+                     elements % (8 * kRowGroups<E>) == 0 && is_contiguous(a.x) && vectors_fit(a.x) && aligned(a.row.codes);
+  if (whole && a.row.key == nullptr) return flat<E, Block, T, Rounding::kNearest>(a, elements, stream);
+  if constexpr (Block == 16) {
+    const Window& w = a.window;
+    if (whole && w.row == 0 && w.column == 0 && w.rows == a.x.rows && w.columns == a.x.columns) {
+      return flat<E, Block, T, Rounding::kStochastic>(a, elements, stream);
+    }
   }
+  return general<E, Block, T>(a, stream);
 }
 
 }  // namespace
 
 template <>
 cudaError_t launch_rows<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
-  switch (a.format.block_columns) {
-    case 0:
-      return with_block<BLOCKFP_ELEMENT, 0>(a, stream);
-    case 16:
-      return with_block<BLOCKFP_ELEMENT, 16>(a, stream);
-    case 32:
-      return with_block<BLOCKFP_ELEMENT, 32>(a, stream);
-    default:
-      return with_block<BLOCKFP_ELEMENT, 128>(a, stream);
-  }
+  return with_block<BLOCKFP_ELEMENT>(a.format.block_columns, [&](auto block) {
+    return with_dtype(a.x.dtype, [&](auto dtype) {
+      return rows<BLOCKFP_ELEMENT, decltype(block)::value, decltype(dtype)>(a, stream);
+    });
+  });
 }
 
 }  // namespace cuda

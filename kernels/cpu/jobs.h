@@ -13,16 +13,6 @@
 
 namespace blockfp {
 
-// The format, as small integers: a format is added in `blockfp.formats` alone as long as its parts exist here.
-struct Spec {
-  int element;      // kId of elements.h
-  int block_rows;   // 0: one scale for the whole tensor
-  int block_columns;
-  ScaleRule rule;
-
-  BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
-};
-
 // How [batches, rows, columns] is cut.
 struct Tiling {
   int64_t batches, rows, columns;
@@ -52,9 +42,9 @@ struct Tile {
   }
 
   // Of one row of the block grid: the column of the tile's first block, and how many it has.
-  BLOCKFP_HD int64_t first_block(const Spec& spec) const { return grid_column / spec.block_columns; }
-  BLOCKFP_HD int64_t blocks(const Spec& spec) const {
-    return spec.per_tensor() ? 1 : (column_phase + columns + spec.block_columns - 1) / spec.block_columns;
+  BLOCKFP_HD int64_t first_block(const Format& format) const { return grid_column / format.block_columns; }
+  BLOCKFP_HD int64_t blocks(const Format& format) const {
+    return format.per_tensor() ? 1 : (column_phase + columns + format.block_columns - 1) / format.block_columns;
   }
 
  private:
@@ -82,7 +72,7 @@ struct Input {
 };
 
 struct AmaxJob {
-  Spec spec;
+  Format format;
   Tiling tiling;
   Input x;
   int32_t* blocks;   // fp32 bits for each block
@@ -91,7 +81,7 @@ struct AmaxJob {
 };
 
 struct QuantizeJob {
-  Spec spec;
+  Format format;
   Tiling tiling;
   Input x;
   uint8_t* codes;
@@ -108,7 +98,7 @@ struct QuantizeJob {
 };
 
 struct DequantizeJob {
-  Spec spec;
+  Format format;
   Tiling tiling;
   const uint8_t* codes;
   const void* scales;

@@ -1,4 +1,4 @@
-"""How XLA is told to store what is used many times (`definition.layout.Settle`)."""
+"""The store of values that are used many times, which XLA would compute again at each use (`definition.layout.Settle`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 
-def settle(x: jax.Array) -> jax.Array:
-    """x, stored: XLA doesn't fuse what makes it into the loops that use it.
+def materialize(x: jax.Array) -> jax.Array:
+    """Stores x: XLA doesn't fuse what makes it into the loops that use it.
 
     XLA:CPU removes optimization barriers before it fuses, but keeps calls that are marked as not to be inlined.
     """

@@ -19,7 +19,7 @@ void block_amax(const AmaxJob& job, int64_t task, void* scratch) {
 }
 
 void quantize(const QuantizeJob& job, int64_t task, int64_t next, void* scratch) {
-  with_element(job.spec.element, [&](auto element) {
+  with_element(job.format.element, [&](auto element) {
     with_dtype(job.x.dtype, [&](auto dtype) {
       using E = decltype(element);
       using T = decltype(dtype);
@@ -33,7 +33,7 @@ void quantize(const QuantizeJob& job, int64_t task, int64_t next, void* scratch)
 }
 
 void dequantize(const DequantizeJob& job, int64_t task, void* scratch) {
-  with_element(job.spec.element, [&](auto element) {
+  with_element(job.format.element, [&](auto element) {
     with_dtype(job.dtype, [&](auto dtype) { dequantize_task<decltype(element), decltype(dtype)>(job, task, scratch); });
   });
 }

@@ -1,7 +1,8 @@
-#include "calls.h"
+#include "run_jobs.h"
 
 #include <algorithm>
 
+#include "blockfp/dispatch.h"
 #include "float_mode.h"
 #include "instruction_sets.h"
 #include "run_tasks.h"
@@ -13,8 +14,6 @@ namespace {
 constexpr int64_t kTileBytes = 1 << 18;
 constexpr int64_t kLongestRow = 1 << 13;
 
-int item_bytes(int dtype) { return dtype == Fp32::kId ? 4 : 2; }
-
 int64_t batches_of(const Input& x) {
   int64_t batches = 1;
   for (int axis = 0; axis < x.ndim - 2; ++axis) batches *= x.shape[axis];
@@ -25,39 +24,27 @@ int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
 int64_t elements(const Tiling& t) { return t.batches * t.rows * t.columns; }
 
-int32_t tensor_amax_of(const Input& x, const Tiling& tiling, bool gather, const Spec& spec) {
+int32_t tensor_amax_of(const Input& x, const Tiling& tiling, bool gather, const Format& format) {
   int32_t bits = 0;
-  AmaxJob job{spec, tiling, x, nullptr, nullptr, &bits};
+  AmaxJob job{format, tiling, x, nullptr, nullptr, &bits};
   const auto run = current_kernels().tensor_amax;
-  run_tasks(tiling.tasks(), elements(tiling) * item_bytes(x.dtype), Scratch::bytes(tiling, gather),
+  run_tasks(tiling.tasks(), elements(tiling) * dtype_bytes(x.dtype), Scratch::bytes(tiling, gather),
             [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
   return bits;
 }
 
 template <class E>
 BlockScale<float> per_tensor_scale(const QuantizeJob& job, int32_t amax) {
-  if (job.spec.rule == ScaleRule::kPow2) return fp8_scale<E, ScaleRule::kPow2, float>(amax, job.eps_bits, kFp32Max);
+  if (job.format.rule == ScaleRule::kPow2) return fp8_scale<E, ScaleRule::kPow2, float>(amax, job.eps_bits, kFp32Max);
   return fp8_scale<E, ScaleRule::kFp32, float>(amax, job.eps_bits, kFp32Max);
 }
 
 }  // namespace
 
-int64_t code_row_bytes(int element, int64_t columns) {
-  switch (element) {
-    case E2M1::kId:
-      return Packing<E2M1::kBits>::row_bytes(columns);
-    case E3M2::kId:
-    case E2M3::kId:
-      return Packing<E3M2::kBits>::row_bytes(columns);
-    default:
-      return columns;
-  }
-}
-
-Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
-                   int64_t first_column, int item_bytes) {
-  const int64_t block_rows = spec.per_tensor() ? 1 : spec.block_rows;
-  const int64_t block_columns = spec.per_tensor() ? 1 : spec.block_columns;
+Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
+                   int64_t first_column, int element_bytes) {
+  const int64_t block_rows = format.per_tensor() ? 1 : format.block_rows;
+  const int64_t block_columns = format.per_tensor() ? 1 : format.block_columns;
   Tiling t{};
   t.batches = batches;
   t.rows = rows;
@@ -67,11 +54,11 @@ Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t colu
   t.grid_rows = rows == 0 ? 0 : up(t.row_phase + rows, block_rows);
   t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
   // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
-  const bool cut = code_row_bytes(spec.element, 4) == 4 || t.column_phase % 4 == 0;
-  const int64_t widest = std::clamp<int64_t>(kTileBytes / (block_rows * item_bytes) / 128 * 128, 128, kLongestRow);
+  const bool cut = code_row_bytes(format.element, 4) == 4 || t.column_phase % 4 == 0;
+  const int64_t widest = std::clamp<int64_t>(kTileBytes / (block_rows * element_bytes) / 128 * 128, 128, kLongestRow);
   const int64_t whole = up(t.column_phase + columns, 128) * 128;
   t.tile_columns = std::max<int64_t>(cut ? std::min(widest, whole) : whole, 128);
-  t.tile_rows = std::max<int64_t>(kTileBytes / (t.tile_columns * item_bytes) / block_rows, 1) * block_rows;
+  t.tile_rows = std::max<int64_t>(kTileBytes / (t.tile_columns * element_bytes) / block_rows, 1) * block_rows;
   t.row_tiles = up(t.row_phase + rows, t.tile_rows);
   t.column_tiles = up(t.column_phase + columns, t.tile_columns);
   if (batches == 0 || rows == 0 || columns == 0) t.row_tiles = t.column_tiles = 0;
@@ -82,14 +69,14 @@ void run_amax(AmaxJob job, int64_t first_row, int64_t first_column) {
   const FloatMode mode;
   const int64_t batches = batches_of(job.x), rows = job.x.shape[job.x.ndim - 2], columns = job.x.shape[job.x.ndim - 1];
   const Tiling t = job.tiling =
-      make_tiling(job.spec, batches, rows, columns, first_row, first_column, item_bytes(job.x.dtype));
+      make_tiling(job.format, batches, rows, columns, first_row, first_column, dtype_bytes(job.x.dtype));
   const bool gather = job.x.column_stride() != 1;
-  if (job.spec.per_tensor()) {
-    *job.blocks = tensor_amax_of(job.x, t, gather, job.spec);
+  if (job.format.per_tensor()) {
+    *job.blocks = tensor_amax_of(job.x, t, gather, job.format);
     return;
   }
   const auto run = current_kernels().block_amax;
-  run_tasks(t.tasks(), elements(t) * item_bytes(job.x.dtype), Scratch::bytes(t, gather),
+  run_tasks(t.tasks(), elements(t) * dtype_bytes(job.x.dtype), Scratch::bytes(t, gather),
             [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
   if (job.tensor != nullptr) {
     const int64_t blocks = t.batches * t.grid_rows * t.grid_columns;
@@ -101,26 +88,26 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
   const FloatMode mode;
   const int64_t batches = batches_of(job.x), rows = job.x.shape[job.x.ndim - 2], columns = job.x.shape[job.x.ndim - 1];
   const Tiling t = job.tiling =
-      make_tiling(job.spec, batches, rows, columns, job.first_row, job.first_column, item_bytes(job.x.dtype));
+      make_tiling(job.format, batches, rows, columns, job.first_row, job.first_column, dtype_bytes(job.x.dtype));
   const bool gather = job.x.column_stride() != 1;
   if (given_multiplier != nullptr) {
     job.multiplier = *given_multiplier;
     *static_cast<float*>(job.scales) = divide(1.0f, job.multiplier);
-  } else if (job.spec.per_tensor()) {
-    const int32_t amax = job.given_blocks != nullptr ? *job.given_blocks : tensor_amax_of(job.x, t, gather, job.spec);
+  } else if (job.format.per_tensor()) {
+    const int32_t amax = job.given_blocks != nullptr ? *job.given_blocks : tensor_amax_of(job.x, t, gather, job.format);
     const BlockScale<float> scale =
-        job.spec.element == E4M3::kId ? per_tensor_scale<E4M3>(job, amax) : per_tensor_scale<E5M2>(job, amax);
+        job.format.element == E4M3::kId ? per_tensor_scale<E4M3>(job, amax) : per_tensor_scale<E5M2>(job, amax);
     job.multiplier = scale.multiplier;
     *static_cast<int32_t*>(job.scales) = scale.stored;
-  } else if (job.spec.rule == ScaleRule::kE4m3) {
-    const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.spec);
+  } else if (job.format.rule == ScaleRule::kE4m3) {
+    const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.format);
     job.multiplier = tensor_multiplier<E2M1>(amax);
     job.tensor_scale = divide(1.0f, job.multiplier);
     *tensor_scale_out = job.tensor_scale;
   }
-  expect_writes(job.codes, t.batches * t.rows * code_row_bytes(job.spec.element, t.columns));
+  expect_writes(job.codes, t.batches * t.rows * code_row_bytes(job.format.element, t.columns));
   const auto run = current_kernels().quantize;
-  const int64_t work = elements(t) * (item_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
+  const int64_t work = elements(t) * (dtype_bytes(job.x.dtype) + 1) * (job.stochastic ? 2 : 1);
   run_tasks(t.tasks(), work, Scratch::bytes(t, gather),
             [&](int64_t task, int64_t next, void* scratch) { run(job, task, next, scratch); });
 }
@@ -129,10 +116,10 @@ void run_dequantize(DequantizeJob job, int64_t batches, int64_t rows, int64_t co
                     int64_t first_column) {
   const FloatMode mode;
   const Tiling t = job.tiling =
-      make_tiling(job.spec, batches, rows, columns, first_row, first_column, item_bytes(job.dtype));
-  expect_writes(job.out, elements(t) * item_bytes(job.dtype));
+      make_tiling(job.format, batches, rows, columns, first_row, first_column, dtype_bytes(job.dtype));
+  expect_writes(job.out, elements(t) * dtype_bytes(job.dtype));
   const auto run = current_kernels().dequantize;
-  run_tasks(t.tasks(), elements(t) * (item_bytes(job.dtype) + 1), Scratch::bytes(t, false),
+  run_tasks(t.tasks(), elements(t) * (dtype_bytes(job.dtype) + 1), Scratch::bytes(t, false),
             [&](int64_t task, int64_t, void* scratch) { run(job, task, scratch); });
 }
 

@@ -3,25 +3,13 @@
 #include <map>
 #include <mutex>
 
+#include "driver.h"
 #include "gemm.cuh"
 #include "launch.h"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode find_encode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
-}
 
 // A matrix in device memory, and the box of it that is loaded at a time.
 struct Box {
@@ -37,7 +25,7 @@ struct Box {
 
 // Whether a map could be made. Training comes back to the same arrays: each thread remembers a few.
 bool map_of(const Box& box, CUtensorMap* map) {
-  static const Encode encode = find_encode();
+  static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   struct Entry {
     Box box{};
     CUtensorMap map;

@@ -7,7 +7,7 @@
 #include "blockfp/scales.h"
 #include "blockfp/threefry.h"
 #include "lanes_cpu.h"
-#include "two_units.h"
+#include "bf16_avx512.h"
 
 namespace blockfp {
 namespace BLOCKFP_ISA {

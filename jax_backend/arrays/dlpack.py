@@ -1,4 +1,4 @@
-"""Quantized arrays that come from another library, sharing their memory through DLPack."""
+"""Quantized arrays of another library, whose memory is shared through DLPack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .array import QuantizedArray
 
 
 def from_torch(q) -> QuantizedArray:
-    """The JAX array of a `blockfp.torch.QuantizedTensor`, on the same device and without a copy where that is possible.
+    """Makes a JAX array of a `blockfp.torch.QuantizedTensor`, on the same device and without a copy where that is possible.
 
     Codes and scales go over through DLPack. XLA's CPU wants 64-byte alignment, which PyTorch's own allocations have and
     slices of them may not; JAX copies those. Where memory is shared, an update of `q` in place changes the result: JAX

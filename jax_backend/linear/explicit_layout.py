@@ -1,4 +1,4 @@
-"""Where the operands and the result of `linear` lie on a mesh with Explicit axes, outside shard_map."""
+"""The layout of the operands and the result of `linear` on a mesh with Explicit axes, outside shard_map."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .products import Matrix
 
 
 @dataclass(frozen=True)
-class Lies:
-    """A product x [.., in] times w [out, in]: how y lies, and how w must for it.
+class ExplicitLayout:
+    """The layout of a product x [.., in] times w [out, in]: of y, and of w as the product needs it.
 
     Axes that cut tokens don't cut w: it is gathered over them. One that cuts both along `in` stays, and sums y.
     """
@@ -24,23 +24,23 @@ class Lies:
     weight: PartitionSpec
 
     @classmethod
-    def of(cls, x: jax.Array, weight: Matrix) -> Lies | None:
-        """As the operands' types say; None where no axis is Explicit."""
+    def of(cls, x: jax.Array, weight: Matrix) -> ExplicitLayout | None:
+        """Derives the layout from the operands' types; returns None where no axis is Explicit."""
         codes = weight.codes if isinstance(weight, QuantizedArray) else weight
         mesh = explicit.mesh_of(x, codes)
         if mesh is None:
             return None
         *tokens, x_in = explicit.spec_of(x)
         out, w_in = explicit.spec_of(codes)
-        taken = {name for entry in tokens for name in explicit.names_of(entry)}
-        contracted = set(explicit.names_of(x_in))
+        taken = {name for entry in tokens for name in explicit.axis_names(entry)}
+        contracted = set(explicit.axis_names(x_in))
         out = explicit.without(out, taken | contracted)
         kept = w_in if w_in == x_in else None
         every = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return cls(every, PartitionSpec(*tokens, out), PartitionSpec(out, kept))
 
     def constrained(self, weight: Matrix) -> Matrix:
-        """The weight, brought to where the product needs it: codes and scales, not their values."""
+        """Brings the weight to where the product needs it: codes and scales, not their values."""
         if not isinstance(weight, QuantizedArray):
             return weight
 

@@ -1,4 +1,4 @@
-"""What a rank stores of a sharded array inside shard_map: how much, and where in the array that lies.
+"""The storage of a sharded array on a rank, inside shard_map: its size, and its place in the array.
 
 One program runs on all ranks, so what differs between them is data: where a shard begins, how much of it there is, which rows
 a gather joins. It is looked up by rank in tables made from the `Sharding`, whose shape is that of the last two axes.
@@ -68,18 +68,18 @@ def scale_length(format: Format, sharding: Sharding, dim: int) -> int:
 
 
 def is_aligned(format: Format, sharding: Sharding) -> bool:
-    """Whether every shard begins with a whole block."""
+    """Returns True where every shard begins with a whole block."""
     return all(sharding.aligned(dim, block_length(format, sharding, dim)) for dim in (0, 1))
 
 
 def _phase(format: Format, sharding: Sharding, dim: int):
-    """Where in its first block this rank's shard begins."""
+    """The index of this rank's first element in its first block."""
     block = block_length(format, sharding, dim)
     return of_rank(sharding.mesh, [start % block if size else 0 for start, size in _spans(sharding, dim)])
 
 
 def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
-    """Stored values or codes (one a byte) in a buffer of whole blocks; themselves where shards begin with whole blocks."""
+    """Moves stored values or codes (one a byte) into a buffer of whole blocks; a no-op where shards begin with whole blocks."""
     for dim in (0, 1):
         block = block_length(format, sharding, dim)
         if not sharding.aligned(dim, block):
@@ -94,7 +94,7 @@ def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
 
 
 def out_of_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
-    """The inverse of `into_blocks`."""
+    """Undoes `into_blocks`."""
     for dim in (0, 1):
         if not sharding.aligned(dim, block_length(format, sharding, dim)):
             x = lax.dynamic_slice_in_dim(x, _phase(format, sharding, dim), length(sharding, dim), axis=dim - 2)
@@ -112,7 +112,7 @@ def corner(format: Format, sharding: Sharding) -> tuple[Any, Any]:
 
 
 def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax.Array | int = 0) -> jax.Array:
-    """The entries of an axis by index; for -1 those of `otherwise`."""
+    """Takes entries of an axis by index; for -1 those of `otherwise`."""
     static = isinstance(places, np.ndarray)
     if static and np.array_equal(places, np.arange(x.shape[axis])):
         return x
@@ -125,7 +125,7 @@ def take(x: jax.Array, places: np.ndarray | jax.Array, axis: int, otherwise: jax
 
 
 def only_own(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """x with zeros beyond this rank's own rows and columns."""
+    """Zeroes x beyond this rank's own rows and columns."""
     for dim in (0, 1):
         sizes = [size for _, size in _spans(sharding, dim)]
         if min(sizes) < max(sizes):

@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_square_scale(const Piece<E, T, R>& piece, 
 
 // Scales of 1-D blocks of 16 and 32, decided within a warp: the lanes that share a line's block share out the lines of their pieces.
 //
-// Of `Lines` lines, whose blocks lie in `Lanes` lanes, `Step` apart.
+// Those of `Lines` lines, whose blocks lie in `Lanes` lanes, `Step` apart.
 template <class E, int Block, class T, int Lines, int Lanes, int Step>
 struct LineScales {
   using Share = LaneShare<Lines / kLinesPerWord<T>, Lanes, Step>;

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..array import DTYPES, QuantizedArray, quantize
+from ..array import QuantizedArray, quantize
 from ..definition import layout
+from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import Format
 from . import untrusted
@@ -97,7 +98,7 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
 
 
 def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """(name, array) of each tensor of a file, quantized or not.
+    """Yields (name, array) for each tensor of a file, quantized or not.
 
     Raises:
         BadFile: a tensor can't be read, or its codes and scales don't fit each other.
@@ -136,7 +137,7 @@ def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored
 
 
 def quantized_entries(name: str, shape: tuple[int, ...], dtype: np.dtype, format: Format) -> list[Entry]:
-    """What a quantized tensor consists of in a file: what stands under its name, codes, scales, and maybe a tensor scale."""
+    """The entries of a quantized tensor in a file: the empty one under its name, codes, scales, and maybe a tensor scale."""
     entries = [
         Entry(name, dtype, no_values(shape)),
         Entry(name + SUFFIXES["codes"], np.dtype(np.uint8), layout.codes_shape(shape, format)),

@@ -1,16 +1,13 @@
 // What the library does, in terms of plain pointers: jobs are cut into tiles and run.
 #pragma once
 
-#include "job.h"
+#include "jobs.h"
 
 namespace blockfp {
 
-// Bytes of a row of so many codes.
-int64_t code_row_bytes(int element, int64_t columns);
-
 // Tiling of [batches, rows, columns] whose first element lies at (first_row, first_column) of the unsharded matrix.
-Tiling make_tiling(const Spec& spec, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
-                   int64_t first_column, int item_bytes);
+Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t columns, int64_t first_row,
+                   int64_t first_column, int element_bytes);
 
 // Fills job.blocks, job.nan and job.tensor, each where it is not null; the tiling is made here.
 void run_amax(AmaxJob job, int64_t first_row, int64_t first_column);

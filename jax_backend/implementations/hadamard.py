@@ -10,10 +10,10 @@ from jax import lax
 from blockfp.definition.rotation import GROUP, rotate
 
 
-def turn(x: jax.Array, *, back: bool = False) -> jax.Array:
-    """x [..., k], each group of 16 along the last axis times `rotate`'s matrix (or its inverse); a tail stays as it is."""
+def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """Multiplies each group of 16 along the last axis of x by `rotate`'s matrix (or its inverse); a tail stays as it is."""
     matrix = rotate(np.eye(GROUP, dtype=np.float32))
     whole = x.shape[-1] // GROUP * GROUP
     groups = x[..., :whole].reshape(*x.shape[:-1], -1, GROUP)
-    turned = jnp.matmul(groups, (matrix.T if back else matrix).astype(x.dtype), precision=lax.Precision.HIGHEST)
+    turned = jnp.matmul(groups, (matrix.T if inverse else matrix).astype(x.dtype), precision=lax.Precision.HIGHEST)
     return jnp.concatenate([turned.reshape(*x.shape[:-1], whole), x[..., whole:]], axis=-1)

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint holds is what a model and an optimizer need: found out before anything is changed."""
+"""Matches a checkpoint's entries with those that a model and an optimizer need, before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from blockfp.errors import BadCheckpoint
 from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
-from ..optimizer.adamw import misfit
+from ..optimizer.adamw import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of
 from . import model_names
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def names_of(index: Metadata, part: str) -> dict[str, Any]:
-    """What a checkpoint has under "model", "optimizer" or "extra", by name."""
+    """Returns a checkpoint's entries under "model", "optimizer" or "extra", by name."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): what for name, what in index.state_dict_metadata.items() if name.startswith(prefix)}
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    """What each parameter of a model is, and the recipe of each layer that has one: what ranks must have alike."""
+    """Describes each parameter of a model, and the recipe of each layer that has one: ranks must have them alike."""
     found = {name: kind_of(param) for name, param in model_names.parameters(model).items()}
     recipes = {f"the recipe of {name or 'the model'}": recipe_of(module) for name, module in model_names.modules(model).items()}
     return found | {name: recipe for name, recipe in recipes.items() if recipe is not None}
 
 
-def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:
+def match_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any], model: nn.Module, requantize: bool) -> None:
     """Checks that a checkpoint has exactly what a model's state dict names, as it is there.
 
     Args:
@@ -61,7 +61,7 @@ def fit_model(checkpoint: Path, there: Mapping[str, Any], state: dict[str, Any],
     _check(checkpoint, MODEL, there, dict(_flat(state)), surplus)
 
 
-def fit_optimizer(
+def match_optimizer(
     checkpoint: Path,
     there: Mapping[str, Any],
     plain: Mapping[str, Any],
@@ -109,7 +109,7 @@ def fit_optimizer(
     for name in settings:
         group, setting = groups.get(name.split(".")[1], {}), name.split(".", 2)[2]
         value = plain.get(f"{OPTIMIZER}.{name}")
-        if misfit(optimizer, {setting: value}):
+        if unsupported_setting(optimizer, {setting: value}):
             raise BadCheckpoint(f"{checkpoint} has {OPTIMIZER}.{name}={value}, which {type(optimizer).__name__} doesn't have")
         if setting != "param_names" and "." not in setting:
             group.setdefault(setting, empty(there[name]))
@@ -125,21 +125,21 @@ def _is_setting(name: str) -> bool:
 
 
 def _defines(optimizer: torch.optim.Optimizer, setting: str) -> bool:
-    """Whether an optimizer's steps go by a setting: numbers, but not switches, which torch's versions and blockfp add."""
+    """Returns whether an optimizer steps by a setting: numbers, but not switches, which torch's versions and blockfp add."""
     # torch's states have no key, and are rounded by the optimizer's own.
     switch = isinstance(optimizer.defaults.get(setting), bool | str | None)
     return not switch and setting != "key"
 
 
 def empty(what: Any) -> Tensor | None:
-    """Memory for what a checkpoint's index says this of; None for what is no tensor."""
+    """Returns memory for a checkpoint's entry, or None where it is no tensor."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     return torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
 
 
 def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:
-    """The parameter whose state an entry "state.PARAMETER.ENTRY" is; "" where it is of none."""
+    """Returns the parameter of an entry "state.PARAMETER.ENTRY", or ""."""
     key = name.removeprefix(f"{STATE}.")
     while key and key not in params:
         key = key.rpartition(".")[0]
@@ -178,7 +178,7 @@ def _check_tensor(name: str, value: Tensor, saved: TensorStorageMetadata) -> Non
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dictionaries and lists under the names that DCP gives them."""
+    """Yields the leaves of nested dictionaries and lists under the names that DCP gives them."""
     if isinstance(value, dict):
         entries = value.items()
     elif isinstance(value, list) and any(isinstance(inner, dict | list | Tensor) for inner in value):

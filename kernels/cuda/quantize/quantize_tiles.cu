@@ -36,46 +36,40 @@ cudaError_t tiles(QuantizeArguments a, cudaStream_t stream) {
                              {static_cast<uint32_t*>(a.column.scales), a.x.batches * a.x.columns, static_cast<int>(down)}, stream);
 }
 
-template <class E, int Block, bool Square>
-cudaError_t with_block(const QuantizeArguments& a, cudaStream_t stream) {
-  if constexpr (!kHasBlock<E, Block>) {
-    return cudaErrorInvalidValue;
-  } else {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      using T = decltype(dtype);
-      const int row_unit = E::kBits == 4 ? 32 : 16;
-      const bool fits = a.window.row_phase == 0 && a.window.column_phase == 0 && a.x.columns % 8 == 0 &&
-                        a.x.rows % row_unit == 0 && vectors_fit(a.x) && aligned(a.row.codes) && aligned(a.column.codes);
-      const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
-      const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
-      if (fits && !row_key && !column_key) return tiles<E, Block, T, Square, Rounding::kNearest>(a, stream);
-      if constexpr (Block == 16) {
-        const Window& w = a.window;
-        const bool eights = (w.row | w.column | w.rows | w.columns) % 8 == 0;
-        if (fits && eights && row_key == (a.row.codes != nullptr) && column_key == (a.column.codes != nullptr)) {
-          return tiles<E, Block, T, Square, Rounding::kStochastic>(a, stream);
-        }
-      }
-      return tiles<E, Block, T, Square, Rounding::kGeneral>(a, stream);
-    });
+template <class E, int Block, class T, bool Square>
+cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
+  const Window& w = a.window;
+  const int row_unit = E::kBits == 4 ? 32 : 16;
+  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % 8 == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
+                    aligned(a.row.codes) && aligned(a.column.codes);
+  const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
+  const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
+  if (fits && !row_key && !column_key) return tiles<E, Block, T, Square, Rounding::kNearest>(a, stream);
+  if constexpr (Block == 16) {
+    const bool eights = (w.row | w.column | w.rows | w.columns) % 8 == 0;
+    if (fits && eights && row_key == (a.row.codes != nullptr) && column_key == (a.column.codes != nullptr)) {
+      return tiles<E, Block, T, Square, Rounding::kStochastic>(a, stream);
+    }
   }
+  return tiles<E, Block, T, Square, Rounding::kGeneral>(a, stream);
 }
 
 }  // namespace
 
 template <>
 cudaError_t launch_tiles<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
-  const bool square = a.format.square();
-  switch (a.format.block_columns) {
-    case 0:
-      return with_block<BLOCKFP_ELEMENT, 0, true>(a, stream);
-    case 16:
-      return square ? with_block<BLOCKFP_ELEMENT, 16, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 16, false>(a, stream);
-    case 32:
-      return square ? with_block<BLOCKFP_ELEMENT, 32, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 32, false>(a, stream);
-    default:
-      return square ? with_block<BLOCKFP_ELEMENT, 128, true>(a, stream) : with_block<BLOCKFP_ELEMENT, 128, false>(a, stream);
-  }
+  using E = BLOCKFP_ELEMENT;
+  return with_block<E>(a.format.block_columns, [&](auto block) {
+    return with_dtype(a.x.dtype, [&](auto dtype) {
+      constexpr int kBlock = decltype(block)::value;
+      using T = decltype(dtype);
+      // One scale for the whole tensor counts as square.
+      if constexpr (kBlock != 0) {
+        if (!a.format.square()) return with_rounding<E, kBlock, T, false>(a, stream);
+      }
+      return with_rounding<E, kBlock, T, true>(a, stream);
+    });
+  });
 }
 
 }  // namespace cuda

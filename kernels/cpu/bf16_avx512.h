@@ -1,7 +1,7 @@
 // bfloat16 with AVX-512: two adjacent units at once, in about two thirds of the steps that single units take.
 //
 // 32 patterns of 16 bits are 16 lanes of 32: the even and the odd elements are taken apart by a shift and a mask, and their
-// results meet again as the halves of a word. Signs and NaN are put on all 32 at once. Included by rows.h.
+// results meet again as the halves of a word. Signs and NaN are put on all 32 at once. Included by row_codes.h.
 #pragma once
 
 #include "lanes_cpu.h"

@@ -1,0 +1,23 @@
+// Functions of the CUDA driver, looked up: this library loads where there is none.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace blockfp {
+namespace cuda {
+
+// As CUDA 12.0 has it; null where the driver has none of that name.
+template <class Function>
+Function driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
+}
+
+}  // namespace cuda
+}  // namespace blockfp

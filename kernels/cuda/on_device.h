@@ -1,0 +1,70 @@
+// What the exported functions share: the device and the stream that a call runs on, and x as a stack of matrices.
+#pragma once
+
+#include <cuda.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include "blockfp/exports.h"
+#include "driver.h"
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+
+// The device of an argument and the caller's current stream there, for the length of a call.
+class OnDevice {
+ public:
+  OnDevice(const TensorView& x, const char* name) : device(x.device()) {
+    check(device.device_type == kDLCUDA, name, " must be on a CUDA device; it is ", describe(x));
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device.device_id;
+    if (before_ != device.device_id) done(cudaSetDevice(device.device_id));
+    stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device.device_id));
+  }
+  ~OnDevice() {
+    // Where nobody uses that device, setting it would make a context there, half a gigabyte: the thread stays on this one.
+    if (before_ != device.device_id && has_context(before_)) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+
+  void done(cudaError_t error) const {
+    if (error != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "CUDA on " << device << ": " << cudaGetErrorString(error);
+  }
+
+  DLDevice device;
+  cudaStream_t stream;
+
+ private:
+  // Whether the process has made a context on a device; true where the driver can't say.
+  static bool has_context(int ordinal) {
+    static const auto state = driver_function<decltype(&cuDevicePrimaryCtxGetState)>("cuDevicePrimaryCtxGetState");
+    unsigned flags = 0;
+    int active = 0;
+    return state == nullptr || state(ordinal, &flags, &active) != CUDA_SUCCESS || active != 0;
+  }
+
+  int before_ = 0;
+};
+
+// Leading axes must be evenly spaced.
+inline Matrices matrices_of(const TensorView& x, const char* name) {
+  check(x.ndim() >= 2, name, " must have two or more axes; it is ", describe(x));
+  const int last = x.ndim() - 1;
+  Matrices m{data_of<const void>(x), dtype_of(x, name), 1, x.size(last - 1), x.size(last), 0, x.stride(last - 1), x.stride(last)};
+  for (int axis = last - 2; axis >= 0; --axis) {
+    if (x.size(axis) == 1) continue;
+    if (m.batches == 1) {
+      m.batch_stride = x.stride(axis);
+    } else {
+      check(x.stride(axis) == m.batch_stride * m.batches || x.numel() == 0, "the leading axes of ", name,
+            " must be evenly spaced, and axis ", axis, " has stride ", x.stride(axis), ": pass a contiguous one");
+    }
+    m.batches *= x.size(axis);
+  }
+  // Strides of axes with one entry say nothing.
+  if (m.columns == 1) m.column_stride = 1;
+  if (m.rows == 1) m.row_stride = m.columns;
+  return m;
+}
+
+}  // namespace cuda
+}  // namespace blockfp

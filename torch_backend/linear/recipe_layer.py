@@ -1,0 +1,27 @@
+"""`RecipeLayer`: what delayed scaling, `observe` and pipelines know of layers, which are made above this room."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from blockfp.recipes import Recipe
+
+
+class RecipeLayer(nn.Module):
+    """A layer with one weight whose products run by a recipe, and the recipe's state in buffers.
+
+    Attributes:
+        linear_recipe: the `Recipe` of its products (`recipes.for_linear`).
+        observed: figures that `observe` gathers, or None.
+    """
+
+    linear_recipe: Recipe
+    observed: Tensor | None
+
+    weight: nn.Parameter
+    input_amax_history: Tensor | None
+    input_scale: Tensor | None
+    gradient_amax_history: Tensor | None
+    gradient_scale: Tensor | None
+    rng_key: Tensor | None
+    step: Tensor | None

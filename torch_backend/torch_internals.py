@@ -1,0 +1,146 @@
+"""All that blockfp takes of PyTorch without PyTorch's promise: its private names stand here, and nowhere else in the backend.
+
+Each says what it is for and why no public name does. All of them were run in torch 2.11 and in 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["pytree", "return_and_correct_aliasing"]
+
+# `pytree` finds tensors in nested arguments; torch has none without the underscore.
+# `return_and_correct_aliasing` tells autograd that what a subclass returns shares memory, as torch's own subclasses do.
+
+# ---- tensor subclasses
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""A subclass's `__torch_function__` that leaves everything to `__torch_dispatch__`, as torch's documentation shows it."""
+
+make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor without memory, of a shape, dtype and device. Only this makes a subclass that wraps others."""
+
+
+def decomposes(func: Any) -> bool:
+    """Whether an operation is made of others, into which `func.decompose` takes it apart. There is no public question."""
+    return func._can_decompose()
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operation writes into its arguments, as its schema says. Schemas have no public name."""
+    return func._schema.is_mutable
+
+
+def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Lets a tensor be written without autograd counting it, as FSDP2 refills what autograd has saved; it uses the same."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# ---- autograd
+
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func is under way, in which autograd functions of two halves fail. torch.func can't be asked."""
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs; two runs through one node are told apart by nothing else."""
+
+DelayedError: Any = torch._C._functions.DelayedError  # pyright: ignore[reportAttributeAccessIssue]
+"""A node that raises when it is differentiated. `once_differentiable` makes the same one, without a reason of our own."""
+
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+"""Another shape of a new tensor, which is then no view; torch's own `linear` ends in it. FSDP2 warns of views."""
+
+# ---- operations
+
+scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS after a third more of the host's time."""
+
+foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+"""Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
+
+foreach_copy_: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+"""Copies into many tensors in one launch."""
+
+functional_collectives: Any = torch.ops._c10d_functional
+"""Collectives by group name that begin now and are waited for later, also in compiled code. The public
+`torch.distributed._functional_collectives` is private too, and wraps results in a subclass."""
+
+
+def mark_static_address(tensor: Tensor) -> None:
+    """Tells torch.compile that a tensor stays where it is: else CUDA graphs write into a copy of it, and that is lost."""
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+# ---- distributed
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """What this rank holds of a DTensor, itself: `to_local()` gives another tensor, which autograd follows."""
+    return tensor._local_tensor
+
+
+def dtensor_like(param: Tensor, local: Tensor, whole: Tensor) -> DTensor:
+    """A DTensor that lies as a parameter does, with memory that is not on the mesh's device; `from_local` would copy it there.
+
+    FSDP2 makes such DTensors of parameters that it keeps on the CPU in this way.
+    """
+    kind: Any = type(param)
+    spec: Any = param._spec  # pyright: ignore[reportAttributeAccessIssue]
+    meta = type(spec.tensor_meta)(whole.shape, whole.stride(), whole.dtype)
+    return kind(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
+
+
+def ddp_model() -> DistributedDataParallel | None:
+    """The DistributedDataParallel model whose forward runs now. A layer inside isn't told of it in any public way."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+frame_above: Callable[[int], FrameType] = sys._getframe
+"""The frame of the function that called so many functions above.
+
+FSDP2 tells the hook before a gather its mesh alone, so its own frames are asked for which parameter it is, and which others are
+gathered with it. The hook of five arguments is told the module, but FSDP2 then asks for one size on every rank, which shards of
+uneven weights don't have.
+"""
+
+
+def fsdp_param(frame: FrameType) -> Any:
+    """FSDP2's record (`FSDPParam`) of the parameter whose hook a frame calls; None where FSDP2 doesn't call."""
+    param = frame.f_locals.get("self")
+    return param if hasattr(param, "_module_info") else None
+
+
+def gathered_together(frame: FrameType, param: Any) -> Sequence[Any]:
+    """The records of all parameters that are gathered with one, found in the frames above the call of its hook."""
+    found: FrameType | None = frame
+    for _ in range(4):
+        if found is None:
+            break
+        params = found.f_locals.get("fsdp_params")
+        if isinstance(params, list | tuple) and any(one is param for one in params):
+            return params
+        found = found.f_back
+    return [param]
+
+
+def fsdp_name(param: Any) -> str:
+    """The name of the parameter of one of FSDP2's records: in the whole model where FSDP2 knows it, else in its module."""
+    return getattr(param, "_param_fqn", None) or param._module_info.param_name
+
+
+def fsdp_module(param: Any) -> nn.Module:
+    """The module of the parameter of one of FSDP2's records."""
+    return param._module_info.module
