@@ -84,6 +84,15 @@ def test_compiled(format, backend):
     assert_same(both(to_torch(x), torch.tensor(WORDS, dtype=torch.int64)), expected)
 
 
+@pytest.fixture
+def two_threads():
+    """Inductor writes parallel loops; elsewhere in the tests torch has one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 # array-api-compat caches namespaces with functools, which dynamo remarks on.
 TRACES_NAMESPACES = pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning")
 
@@ -93,6 +102,7 @@ KINDS_THAT_TELL = ("bf16_valued", "integers", "exponents", "special", "subnormal
 
 @TRACES_NAMESPACES
 @pytest.mark.parametrize("name", ["fp8_e5m2_128x128_fp32", "mxfp8_e4m3"])
+@pytest.mark.usefixtures("two_threads")
 def test_inductor_on_the_definition(name):
     """The definition itself, not as an op: what inductor fuses and reorders leaves its bits as they are."""
     quantize = compiled(lambda x: numerics.quantize(x, name), "inductor")
@@ -103,6 +113,7 @@ def test_inductor_on_the_definition(name):
 
 @TRACES_NAMESPACES
 @pytest.mark.parametrize("name", ["mxfp6_e2m3", "mxint8", "nvfp4"])
+@pytest.mark.usefixtures("two_threads")
 def test_inductor_on_the_definition_backwards(name):
     dequantize = compiled(lambda *given: numerics.dequantize(*given, name, "bfloat16", columns=SHAPE[1]), "inductor")
     for kind in KINDS_THAT_TELL:
