@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from adamw_cases import KEY, Parameter
+from adamw_cases import Parameter, table
 from same_bits import assert_same_bits
 
 from blockfp.definition import adamw
 from blockfp.formats import Format
 from blockfp.kernels import native
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
-from blockfp.kernels.step_table import pack
 
 MX, FP8 = format_numbers(Format.parse("mxint8")), format_numbers(Format.parse("fp8_e4m3"))
 FP32 = DTYPE_NUMBERS["float32"]
@@ -68,12 +67,10 @@ def test_a_table_with_a_bad_row_changes_nothing():
     good, bad = Parameter((64, 64), format=mx), Parameter((64, 64), format=mx)
     before = [np.copy(x) for x in (good.weight, good.out, good.out_scales)]
     steps = [good.step(c, 1), bad.step(c, 1)]
-    table = pack(steps, KEY, lambda x, dtype, count: x.ctypes.data)
-    other = pack(
-        [s._replace(format=Format.parse("mxfp8_e5m2_32x32")) for s in steps], KEY, lambda x, dtype, count: x.ctypes.data
-    )
-    element = np.flatnonzero(table.view(np.int32)[1] != other.view(np.int32)[1])[0]
-    table.view(np.int32)[1, element] = 9
+    rows = table(steps)
+    other = table([s._replace(format=Format.parse("mxfp8_e5m2_32x32")) for s in steps])
+    element = np.flatnonzero(rows.view(np.int32)[1] != other.view(np.int32)[1])[0]
+    rows.view(np.int32)[1, element] = 9
     with pytest.raises(ValueError, match="the format has element 9"):
-        native.library().adamw(table)
+        native.library().adamw(rows)
     assert_same_bits((good.weight, good.out, good.out_scales), tuple(before))
