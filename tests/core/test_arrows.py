@@ -163,7 +163,7 @@ def test_the_architecture_shows_the_rooms_in_their_order(house, prefix, heading)
     shown: dict[str, set[str]] = {}
     for row in table.splitlines():
         rooms, what = (re.findall(r"`([\w.]+?)(?:\.py|/)?`", cell) for cell in row.split("|")[1:3])
-        shown |= dict.fromkeys(rooms, set(what))
+        shown |= {name: set(what) for name in rooms}
     depth = prefix.count(".") + 1
     there = {room(name, depth): set() for name in modules() if name.startswith(f"{prefix}.")}
     for name in modules():
