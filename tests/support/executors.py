@@ -157,12 +157,12 @@ def jax_face(implementation):
         return [Quantized(*(None if part is None else part[i] for part in parts)) for i in range(len(x))]
 
     def dequantize(parts, format, columns):
-        def values(q):
+        def values(codes, scales, tensor_scale):
+            q = bfp.QuantizedArray.from_parts(codes, scales, tensor_scale, format=format, columns=columns, dtype="float32")
             return {dtype: q.dequantize(dtype, implementation=implementation) for dtype in DTYPES}
 
         stacked = [None if each[0] is None else np.stack(each) for each in zip(*parts, strict=True)]
-        q = bfp.QuantizedArray.from_parts(*stacked, format=format, columns=columns, dtype="float32")
-        return {dtype: list(each) for dtype, each in run((format, q.codes.shape), jax.vmap(values), q).items()}
+        return {dtype: list(each) for dtype, each in run((format, stacked[0].shape), jax.vmap(values), *stacked).items()}
 
     yield Executor(quantize, dequantize)
 
