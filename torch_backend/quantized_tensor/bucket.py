@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from blockfp.definition.bits import FLOAT_DTYPES
-
+from ..custom_ops.dtypes import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
 from .refusals import FLAT, refused
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from .tensor import QuantizedTensor
 
 aten = torch.ops.aten
-
-NOMINAL = tuple(getattr(torch, name) for name in FLOAT_DTYPES)
-"""The dtypes that can be quantized, and dequantized to."""
 
 Piece = Tensor
 """A whole quantized tensor, or a plain one of one axis."""
@@ -104,13 +100,13 @@ def _broadcast(tensors: Sequence[Tensor], group: Any, root: int, root_tensor: in
 
     pieces = [piece for tensor in tensors for piece in (tensor.pieces if isinstance(tensor, Bucket) else (tensor,))]
     weights: list[Any] = [piece for piece in pieces if hasattr(piece, "codes")]
-    held = [0 if q.initial is None else 1 + NOMINAL.index(q.initial.dtype) for q in weights]
+    held = [0 if q.initial is None else 1 + DTYPES.index(q.initial.dtype) for q in weights]
     kinds = torch.tensor(held, dtype=torch.uint8, device=tensors[0].device)
     send([kinds])
     originals = []
     for q, kind in zip(weights, kinds.tolist(), strict=True):
         if kind:
-            values = torch.empty(q.shape, dtype=NOMINAL[kind - 1], device=q.device)
+            values = torch.empty(q.shape, dtype=DTYPES[kind - 1], device=q.device)
             originals.append((q, values if q.initial is None else values.copy_(q.initial)))
     parts = [part for q in weights for part in q.parts]
     plain = [piece for piece in pieces if not hasattr(piece, "codes")]
