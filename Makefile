@@ -49,7 +49,7 @@ demo: .venv/package .venv/model
 test: .venv/dev lint
 	@cd $(OUTSIDE)
 	$(BIN)/python -P -c "import blockfp, sys; sys.exit(not blockfp.__file__.startswith(sys.prefix))"
-	$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -n 2 -q $(ROOT)/tests
+	$(BIN)/python -P -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -n 2 --dist worksteal -q $(ROOT)/tests
 	$(BIN)/python -P -c "import numpy; numpy.save('small.npy', numpy.linspace(-3, 3, 4096, dtype='f4').reshape(32, 128))"
 	$(BIN)/blockfp info
 	$(BIN)/blockfp check small.npy --format mxfp8_e4m3 --format nvfp4 --report small.json --plot small.png

@@ -1,4 +1,4 @@
-"""What `blockfp check` knows PyTorch as."""
+"""PyTorch as a backend of `blockfp check`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TorchBackend:
 
 
 class TorchDefinition(TorchBackend):
-    """The definition (`definition.numerics`) run by PyTorch's own operations: what `blockfp.torch` runs where no kernel is."""
+    """The definition (`definition.numerics`) run by PyTorch's own operations, as `blockfp.torch` does without kernels."""
 
     name = "torch-definition"
 
@@ -51,7 +51,7 @@ class TorchDefinition(TorchBackend):
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
-    """A tensor of x's memory; of a copy where x is read-only."""
+    """Shares x's memory as a tensor; copies a read-only x."""
     x = x if x.flags.writeable else x.copy()
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -59,6 +59,7 @@ def to_torch(x: np.ndarray) -> torch.Tensor:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """Shares the memory of a CPU tensor as an array."""
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()

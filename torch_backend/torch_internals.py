@@ -35,12 +35,12 @@ make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 
 
 def decomposes(func: Any) -> bool:
-    """Whether an operation is made of others, into which `func.decompose` takes it apart. There is no public question."""
+    """Says whether `func.decompose` takes an operation apart into others. There is no public question."""
     return func._can_decompose()
 
 
 def is_mutable(func: Any) -> bool:
-    """Whether an operation writes into its arguments, as its schema says. Schemas have no public name."""
+    """Says whether an operation writes into its arguments. Its schema knows, and has no public name."""
     return func._schema.is_mutable
 
 
@@ -52,7 +52,7 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
 # ---- autograd
 
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func is under way, in which autograd functions of two halves fail. torch.func can't be asked."""
+"""Says whether a transform of torch.func is under way, where autograd functions need a form of their own. It can't be asked."""
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs; two runs through one node are told apart by nothing else."""
@@ -88,7 +88,7 @@ def mark_static_address(tensor: Tensor) -> None:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """What this rank holds of a DTensor, itself: `to_local()` gives another tensor, which autograd follows."""
+    """The very tensor that a DTensor holds on this rank: `to_local()` gives another one, which autograd follows."""
     return tensor._local_tensor
 
 

@@ -1,13 +1,12 @@
 """The invariant: gather(quantize(shard)) == quantize(gather(shard)), bit for bit, on every mesh, carried out rank by rank."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import DTYPES, KINDS, bits_of, sample
 from sharded import LAYOUTS, assert_holds, kind_for, parts, shapes, sharding_of, whole_and_shards
+from shardings import shardings
 
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
@@ -164,22 +163,6 @@ def test_data_parallel_ranks_have_tensors_of_their_own():
         plan = plans.gather_activation(format, sharding, ("tp",), data_axes=("dp",))
         world = simulate.run(plan, locals)
         assert_holds(world, [numerics.quantize(tensors[rank // 2], format) for rank in range(4)])
-
-
-@st.composite
-def shardings(draw, max_rows=90):
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= 8))
-    placements, cut = [], {0: [], 1: []}
-    for size in reversed(sizes):
-        dim = draw(st.sampled_from([0, 0, 1, None]))
-        if dim is None:
-            placements.append(Replicate())
-            continue
-        factor = math.prod(cut[dim]) if draw(st.booleans()) else 1
-        placements.append(Shard(dim) if factor == 1 else StridedShard(dim, factor))
-        cut[dim].append(size)
-    shape = (draw(st.integers(0, max_rows)), draw(st.integers(0, max_rows)))
-    return Sharding(shape, Mesh(tuple(sizes)), tuple(reversed(placements)))
 
 
 def gatherable(sharding, axes):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from executors import KEY as WORDS
-from same_bits import assert_same_bits, parts_of
+from same_bits import assert_same_bits, assert_same_parts, parts_of
 from samples import sample
 
 import blockfp.jax as bfp
@@ -36,10 +36,6 @@ def assert_same(got, expected, x=None):
     assert_same_bits(np.asarray(got), np.asarray(expected), source=x)
 
 
-def assert_same_parts(got, expected, x=None):
-    assert_same_bits(got, tuple(expected), source=x)
-
-
 def test_the_look_at_the_program_sees_a_division():
     with pytest.raises(AssertionError, match="divide"):
         executors.read_program(lambda x: x / 3, jnp.ones(4))
@@ -50,7 +46,7 @@ def test_empty_and_single(format):
     for shape in ((0, 32), (4, 0), (2, 0, 5), (0, 0), (1, 1)):
         x = np.zeros(shape, np.float32)
         q = bfp.quantize(x, format, key=3, implementation="xla")
-        assert_same_parts(parts_of(q), numerics.quantize(x, format, key=3))
+        assert_same_parts(q, numerics.quantize(x, format, key=3))
         assert q.shape == q.dequantize(implementation="xla").shape == shape
 
 
@@ -59,7 +55,7 @@ def test_double_precision_mode_changes_nothing(format):
     x = sample("bf16_valued", (40, 72))
     with jax.enable_x64(True):
         q = bfp.quantize(x, format, key=7, implementation="xla")
-        assert_same_parts(parts_of(q), numerics.quantize(x, format, key=7), x)
+        assert_same_parts(q, numerics.quantize(x, format, key=7))
         assert_same(q.dequantize(implementation="xla"), numerics.dequantize(*parts_of(q), format, "float32", columns=72))
 
 
@@ -78,9 +74,9 @@ def test_an_array_rounded_in_the_same_program_is_really_rounded(dtype):
 
     y, again, once = program(sample("gaussian", (64, 256)), np.float32(1 / 3))
     y = np.asarray(y)
-    assert_same_parts(parts_of(once), numerics.quantize(y, "mxint8"))
+    assert_same_parts(once, numerics.quantize(y, "mxint8"))
     coarse = numerics.dequantize(*numerics.quantize(y, "fp8_e4m3"), "fp8_e4m3", dtype, columns=256)
-    assert_same_parts(parts_of(again), numerics.quantize(coarse, "mxint8"))
+    assert_same_parts(again, numerics.quantize(coarse, "mxint8"))
 
 
 def test_every_form_of_a_key():
@@ -90,15 +86,12 @@ def test_every_form_of_a_key():
     typed = jax.random.wrap_key_data(jnp.array(WORDS, jnp.uint32))
     forms = (seed, WORDS, list(WORDS), np.array(WORDS, np.uint32), np.array(WORDS), jax.random.key_data(typed), typed)
     for key in forms:
-        assert_same_parts(parts_of(bfp.quantize(x, "nvfp4", key=key, implementation="xla")), expected, x)
+        assert_same_parts(bfp.quantize(x, "nvfp4", key=key, implementation="xla"), expected)
     jitted = jax.jit(lambda x, key: bfp.quantize(x, "nvfp4", key=key, implementation="xla"))
     for key in (typed, jax.random.key_data(typed)):
-        assert_same_parts(parts_of(jitted(x, key)), expected, x)
-    assert_same_parts(
-        parts_of(bfp.quantize(x, "nvfp4", key=jax.random.key(42), implementation="xla")),
-        numerics.quantize(x, "nvfp4", key=42),
-        x,
-    )
+        assert_same_parts(jitted(x, key), expected)
+    q = bfp.quantize(x, "nvfp4", key=jax.random.key(42), implementation="xla")
+    assert_same_parts(q, numerics.quantize(x, "nvfp4", key=42))
 
 
 def test_a_new_seed_compiles_nothing():

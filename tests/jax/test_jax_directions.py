@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from same_trees import assert_same_tree
+from same_bits import assert_same_parts
 from samples import sample
 
 import blockfp.jax as bfp
@@ -12,10 +12,6 @@ from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 
 SHAPE = (2, 40, 70)
-
-
-def assert_same_parts(got, want):
-    assert_same_tree(*((q.codes, q.scales, q.tensor_scale) for q in (got, want)))
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])

@@ -9,6 +9,11 @@ def parts_of(q):
     return q.codes, q.scales, q.tensor_scale
 
 
+def assert_same_parts(got, expected):
+    """Quantized arrays of any faces, or the definition's results, with the same codes, scales and tensor scales."""
+    assert_same_bits(parts_of(got), parts_of(expected))
+
+
 def assert_same_bits(actual, expected, what="", source=None):
     """Arrays, or tuples of arrays and None, with the same dtypes, shapes and bits.
 

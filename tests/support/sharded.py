@@ -35,7 +35,7 @@ for _format in FORMATS:
     _element, _scale = _format.element, _format.scale
     _alike[_format.block, _element.bits, _element.has_nan, _scale.dtype, _scale.two_level].append(_format)
 ALIKE = tuple(map(tuple, _alike.values()))
-"""Formats that lie, are cut and sent, and share amaxes alike; they differ in what rounding makes of a block, in nothing else."""
+"""Formats that lie, are cut and sent, and share amaxes alike; they differ in what rounding makes of a block alone."""
 GEOMETRIES = tuple(alike[0] for alike in ALIKE)
 """One of each."""
 

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
+from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, values_of, weight
+from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
 
@@ -86,7 +87,7 @@ def test_a_step_without_learning_rate_leaves_weights_as_they_are(master, captura
     give_gradients(params, 1)
     optimizer.step()
     for p, old in zip(params, before, strict=True):
-        for x, y in zip(*(parts_of(q) if hasattr(q, "codes") else [q.detach()] for q in (p, old)), strict=True):
+        for x, y in zip(*(tensors_of(q) if hasattr(q, "codes") else [q.detach()] for q in (p, old)), strict=True):
             assert torch.equal(x, y)
 
 
@@ -165,7 +166,7 @@ def test_stochastic_weights_use_the_key_of_the_step():
     start = p.detach().dequantize()
     bfp.AdamW([p], lr=1e-2, master=None, key=77)
     optimizer = bfp.AdamW([nn.Parameter(torch.zeros(1)), p], lr=1e-2, master=None, key=77)
-    p.grad = normal(p.shape, 1)
+    p.grad = values(p.shape, 1)
     optimizer.step()
     zeros = torch.zeros_like(start)
     c = adamw.coefficients(1, 1e-2, (0.9, 0.999), 1e-8, 1e-2)
@@ -177,15 +178,15 @@ def test_stochastic_weights_use_the_key_of_the_step():
 
 
 def test_gradients_of_any_kind():
-    p = nn.Parameter(normal((64, 48), 0).t())  # not contiguous
+    p = nn.Parameter(values((64, 48), 0).t())  # not contiguous
     q, none = weight((48, 64), "mxfp8_e4m3_32x32"), weight((32, 32), "fp8_e4m3")
     codes = none.codes.clone()
     optimizer = bfp.AdamW([p, q, none], lr=1e-2)
     reference = nn.Parameter(p.detach().clone())
     torchs = torch.optim.AdamW([reference], lr=1e-2)
     for step in range(2):
-        p.grad = normal((48, 64), step)
-        q.grad = normal((64, 48), step).t()
+        p.grad = values((48, 64), step)
+        q.grad = values((64, 48), step).t()
         reference.grad = p.grad.clone()
         optimizer.step()
         torchs.step()
@@ -201,7 +202,7 @@ def test_gradients_of_any_kind():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_travel_quantized(dtype):
-    plain = nn.Parameter(normal((40, 64), 0, dtype))
+    plain = nn.Parameter(values((40, 64), 0, dtype))
     p = nn.Parameter(CastWeight.from_values(plain.detach().clone(), "mxfp8_e4m3_32x32"))
     optimizers = [bfp.AdamW([q], lr=1e-2) for q in (p, plain)]
     for step in range(2):
@@ -261,10 +262,10 @@ def test_a_dtype_that_is_not_updated():
 
 def test_it_trains():
     """Least squares: with masters, moments in FP8 and weights in MXFP8, the loss falls as with torch's AdamW."""
-    x, target = normal((256, 64), 1), normal((32, 64), 2)
+    x, target = values((256, 64), 1), values((32, 64), 2)
     y, losses = x @ target.t(), {}
     for kind in ("torch", "float32", "fp8"):
-        start = bfp.quantize(normal((32, 64), 3), "mxfp8_e4m3_32x32")
+        start = bfp.quantize(values((32, 64), 3), "mxfp8_e4m3_32x32")
         p = nn.Parameter(start.dequantize() if kind == "torch" else start)
         optimizer = torch.optim.AdamW([p], lr=3e-2) if kind == "torch" else bfp.AdamW([p], lr=3e-2, moments=kind)
         for _ in range(200):
@@ -276,7 +277,7 @@ def test_it_trains():
             optimizer.step()
         losses[kind] = loss.item()
     assert losses["float32"] == pytest.approx(losses["torch"], rel=0.01)
-    assert losses["fp8"] < 0.05 * (x @ (target - normal((32, 64), 3)).t()).square().mean().item()
+    assert losses["fp8"] < 0.05 * (x @ (target - values((32, 64), 3)).t()).square().mean().item()
 
 
 def calls_of_a_step(params):
@@ -293,7 +294,7 @@ def calls_of_a_step(params):
     return sum("blockfp" in file or "torch_backend" in file for file in files)
 
 
-@pytest.mark.parametrize("make", [lambda: weight((64, 64), "mxfp8_e4m3_32x32"), lambda: nn.Parameter(normal((64, 64), 0))])
+@pytest.mark.parametrize("make", [lambda: weight((64, 64), "mxfp8_e4m3_32x32"), lambda: nn.Parameter(values((64, 64), 0))])
 def test_a_step_calls_no_more_functions_than_a_parameter_has_tensors(make):
     if not native.available():
         pytest.skip(native.status())
@@ -306,8 +307,8 @@ def test_whatever_changes_between_steps_is_seen(route):
     """Memory, dtypes, formats and states: a step goes by what is there, not by what was there before."""
     params = [
         weight((64, 96), "mxfp8_e4m3_32x32"),
-        nn.Parameter(normal((64, 96), 1)),
-        nn.Parameter(normal((9, 33), 2).bfloat16()),
+        nn.Parameter(values((64, 96), 1)),
+        nn.Parameter(values((9, 33), 2).bfloat16()),
     ]
     reference = copy.deepcopy(params)
     optimizer, other = bfp.AdamW(params), bfp.AdamW(reference)
@@ -331,7 +332,7 @@ def test_whatever_changes_between_steps_is_seen(route):
             assert optimizer.state[params[0]]["exp_avg"].dtype == torch.bfloat16
     for p, q in zip(params, reference, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(other, q))
-    for x, y in zip(parts_of(params[0]), parts_of(reference[0]), strict=True):
+    for x, y in zip(tensors_of(params[0]), tensors_of(reference[0]), strict=True):
         assert torch.equal(x, y)
 
 
@@ -354,8 +355,8 @@ def test_arrays_that_do_not_fit(name, change, error, message):
     optimizer.step()
     state = optimizer.state[params[1]]
     state[name] = change(state[name])
-    before = [x.clone() for x in parts_of(params[0])]
+    before = [x.clone() for x in tensors_of(params[0])]
     with pytest.raises(error, match=message):
         optimizer.step()
-    for x, y in zip(parts_of(params[0]), before, strict=True):
+    for x, y in zip(tensors_of(params[0]), before, strict=True):
         assert torch.equal(x, y)

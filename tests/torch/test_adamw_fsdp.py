@@ -5,10 +5,11 @@ from contextlib import nullcontext
 import pytest
 import threaded
 import torch
+from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from sharded import GEOMETRIES
-from small_model import Side, assert_gathered, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
+from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,7 +123,7 @@ def test_gathered_weights_are_the_masters_quantization(format, mesh):
     state = optimizer.state_dict()["state"]
     for layer in model.layers:
         expected = bfp.quantize(optimizer.state[layer.weight]["master"], format)
-        for got, want in zip(parts_of(layer.weight), parts_of(expected), strict=True):
+        for got, want in zip(tensors_of(layer.weight), tensors_of(expected), strict=True):
             assert torch.equal(got, want)
     expected = whole_results(model)
     threaded.run(torch.Size(MESHES[mesh]).numel(), sharded, MESHES[mesh], weights, format, options, *expected, state)
@@ -158,10 +159,10 @@ def saved_and_loaded(rank, mesh_shape, weights, format, options, halfway, expect
     shard_all(model, device_mesh(mesh_shape))
     optimizer = bfp.AdamW(model.parameters(), **options)
     # As torch's distributed checkpoints: an empty step makes the state, which is then loaded into.
-    before = [[part.clone() for part in parts_of(sharding.local_of(layer.weight))] for layer in model.layers]
+    before = [[part.clone() for part in tensors_of(sharding.local_of(layer.weight))] for layer in model.layers]
     get_optimizer_state_dict(model, optimizer)
     for layer, old in zip(model.layers, before, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(parts_of(sharding.local_of(layer.weight)), old, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(sharding.local_of(layer.weight)), old, strict=True))
     optimizer.load_state_dict(whole_state)
     for step in range(1, STEPS):
         give_gradients(model, step)

@@ -7,7 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from adamw_parameters import assert_quantizes, give_gradients, mixed, normal, parts_of, values_of, weight
+from adamw_parameters import assert_quantizes, give_gradients, mixed, values_of, weight
+from arrays import tensors_of, values
 from torch import nn
 
 import blockfp.torch as bfp
@@ -36,14 +37,14 @@ def test_state_goes_through_a_state_dict_unchanged(moments, tmp_path):
             o.step()
     for p, q in zip(params, others, strict=True):
         assert torch.equal(values_of(optimizer, p), values_of(other, q))
-        for x, y in zip(*(parts_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
+        for x, y in zip(*(tensors_of(w) if hasattr(w, "codes") else [w.detach()] for w in (p, q)), strict=True):
             assert torch.equal(x, y)
 
 
 def test_state_of_torchs_adamw_and_other_moments_can_be_loaded():
-    p, plain = weight((40, 64), "mxfp8_e4m3_32x32"), nn.Parameter(normal((40, 64), 0))
+    p, plain = weight((40, 64), "mxfp8_e4m3_32x32"), nn.Parameter(values((40, 64), 0))
     reference = torch.optim.AdamW([plain], lr=1e-2)
-    plain.grad = normal((40, 64), 1)
+    plain.grad = values((40, 64), 1)
     reference.step()
     for moments in ("float32", "fp8"):
         optimizer = bfp.AdamW([p], lr=1e-3, moments=moments)
@@ -77,7 +78,7 @@ def test_what_is_loaded_is_kept_as_the_optimizer_says():
 
 
 def test_original_values_become_the_master():
-    original = normal((64, 96), 0)
+    original = values((64, 96), 0)
     q = bfp.quantize(original, "mxfp4_e2m1_32x32")
     q.initial = original.clone()
     p = nn.Parameter(q)
@@ -95,13 +96,13 @@ def test_original_values_become_the_master():
 
 @pytest.mark.parametrize("keep_init", [True, False])
 def test_values_loaded_later_are_what_the_next_step_goes_on_from(keep_init):
-    p, values = weight((64, 96), "mxfp8_e4m3_32x32", dtype=torch.bfloat16), normal((64, 96), 5)
+    p, given = weight((64, 96), "mxfp8_e4m3_32x32", dtype=torch.bfloat16), values((64, 96), 5)
     optimizer = bfp.AdamW([p], lr=0.0)
     give_gradients([p], 1)
     optimizer.step()
     master, saved = optimizer.state[p]["master"], optimizer.state_dict()
-    bfp.load_high_precision_(p, values, keep_init=keep_init)
-    loaded = values if keep_init else p.dequantize(torch.float32)
+    bfp.load_high_precision_(p, given, keep_init=keep_init)
+    loaded = given if keep_init else p.dequantize(torch.float32)
     optimizer.step()
     # The same memory: a CUDA graph may know it.
     assert optimizer.state[p]["master"] is master
@@ -111,9 +112,9 @@ def test_values_loaded_later_are_what_the_next_step_goes_on_from(keep_init):
     optimizer.step()
     assert torch.equal(master, loaded + 1)
     # A state dict doesn't show what the next step would replace. Of values and masters those count that were loaded last.
-    bfp.load_high_precision_(p, values, keep_init=keep_init)
+    bfp.load_high_precision_(p, given, keep_init=keep_init)
     assert torch.equal(optimizer.state_dict()["state"][0]["master"], loaded)
-    bfp.load_high_precision_(p, values, keep_init=keep_init)
+    bfp.load_high_precision_(p, given, keep_init=keep_init)
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert torch.equal(optimizer.state[p]["master"], saved["state"][0]["master"])
@@ -125,11 +126,11 @@ def test_a_copy_shows_and_takes_what_the_original_does(copied):
     optimizer = bfp.AdamW([p], moments="fp8")
     give_gradients([p], 0)
     optimizer.step()
-    values = normal((40, 64), 5)
-    bfp.load_high_precision_(p, values)
+    given = values((40, 64), 5)
+    bfp.load_high_precision_(p, given)
     q, other = copied((p, optimizer))
     saved = optimizer.state_dict()
-    assert torch.equal(saved["state"][0]["master"], values)
+    assert torch.equal(saved["state"][0]["master"], given)
     other.load_state_dict(other.state_dict())
     for name, value in other.state_dict()["state"][0].items():
         assert value.dtype == torch.float32

@@ -7,6 +7,7 @@ import pytest
 import threaded
 import torch
 import torch.nn.functional as F
+from arrays import values
 from parallel_operands import assert_same_operand, axes, batch_of, mesh_of, part, record_products, shard
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -16,10 +17,6 @@ from blockfp import recipes
 
 FEATURES, HEADS = 64, 4
 HEAD = FEATURES // HEADS
-
-
-def values(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def torchs_rows(key_value_heads):
@@ -61,7 +58,7 @@ def test_it_is_torchs_module_of_the_dequantized_weights(name, causal, key_value_
     quantized = bfp.MultiheadAttention(FEATURES, HEADS, recipe=name, **options)
     quantized.load_state_dict(layer.state_dict(), strict=False)
     call, leaves = torchs_own(layer, causal)
-    x, g = values(2, 12, FEATURES).requires_grad_(), values(2, 12, FEATURES, seed=1)
+    x, g = values((2, 12, FEATURES)).requires_grad_(), values((2, 12, FEATURES), 1)
     expected = call(x)
     expected = [expected, *torch.autograd.grad(expected, (x, *leaves), g)]
     # Values of two bits and a half are off by up to a sixth.
@@ -75,7 +72,7 @@ def test_it_is_torchs_module_of_the_dequantized_weights(name, causal, key_value_
 def test_causal_attention_looks_back_only():
     torch.manual_seed(0)
     for causal in (False, True):
-        layer, x = bfp.MultiheadAttention(FEATURES, HEADS, recipe="mxfp8", causal=causal), values(2, 5, FEATURES)
+        layer, x = bfp.MultiheadAttention(FEATURES, HEADS, recipe="mxfp8", causal=causal), values((2, 5, FEATURES))
         earlier = layer(x)
         x[:, 3:] += 1
         assert torch.allclose(layer(x)[:, :3], earlier[:, :3], rtol=0, atol=1e-6) == causal
@@ -187,7 +184,7 @@ class Normed(bfp.MultiheadAttention):
 def test_norms_of_a_derived_class_have_whole_gradients():
     torch.manual_seed(0)
     layer = Normed()
-    whole, x = copy.deepcopy(layer), values(2, 8, FEATURES)
+    whole, x = copy.deepcopy(layer), values((2, 8, FEATURES))
     y = whole(x)
     y.square().sum().backward()
 

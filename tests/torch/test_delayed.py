@@ -7,6 +7,7 @@ from inspect import signature as signature_of
 import pytest
 import threaded
 import torch
+from arrays import values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,10 +21,6 @@ from blockfp.definition import scaling
 from blockfp.formats import Format
 
 
-def values(seed, scale):
-    return torch.randn((4, 32), generator=torch.Generator().manual_seed(seed)) * scale
-
-
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 3])
 def test_scales_follow_the_definition(length, algorithm):
@@ -31,7 +28,7 @@ def test_scales_follow_the_definition(length, algorithm):
     history, scale = torch.zeros(length), torch.ones(())
     for seed, factor in enumerate((1.0, 100.0, 3.0, 1e-3, 0.0)):
         for part in range(2):
-            x = values(10 * seed + part, factor)
+            x = values((4, 32), 10 * seed + part, scale=factor)
             layer(x).sum().backward()
             history = scaling.record(history, x.abs().max())
         assert torch.equal(layer.input_amax_history, history)
@@ -46,7 +43,7 @@ def test_scales_follow_the_definition(length, algorithm):
 
 def test_what_is_not_finite_counts_as_nothing():
     layer = bfp.Linear(32, 16, recipe="fp8_delayed")
-    x = values(0, 1.0)
+    x = values((4, 32), 0, scale=1.0)
     x[0, 0], x[1, 1] = torch.inf, torch.nan
     layer(x)
     assert layer.input_amax_history[0] == 0
@@ -64,7 +61,7 @@ def sharded(rank, shape):
     names = ("replicas", "shards")[-len(shape) :]
     model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
-    model(values(rank, 10.0**rank)).sum().backward()
+    model(values((4, 32), rank, scale=10.0**rank)).sum().backward()
     bfp.update_scales(model)
     return [buffer.clone() for buffer in model.buffers()]
 
@@ -76,7 +73,7 @@ def stepped(rank, shape):
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]))
     model.set_reshard_after_backward(False)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-3)
-    model(values(rank, 10.0**rank)).sum().backward()
+    model(values((4, 32), rank, scale=10.0**rank)).sum().backward()
     optimizer.step()
     return buffers_of(model)
 
@@ -85,7 +82,7 @@ def stepped(rank, shape):
 @pytest.mark.parametrize("how", ["by hand", "by the optimizer"])
 def test_ranks_share_scales(how, shape):
     results = threaded.run(4, sharded if how == "by hand" else stepped, shape)
-    largest = max(values(rank, 10.0**rank).abs().max() for rank in range(4))
+    largest = max(values((4, 32), rank, scale=10.0**rank).abs().max() for rank in range(4))
     for buffers in results:
         for a, b in zip(buffers, results[0], strict=True):
             assert torch.equal(a, b)
@@ -109,7 +106,7 @@ def replicated(rank):
     )
     model = DistributedDataParallel(bfp.Linear(32, 24, recipe="fp8_delayed"), init_sync=False, **{apart: False})
     with DDP_FORWARD:
-        y = model(values(rank, 10.0**rank))
+        y = model(values((4, 32), rank, scale=10.0**rank))
     y.sum().backward()
     bfp.update_scales(model)
     return model.module.input_scale.clone()
@@ -117,7 +114,7 @@ def replicated(rank):
 
 def test_ddp_shares_scales():
     results = threaded.run(2, replicated)
-    largest = max(values(rank, 10.0**rank).abs().max() for rank in range(2))
+    largest = max(values((4, 32), rank, scale=10.0**rank).abs().max() for rank in range(2))
     assert results[0] == results[1] == torch.tensor(448.0) / largest
 
 
@@ -135,7 +132,7 @@ def trained_by_others(name="fp8_delayed"):
 
 
 def one_backward(model, loss_scale=1.0):
-    (model(values(3, 2.0)).square().mean() * loss_scale).backward()
+    (model(values((4, 32), 3, scale=2.0)).square().mean() * loss_scale).backward()
 
 
 def buffers_of(model):
@@ -206,7 +203,7 @@ def test_gradients_of_a_small_loss_are_seen_in_the_second_step():
     layer = bfp.Linear(32, 16, recipe="fp8_delayed")
     optimizer = bfp.AdamW(layer.parameters(), lr=1e-3)
     for step in range(2):
-        (layer(values(0, 1.0)) * 1e-6).square().mean().backward()
+        (layer(values((4, 32), 0, scale=1.0)) * 1e-6).square().mean().backward()
         assert (layer.weight.grad.abs().max() > 0) == (step > 0)
         optimizer.step()
         optimizer.zero_grad()
@@ -221,7 +218,7 @@ def test_what_does_not_count_as_stale():
     optimizer.step()
     model.eval()
     with torch.no_grad():
-        model(values(1, 1.0))
+        model(values((4, 32), 1, scale=1.0))
     optimizer.zero_grad()
     optimizer.step()  # no gradient
     elsewhere = nn.Linear(2, 2)
@@ -229,7 +226,7 @@ def test_what_does_not_count_as_stale():
     for _ in range(3):
         elsewhere(torch.ones(2)).sum().backward()
         unrelated.step()
-    checkpoint(model, values(1, 1.0).requires_grad_(), use_reentrant=False).sum().backward()
+    checkpoint(model, values((4, 32), 1, scale=1.0).requires_grad_(), use_reentrant=False).sum().backward()
     bfp.update_scales(model)
     optimizer.step()
     backward()
@@ -289,7 +286,7 @@ def replicated_steps(rank, broadcasts):
     )
     model = DistributedDataParallel(layer, init_sync=False, **{apart: broadcasts})
     with DDP_FORWARD:
-        y = model(values(rank, 10.0**rank))
+        y = model(values((4, 32), rank, scale=10.0**rank))
     y.sum().backward()
     codes = layer.weight.codes.clone()
     if broadcasts:
@@ -303,7 +300,7 @@ def replicated_steps(rank, broadcasts):
 
 def test_ddp_shares_scales_without_a_call():
     results = threaded.run(2, replicated_steps, False)
-    largest = max(values(rank, 10.0**rank).abs().max() for rank in range(2))
+    largest = max(values((4, 32), rank, scale=10.0**rank).abs().max() for rank in range(2))
     assert results[0] == results[1] == torch.tensor(448.0) / largest
     assert threaded.run(1, replicated_steps, False)
 

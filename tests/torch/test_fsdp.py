@@ -3,6 +3,7 @@
 import pytest
 import threaded
 import torch
+from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.requantize import requantize_
 from sharded import GEOMETRIES
@@ -11,7 +12,6 @@ from small_model import (
     assert_gathered,
     device_mesh,
     inputs_for,
-    parts_of,
     quantized,
     shapes_for,
     shard,
@@ -93,7 +93,7 @@ def experts(rank, format, weight, expected):
     fully_shard(module, mesh=device_mesh((4,)))
     for step in range(2):
         module()
-        for got, want in zip(parts_of(module.seen), parts_of(expected), strict=True):
+        for got, want in zip(tensors_of(module.seen), tensors_of(expected), strict=True):
             assert torch.equal(got, want)
         module.reshard()
         if step == 0:
@@ -116,7 +116,7 @@ def mixed_precision(rank, format, weight, expected):
     model(inputs_for(rank, 64)).backward()
     layer = model.layers[0]
     assert layer.seen_as[2] is torch.bfloat16
-    for got, want in zip(layer.seen, parts_of(expected), strict=True):
+    for got, want in zip(layer.seen, tensors_of(expected), strict=True):
         assert torch.equal(got, want)
     assert layer.weight.dtype is torch.float32
     assert layer.weight.grad.dtype is torch.float32
@@ -130,7 +130,9 @@ def test_mixed_precision_names_the_gathered_dtype(name):
     total = torch.zeros(50, 64)
     for rank in range(4):
         q = bfp.quantize(weight.bfloat16(), name).clone()
-        q = bfp.QuantizedTensor.from_parts(*parts_of(bfp.quantize(weight, name)), format=name, columns=64, dtype=torch.bfloat16)
+        q = bfp.QuantizedTensor.from_parts(
+            *tensors_of(bfp.quantize(weight, name)), format=name, columns=64, dtype=torch.bfloat16
+        )
         model = Side([q])
         model(inputs_for(rank, 64, dtype=torch.bfloat16)).backward()
         total += model.layers[0].weight.grad.float() / 4
@@ -199,7 +201,7 @@ def freed(rank, expected):
     gathered = []
     layer.register_forward_pre_hook(lambda module, *_: gathered.append(module.weight))
     model(inputs_for(rank, 64)).backward()
-    sizes = [part.untyped_storage().size() for part in parts_of(gathered[0])]
+    sizes = [part.untyped_storage().size() for part in tensors_of(gathered[0])]
     return sizes, local_of(layer.weight).codes
 
 
@@ -229,7 +231,7 @@ def two_dimensional(rank, format, whole, expected, axis):
         got = local_of(module.weight)
         first, columns = got.origin
         want = expected.narrow(0, first, got.shape[0]).narrow(1, columns, got.shape[1])
-        for a, b in zip(parts_of(got), parts_of(want), strict=True):
+        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
             assert torch.equal(a, b)
         module.reshard()
     return tuple(map(str, module.weight.placements))
@@ -318,5 +320,5 @@ def replicated(rank, expected):
 def test_replicated_weights_are_quantized_by_each_rank():
     want = bfp.quantize(weights_for([(50, 64)], 1)[0], "nvfp4_16x16")
     for got in threaded.run(4, replicated, bfp.quantize(weights_for([(50, 64)])[0], "nvfp4_16x16")):
-        for a, b in zip(parts_of(got), parts_of(want), strict=True):
+        for a, b in zip(tensors_of(got), tensors_of(want), strict=True):
             assert torch.equal(a, b)

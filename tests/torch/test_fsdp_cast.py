@@ -6,9 +6,10 @@ import io
 import pytest
 import threaded
 import torch
+from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
-from small_model import Side, device_mesh, inputs_for, parts_of, shapes_for, shard, weights_for
+from small_model import Side, device_mesh, inputs_for, shapes_for, shard, weights_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
@@ -35,7 +36,7 @@ def train(rank, shape, reshard, format, shapes):
         model(x).backward()
         for layer in model.layers:
             assert layer.seen_as == (layer.expected.format, tuple(layer.expected.shape), torch.float32, (0, 0))
-            for got, want in zip(layer.seen, parts_of(layer.expected), strict=True):
+            for got, want in zip(layer.seen, tensors_of(layer.expected), strict=True):
                 assert torch.equal(got, want)
         for layer in model.layers:
             assert layer.weight.grad is not None
@@ -69,7 +70,7 @@ def from_meta(rank, format, weight, offload):
         local_of(param).copy_(weight[region_of(param).slices])
     model(inputs_for(rank, 64)).backward()
     assert model.layers[0].seen_as[2] is torch.bfloat16
-    for got, want in zip(model.layers[0].seen, parts_of(bfp.quantize(weight, format)), strict=True):
+    for got, want in zip(model.layers[0].seen, tensors_of(bfp.quantize(weight, format)), strict=True):
         assert torch.equal(got, want)
     assert param.grad.dtype is torch.float32
 
@@ -101,7 +102,7 @@ def test_alone_it_is_its_values():
     with pytest.raises(NotImplementedError, match=r"would multiply it in high precision: call the layer itself.*values are"):
         weight @ values.mT
     assert type(weight.detach() * 2) is torch.Tensor
-    for got, want in zip(parts_of(weight.quantized()), parts_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
+    for got, want in zip(tensors_of(weight.quantized()), tensors_of(bfp.quantize(values, "mxfp8_e4m3_32x32")), strict=True):
         assert torch.equal(got, want)
     (weight * 3).sum().backward()
     assert torch.equal(weight.grad, torch.full((50, 64), 3.0))

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from arrays import values
 from blockfp.torch_backend.custom_ops import operand_ops, products
 from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
-from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of, values
+from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of
 
 import blockfp.torch as bfp
 from blockfp import recipes

@@ -3,11 +3,12 @@
 import pytest
 import threaded
 import torch
+from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.module_state import keep_in_parts
-from small_model import Side, SmallLinear, device_mesh, inputs_for, parts_of, quantized, shapes_for, shard, weights_for
+from small_model import Side, SmallLinear, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ from blockfp.formats import FORMATS, Format
 
 def assert_same(q, other):
     assert (q.format, q.shape, q.dtype) == (other.format, other.shape, other.dtype)
-    for a, b in zip(parts_of(q), parts_of(other), strict=True):
+    for a, b in zip(tensors_of(q), tensors_of(other), strict=True):
         assert torch.equal(a, b)
 
 
@@ -61,7 +62,7 @@ def load(rank, shape, way, shapes, weights, expected):
         scales.append(local.scales)
     model(inputs_for(rank, 200)).backward()
     for layer, want in zip(model.layers, expected, strict=True):
-        for a, b in zip(layer.seen, parts_of(want), strict=True):
+        for a, b in zip(layer.seen, tensors_of(want), strict=True):
             assert torch.equal(a, b)
     return scales
 
@@ -109,7 +110,7 @@ def load_later(rank, weights, expected, kept):
         # The master, which was there before, is of what was loaded.
         assert torch.equal(optimizer.state[model.weight]["master"], local_of(model.weight).dequantize())
         assert optimizer.state[model.weight]["master"].any()
-    for a, b in zip(model.seen, parts_of(expected[0]), strict=True):
+    for a, b in zip(model.seen, tensors_of(expected[0]), strict=True):
         assert torch.equal(a, b)
 
 
@@ -125,7 +126,7 @@ def through_dcp(rank, weights, expected):
     model.to_empty(device="cpu")
     set_model_state_dict(model, as_state(weights), options=StateDictOptions(full_state_dict=True))
     model(inputs_for(rank, 64)).backward()
-    for a, b in zip(model.layers[0].seen, parts_of(expected[0]), strict=True):
+    for a, b in zip(model.layers[0].seen, tensors_of(expected[0]), strict=True):
         assert torch.equal(a, b)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from arrays import values
 from linear_reference import assert_close, expected
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +25,6 @@ LAYERS = {
     "attention": lambda name: bfp.MultiheadAttention(64, 4, recipe=name, key_value_heads=2),
     "transformer_layer": lambda name: bfp.TransformerLayer(64, 96, 4, recipe=name),
 }
-
-
-def values(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def made(make, name):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from arrays import values
 from blockfp.torch_backend.linear.observe import OPERANDS
 from torch import nn
 
@@ -14,10 +15,6 @@ from blockfp.check.measure import measure
 from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
 from blockfp.recipes import Cast
-
-
-def values(shape, seed, scale=1.0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current", "mxfp4", "nvfp4"])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import threaded
 import torch
+from arrays import values
 from blockfp.torch_backend.custom_ops import operand_ops
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,10 +17,6 @@ from blockfp.definition import numerics
 from blockfp.formats import NAMES, Format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def values(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def layer_of(name, dtype, **options):
@@ -129,13 +126,13 @@ def backs_off(model, optimizer):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     one_step(model, 1.0, scaler, optimizer)
     assert scaler.get_scale() == 2.0**4
-    before = [part.clone() for part in parts_of(model)]
+    before = [part.clone() for part in tensors_in(model)]
     one_step(model, torch.inf, scaler, optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(before, parts_of(model), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors_in(model), strict=True))
     return scaler.get_scale() == 2.0**3
 
 
-def parts_of(model):
+def tensors_in(model):
     for param in model.parameters():
         local = param.to_local() if hasattr(param, "to_local") else param
         yield from (local.codes, local.scales) if isinstance(local, bfp.QuantizedTensor) else (local.detach(),)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import threaded
 import torch
+from arrays import values
 from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import mesh_of, part, shard
 from torch import nn
@@ -17,10 +18,6 @@ from blockfp import recipes
 from blockfp.recipes import RECIPES
 
 COUNTS = (40, 0, 7, 33)
-
-
-def values(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def grouped(recipe, **options):
@@ -36,7 +33,7 @@ def grouped_on_rank(rank, layer, style, kind):
     bfp.parallelize(layer, mesh["tp"], style)
     shard(layer, mesh)
     tp = mesh["tp"].get_local_rank()
-    x, g, counts = values(80, 96), values(80, 160, seed=1), COUNTS
+    x, g, counts = values((80, 96)), values((80, 160), 1), COUNTS
     if style == "experts":
         rows = (0, 40) if tp == 0 else (40, 80)
         x, g, counts = x[slice(*rows)], g[slice(*rows)], COUNTS[2 * tp : 2 * tp + 2]
@@ -61,10 +58,10 @@ def grouped_on_rank(rank, layer, style, kind):
 def test_grouped_linear(recipe, style, kind, weights):
     """Operands are those of one process, so results differ by the order of fp32 sums alone: relatively below 80 * 2^-23."""
     layer = grouped(recipe, weights=weights)
-    x = values(80, 96).requires_grad_()
+    x = values((80, 96)).requires_grad_()
     whole = copy.deepcopy(layer)
     y = whole(x, COUNTS)
-    y.backward(values(80, 160, seed=1))
+    y.backward(values((80, 160), 1))
     for got_y, got_dx, dw, db, tp in threaded.run(4 if kind != "tp" else 2, grouped_on_rank, layer, style, kind):
         axes = {"experts": (0, 0), "column": (1, None), "row": (None, 1)}[style]
         expected = part(y.detach(), axes[0], tp), part(x.grad, axes[1], tp), whole.weight.grad, whole.bias.grad
@@ -77,7 +74,7 @@ def test_experts_that_share_a_scale_and_that_the_ranks_do_not_divide_are_refused
         layer = bfp.GroupedLinear(3, 64, 64, recipe="fp8_current", weights="high_precision")
         bfp.parallelize(layer, mesh_of("tp")["tp"], "experts")
         with pytest.raises(ValueError, match=r"experts that the ranks divide: keep them quantized \(weights='quantized'\)"):
-            layer(values(4, 64), [2, 2] if rank == 0 else [4])
+            layer(values((4, 64)), [2, 2] if rank == 0 else [4])
 
     threaded.run(2, run)
 
@@ -88,7 +85,7 @@ def test_dtensors_go_in_and_come_out(tokens):
     """A column and a row between torch's own DTensors, with tokens that four ranks don't divide; of 5 the last has none."""
     torch.manual_seed(0)
     up, down = bfp.Linear(64, 128, recipe="mxfp8"), bfp.Linear(128, 64, recipe="mxfp8")
-    x = values(2, tokens, 64)
+    x = values((2, tokens, 64))
     whole = x.clone().requires_grad_()
     y = down(up(whole))
     y.sum().backward()
@@ -121,16 +118,16 @@ def test_gradients_of_a_norm_are_whole_however_its_input_lies(layout, sequence):
     torch.manual_seed(0)
     layer = bfp.LayerNormLinear(64, 64, recipe="mxfp8")
     whole = copy.deepcopy(layer)
-    y = whole(values(2, 64, 64))
+    y = whole(values((2, 64, 64)))
     y.square().sum().backward()
 
     def run(rank):
         mesh = mesh_of("tp")
         mine = bfp.parallelize(copy.deepcopy(layer), mesh, sequence_parallel=sequence)
         if layout == "sum":
-            x = DTensor.from_local(values(2, 64, 64) / 2, mesh, [Partial()], run_check=False)
+            x = DTensor.from_local(values((2, 64, 64)) / 2, mesh, [Partial()], run_check=False)
         else:
-            x = distribute_tensor(values(2, 64, 64), mesh, [LAYOUTS[layout]], src_data_rank=None)
+            x = distribute_tensor(values((2, 64, 64)), mesh, [LAYOUTS[layout]], src_data_rank=None)
         out = mine(x)
         out.square().sum().backward()
         return out.full_tensor().detach(), mine.norm.weight.grad.full_tensor(), mine.norm.bias.grad.full_tensor()
@@ -144,14 +141,14 @@ def test_tokens_may_lie_on_the_first_axis():
     """[tokens, batch, features], cut along the tokens: rows of x and of the output are runs of the whole's."""
     torch.manual_seed(0)
     layer = bfp.LayerNormMLP(64, 128, recipe="fp8_current")
-    whole = values(32, 3, 64).requires_grad_()
+    whole = values((32, 3, 64)).requires_grad_()
     y = layer(whole)
     y.square().sum().backward()
 
     def run(rank):
         mesh = mesh_of("tp")
         mine = bfp.parallelize(copy.deepcopy(layer), mesh, sequence_parallel=True, sequence_dim=0)
-        x = part(values(32, 3, 64), 0, rank).requires_grad_()
+        x = part(values((32, 3, 64)), 0, rank).requires_grad_()
         out = mine(x)
         out.square().sum().backward()
         return out, x.grad
@@ -226,7 +223,7 @@ def test_two_groups_in_turn_do_not_disturb_each_others_backward():
         layers = {name: bfp.parallelize(copy.deepcopy(layer), mesh[name], "column") for name in ("outer", "inner")}
         one = layers["inner"]
         outputs = []
-        inputs = [values(16, 64, seed=i).requires_grad_() for i in range(2)]
+        inputs = [values((16, 64), i).requires_grad_() for i in range(2)]
         for x, name in zip(inputs, ("outer", "inner"), strict=True):
             one.parallel, one.weight = layers[name].parallel, layers[name].weight
             outputs.append(one(x))
@@ -236,7 +233,7 @@ def test_two_groups_in_turn_do_not_disturb_each_others_backward():
 
     for grads in threaded.run(4, run):
         for i, got in enumerate(grads):
-            x = values(16, 64, seed=i).requires_grad_()
+            x = values((16, 64), i).requires_grad_()
             layer(x).square().sum().backward()
             assert (got - x.grad).norm() <= 1e-5 * x.grad.norm()
 
@@ -245,12 +242,12 @@ def test_two_groups_in_turn_do_not_disturb_each_others_backward():
 def test_terms_of_a_reduce_scatter_may_travel_quantized(format):
     torch.manual_seed(0)
     layer = bfp.Linear(64, 256, bias=False, recipe="mxfp8")
-    y = layer(values(64, 64))
+    y = layer(values((64, 64)))
 
     def run(rank):
         mesh = mesh_of("tp")
         mine = bfp.parallelize(copy.deepcopy(layer), mesh, "row", sequence_parallel=True, reduce_format=format)
-        return mine(part(values(64, 64), 1, rank))
+        return mine(part(values((64, 64)), 1, rank))
 
     for rank, got in enumerate(threaded.run(2, run)):
         error = (got - part(y, 0, rank)).norm() / y.norm()
@@ -313,12 +310,12 @@ def refused(rank, case):
         layer = bfp.LayerNormLinear(64, 64, recipe="mxfp8") if case == "both axes" else linear
         bfp.parallelize(layer, tp, None if case == "both axes" else "column")
         axes, placements = (mesh["shard"], [Shard(0)]) if case == "another mesh" else (mesh, [Shard(0), Shard(1)])
-        layer(distribute_tensor(values(4, 4, 64), axes, placements, src_data_rank=None))
+        layer(distribute_tensor(values((4, 4, 64)), axes, placements, src_data_rank=None))
     elif case == "experts as DTensors":
         layer = bfp.parallelize(bfp.GroupedLinear(2, 64, 64, recipe="mxfp8"), tp, "experts")
-        layer(distribute_tensor(values(4, 64), tp, [Shard(0)], src_data_rank=None), [2])
+        layer(distribute_tensor(values((4, 64)), tp, [Shard(0)], src_data_rank=None), [2])
     elif case == "not cut":
-        linear(distribute_tensor(values(4, 64), tp, [Shard(0)], src_data_rank=None))
+        linear(distribute_tensor(values((4, 64)), tp, [Shard(0)], src_data_rank=None))
     elif case == "tokens first":
         bfp.parallelize(bfp.MultiheadAttention(64, 4, recipe="mxfp8"), tp, sequence_parallel=True, sequence_dim=0)
     elif case == "reduce":
@@ -363,7 +360,7 @@ def test_parts_of_a_quantized_weight_put_together_are_the_whole(name):
     from blockfp.sharding.placement import Mesh, Sharding
     from blockfp.sharding.placement import Shard as Cut
 
-    q = bfp.quantize(values(50, 68), name)
+    q = bfp.quantize(values((50, 68)), name)
     for dim in (0, 1):
         lies = Sharding((50, 68), Mesh((3,), ("tp",)), (Cut(dim),))
         parts = [part_of(q, lies, rank) for rank in range(3)]

@@ -5,7 +5,8 @@ import copy
 import pytest
 import threaded
 import torch
-from linear_reference import MIXED, SCALES, quantized, state_of, values
+from arrays import values
+from linear_reference import MIXED, SCALES, quantized, state_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from arrays import values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 
@@ -17,8 +18,8 @@ BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 SQUARE = ("fp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "nvfp4_16x16", "fp8_e4m3_128x128")
 
 
-def values(shape=(70, 96), dtype=torch.bfloat16, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def tensor(shape=(70, 96), dtype=torch.bfloat16, seed=0):
+    return values(shape, seed, dtype)
 
 
 def assert_equal(a: bfp.QuantizedTensor, b: bfp.QuantizedTensor):
@@ -31,7 +32,7 @@ def assert_equal(a: bfp.QuantizedTensor, b: bfp.QuantizedTensor):
 
 @BY_NAME
 def test_it_is_a_parameter_like_any_other(format):
-    q = bfp.quantize(values(), format)
+    q = bfp.quantize(tensor(), format)
     parameter = torch.nn.Parameter(q, requires_grad=True)
     assert isinstance(parameter, bfp.QuantizedTensor)
     assert parameter.format is format
@@ -44,7 +45,7 @@ def test_it_is_a_parameter_like_any_other(format):
 
 @BY_NAME
 def test_copies_and_pickles(format):
-    q = bfp.quantize(values(), format)
+    q = bfp.quantize(tensor(), format)
     for other in (q.clone(), copy.deepcopy(q), q.to("cpu", copy=True), copy.deepcopy(torch.nn.Parameter(q))):
         assert_equal(other, q)
         assert other.codes.data_ptr() != q.codes.data_ptr()
@@ -59,13 +60,13 @@ def test_copies_and_pickles(format):
 
 @pytest.mark.parametrize("name", SQUARE)
 def test_transposes(name):
-    x = values()
+    x = tensor()
     q, expected = bfp.quantize(x, name), bfp.quantize(x.mT.contiguous(), name)
     for flipped in (q.mT, q.t(), q.transpose(0, 1), q.permute(1, 0)):
         assert_equal(flipped, expected)
         assert flipped.codes.is_contiguous()
     assert_equal(q.mT.mT, q)
-    stacked = bfp.quantize(values((2, 40, 64)), name)
+    stacked = bfp.quantize(tensor((2, 40, 64)), name)
     assert stacked.mT.shape == (2, 64, 40)
     with pytest.raises(NotImplementedError, match="last two axes"):
         stacked.transpose(0, 1)
@@ -73,12 +74,12 @@ def test_transposes(name):
 
 def test_one_dimensional_blocks_have_no_transpose():
     with pytest.raises(ValueError, match="mxfp8_e4m3 has 1x32 blocks"):
-        _ = bfp.quantize(values(), "mxfp8_e4m3").mT
+        _ = bfp.quantize(tensor(), "mxfp8_e4m3").mT
 
 
 @BY_NAME
 def test_rows_are_windows(format):
-    q = bfp.quantize(values((150, 64)), format)
+    q = bfp.quantize(tensor((150, 64)), format)
     whole = q.dequantize()
     for first, last in ((0, 150), (10, 140), (33, 34), (128, 150), (5, 5)):
         rows = q[first:last]
@@ -95,7 +96,7 @@ def test_rows_are_windows(format):
 @BY_NAME
 def test_whole_blocks_of_columns_are_windows(format):
     width = format.block[1] if format.block else 8
-    q = bfp.quantize(values((40, 4 * width - 3)), format)
+    q = bfp.quantize(tensor((40, 4 * width - 3)), format)
     whole = q.dequantize()
     for first, last in ((0, width), (width, 3 * width), (2 * width, 4 * width), (width, width)):
         part = q[:, first:last]
@@ -111,7 +112,7 @@ def test_whole_blocks_of_columns_are_windows(format):
 
 @BY_NAME
 def test_one_matrix_of_a_stack(format):
-    q = bfp.quantize(values((3, 40, 64)), format)
+    q = bfp.quantize(tensor((3, 40, 64)), format)
     whole = q.dequantize()
     for i, matrix in enumerate(q.unbind()):
         assert matrix.shape == (40, 64)
@@ -123,7 +124,7 @@ def test_one_matrix_of_a_stack(format):
 
 
 def test_initial_values_follow_the_rows():
-    x = values((2, 40, 64))
+    x = tensor((2, 40, 64))
     q = bfp.quantize(x, "nvfp4_16x16")
     assert q.initial is None
     q.initial = x
@@ -160,7 +161,7 @@ def test_initial_values_follow_the_rows():
 
 @BY_NAME
 def test_a_shard_remembers_its_place_in_copies_and_pickles(format):
-    whole = bfp.quantize(values((150, 64)), format)
+    whole = bfp.quantize(tensor((150, 64)), format)
     part = whole.split(40)[1]
     file = io.BytesIO()
     torch.save(part, file)
@@ -173,7 +174,7 @@ def test_a_shard_remembers_its_place_in_copies_and_pickles(format):
 
 @BY_NAME
 def test_a_buffer_takes_the_place_of_what_is_copied_into_it(format):
-    whole = bfp.quantize(values((150, 64)), format)
+    whole = bfp.quantize(tensor((150, 64)), format)
     last = whole.split(40)[3]
     buffer = whole.new_zeros((40, 64))
     buffer.narrow(0, 0, 30).copy_(last)
@@ -194,7 +195,7 @@ def test_a_buffer_takes_the_place_of_what_is_copied_into_it(format):
 
 
 def test_memory_for_values():
-    q = bfp.quantize(values(), "nvfp4_16x16")
+    q = bfp.quantize(tensor(), "nvfp4_16x16")
     assert torch.equal(q.new_zeros((3,), dtype=torch.float32), torch.zeros(3))
     assert q.new_empty((0,)).shape == (0,)
     assert q.new_empty((2, 2)).dtype is torch.bfloat16
@@ -203,7 +204,7 @@ def test_memory_for_values():
 
 @BY_NAME
 def test_copy_in_place(format):
-    q, other = bfp.quantize(values(), format), bfp.quantize(values(seed=1), format)
+    q, other = bfp.quantize(tensor(), format), bfp.quantize(tensor(seed=1), format)
     codes = q.codes
     q.copy_(other)
     assert_equal(q, other)
@@ -211,24 +212,24 @@ def test_copy_in_place(format):
 
 
 def test_what_copy_refuses():
-    q = bfp.quantize(values(), "mxfp8_e4m3")
+    q = bfp.quantize(tensor(), "mxfp8_e4m3")
     before = q.codes.clone()
     with pytest.raises(NotImplementedError, match=r"load_high_precision_\(parameter, values\)"):
-        q.copy_(values())
+        q.copy_(tensor())
     with pytest.raises(ValueError, match="format is mxfp8_e4m3, that of the source is mxfp8_e5m2"):
-        q.copy_(bfp.quantize(values(), "mxfp8_e5m2"))
+        q.copy_(bfp.quantize(tensor(), "mxfp8_e5m2"))
     with pytest.raises(ValueError, match="shape"):
-        q.copy_(bfp.quantize(values((3, 96)), "mxfp8_e4m3"))
+        q.copy_(bfp.quantize(tensor((3, 96)), "mxfp8_e4m3"))
     with pytest.raises(NotImplementedError, match="dequantize"):
-        values().copy_(q)
-    square = bfp.quantize(values((64, 96)), "mxfp8_e4m3_32x32")
+        tensor().copy_(q)
+    square = bfp.quantize(tensor((64, 96)), "mxfp8_e4m3_32x32")
     with pytest.raises(ValueError, match="blocks"):
         square[0:40].copy_(square[10:50])
     assert torch.equal(q.codes, before)
 
 
 def test_likes():
-    q = bfp.quantize(values(), "nvfp4_16x16")
+    q = bfp.quantize(tensor(), "nvfp4_16x16")
     empty = torch.empty_like(q)
     assert isinstance(empty, bfp.QuantizedTensor)
     assert (empty.format, empty.shape, empty.scales.shape) == (q.format, q.shape, q.scales.shape)
@@ -244,7 +245,7 @@ def test_likes():
     ("operation", "name"),
     [
         (lambda q: q + 1, "add"),
-        (lambda q: q @ values((96, 4)), "mm"),
+        (lambda q: q @ tensor((96, 4)), "mm"),
         (lambda q: q.sum(), "sum"),
         (lambda q: q[:, 3:5], "slice"),
         (lambda q: q[::2], "slice"),
@@ -254,19 +255,19 @@ def test_likes():
         (lambda q: q.as_strided((3, 3), (1, 1)), "as_strided"),
         (lambda q: torch.cat([q, q]), "cat"),
         (lambda q: q.fill_(0), "fill"),
-        (lambda q: torch.nn.functional.linear(values((4, 96)), q), "mm|linear|addmm|t"),
+        (lambda q: torch.nn.functional.linear(tensor((4, 96)), q), "mm|linear|addmm|t"),
     ],
 )
 def test_nothing_dequantizes_by_itself(operation, name):
-    q = bfp.quantize(values(), "mxfp8_e4m3")
+    q = bfp.quantize(tensor(), "mxfp8_e4m3")
     with pytest.raises((NotImplementedError, ValueError), match=rf"{name}|1x32"):
         operation(q)
 
 
 def test_inference_mode_changes_nothing():
     """Operations that are made of others come as they are there; and views of a tensor that is no inference tensor are none."""
-    q = bfp.quantize(values((64, 96)), "mxfp8_e4m3_32x32")
-    shard, weight = q.split(32)[1], CastWeight.from_values(values(), "mxfp8_e4m3")
+    q = bfp.quantize(tensor((64, 96)), "mxfp8_e4m3_32x32")
+    shard, weight = q.split(32)[1], CastWeight.from_values(tensor(), "mxfp8_e4m3")
     with torch.inference_mode():
         for got, expected in ((q.view_as(q), q), (q.chunk(2)[1], shard), (q.narrow(0, 32, 32), shard), (q.to("cpu"), q)):
             assert_equal(got, expected)
@@ -274,7 +275,7 @@ def test_inference_mode_changes_nothing():
         assert not any(view.is_inference() for view in (shard.view(-1), q.detach(), q[:32], weight.view(-1)))
         assert q.clone().detach().is_inference()
         with pytest.raises(NotImplementedError, match=r"aten\.mm"):
-            torch.nn.functional.linear(values((4, 96)), q)
+            torch.nn.functional.linear(tensor((4, 96)), q)
 
 
 @pytest.mark.parametrize("weights", ["quantized", "high_precision"])
@@ -290,7 +291,7 @@ def test_memory_can_be_shared(weights):
 
 
 def test_parts_are_checked():
-    q = bfp.quantize(values(), "mxfp8_e4m3")
+    q = bfp.quantize(tensor(), "mxfp8_e4m3")
     good = {"format": "mxfp8_e4m3", "columns": 96, "dtype": torch.bfloat16}
     rebuilt = bfp.QuantizedTensor.from_parts(q.codes, q.scales, **good)
     assert_equal(rebuilt, q)
@@ -313,7 +314,7 @@ def test_parts_are_checked():
 
 
 def test_numpy_has_the_same_parts():
-    x = values(dtype=torch.float32)
+    x = tensor(dtype=torch.float32)
     for format in FORMATS:
         q, expected = bfp.quantize(x, format), numerics.quantize(x.numpy(), format)
         np.testing.assert_array_equal(q.codes.numpy(), expected.codes)

@@ -55,7 +55,7 @@ def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> N
 
 
 def _stack(x: Array) -> Array:
-    """x as the library takes it: a stack of matrices, copied only where its leading axes are not evenly spaced."""
+    """Makes x a stack of matrices, as the library takes it; copies only where leading axes are not evenly spaced."""
     x = x.detach()
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
 

@@ -49,8 +49,8 @@ def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[i
 
 
 def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own: it is no meta tensor, and stands for no other while a compiler traces.
+    """Says whether a tensor has memory of its own: it is no meta tensor, and stands for no other while a compiler traces.
 
-    What is done with others has to be an op, so that it is traced, or gives its fake's result.
+    Other tensors have to go through an op, so that it is traced, or its fake runs.
     """
     return type(tensor) is Tensor and not tensor.is_meta

@@ -51,7 +51,7 @@ def quantize_operand(
     rotate: bool = False,
     eps: float = 0.0,
 ) -> Directions:
-    """Codes and scales of a matrix along its rows, its columns, or both.
+    """Quantizes a matrix along its rows, its columns, or both.
 
     Args:
         x: [rows, columns], float32, float16 or bfloat16.
@@ -75,7 +75,7 @@ def quantize_operand(
 
 
 def part_count(format: Format) -> int:
-    """How many tensors a format is stored in."""
+    """Counts the tensors that a format is stored in."""
     return 3 if format.scale.two_level else 2
 
 
@@ -124,7 +124,7 @@ def _quantize_operand_fake(
 
 
 def _one_by_one(run, x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[tuple[Format, Quantized]]:
-    """One direction after the other, by the definition or the CPU kernels."""
+    """Quantizes one direction after the other, by the definition or the CPU kernels."""
     results = []
     given = None if amax is None or not (row or column).per_tensor else Amax(amax.reshape(1, 1), None, None)
     if row is not None:
@@ -141,7 +141,7 @@ def _one_by_one(run, x: Tensor, row, column, amax, row_key, column_key, rotate, 
 
 
 def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier: Tensor) -> list[tuple[Format, Quantized]]:
-    """Both directions with a given multiplier, by the definition."""
+    """Quantizes both directions with a given multiplier, by the definition."""
     format = row or column
     assert format is not None
     quantized = numerics.quantize(x, format, multiplier=multiplier)
@@ -150,7 +150,7 @@ def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier
 
 
 def _unshared(results: list[tuple[Format, Quantized]]) -> list[tuple[Format, list[Tensor]]]:
-    """Each direction's parts as outputs of an op, none of which may share memory with another."""
+    """Makes each direction's parts outputs of an op, none of which may share memory with another."""
     directions: list[tuple[Format, list[Tensor]]] = []
     taken: set[int] = set()
     for format, result in results:
@@ -168,7 +168,7 @@ def _unshared(results: list[tuple[Format, Quantized]]) -> list[tuple[Format, lis
 def _in_one_read(
     x: Tensor, first: Format | None, second: Format | None, amax, multiplier, row_key, column_key, rotate, eps
 ) -> list[Tensor]:
-    """Both directions by the CUDA kernels: from one read of x where they share a format."""
+    """Quantizes both directions by the CUDA kernels: from one read of x where they share a format."""
     # Gradients of sums come as expanded scalars.
     x = x if x.stride(-1) == 1 else x.contiguous()
     format = first or second
@@ -207,7 +207,7 @@ def _in_one_read(
 
 
 def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
-    """Each direction's format and parts."""
+    """Pairs each direction's format with its parts."""
     count = len(parts) if row is None or column is None else part_count(row)
     directions = ((row, parts[:count]), (column, parts[count:] or parts))
     return [(format, own) for format, own in directions if format is not None]
@@ -219,7 +219,7 @@ def _plain(amax: Tensor | None, both: cuda.Both) -> Tensor | None:
 
 
 def _written(*results: Quantized) -> list[Tensor]:
-    """What kernels wrote, as outputs of an op: only the scale of the whole tensor may belong to both directions."""
+    """Lists what kernels wrote as outputs of an op: only the scale of the whole tensor may belong to both directions."""
     parts: list[Tensor] = []
     for codes, scales, tensor_scale in results:
         if codes is not None:
@@ -230,5 +230,5 @@ def _written(*results: Quantized) -> list[Tensor]:
 
 
 def _second(key: Tensor | None) -> Tensor | None:
-    """The key where the kernel looks for that of the transposed direction."""
+    """Puts the key where the kernel reads the transposed direction's."""
     return None if key is None else torch.cat([key, key])

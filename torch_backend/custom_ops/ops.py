@@ -44,7 +44,7 @@ def _quantize_fake(x: Tensor, format: str, key: Tensor | None = None) -> list[Te
 def dequantize_parts(
     parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """The values of codes, scales and, of formats with two levels, tensor scale: what `dequantize` does, outside of a graph."""
+    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale."""
     codes, scales, *two_level = parts
     tensor_scale = two_level[0] if two_level else None
     run = kernels_for(codes)

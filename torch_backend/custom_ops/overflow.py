@@ -58,7 +58,7 @@ def _bytes(format: Format) -> bool:
 
 
 def scales_tell(format: Format | None) -> bool:
-    """Whether no finite value has the scale of an Inf, or the kernels know the amax; nothing is to be known of no format."""
+    """Says whether an Inf shows without another read: in scales that no finite value has, or in a known amax."""
     if format is None or format.has_tensor_scale:
         return True
     return _bytes(format) and format.element.max >= 2

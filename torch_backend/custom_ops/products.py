@@ -5,8 +5,8 @@
 
 Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
 tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
-weight, of which only the rowwise codes exist, in the product that contracts its rows. What that needs is derived here and
-freed with the call. `index` takes one matrix of a stack.
+weight that has rowwise codes alone, in the product that contracts its rows. Its columnwise codes are derived here and freed
+with the call. `index` takes one matrix of a stack.
 
 The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
 """
@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
 
     @property
     def is_one_tensor(self) -> bool:
-        """Whether it is a `QuantizedTensor`, not its parts."""
+        """True for a `QuantizedTensor`, False for parts."""
         return self.format is not None and len(self.parts) == 1
 
     @property
@@ -164,7 +164,7 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
 def multiply_parts(
     a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, index: int | None
 ) -> Tensor:
-    """What `product` does, outside of a graph; arguments as for `multiply`, but that b is given by its parts."""
+    """Does what the op `product` does, outside of a graph; arguments as for `multiply`, with b given by its parts."""
     if index is not None:
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
     device, m = a.parts[0].device, a.parts[0].shape[0]
@@ -179,13 +179,13 @@ def multiply_parts(
 
 
 def _cut(x: Matrix) -> bool:
-    """Whether x begins inside a block."""
+    """Says whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
 def _transposed(b: Matrix, n: int) -> Matrix:
-    """[n, k] of what is stored as [k, n]."""
+    """Turns b, stored as [k, n], into [n, k]."""
     assert b.format is not None
     codes, scales, *tensor_scale = b.parts
     codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
@@ -193,7 +193,7 @@ def _transposed(b: Matrix, n: int) -> Matrix:
 
 
 def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
-    """Values multiplied in a dtype that holds all of them; the sums are fp32."""
+    """Multiplies values in a dtype that holds all of them; the sums are fp32."""
     working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.parts[0].dtype, b.parts[0].dtype)
     for x in (a, b):
         if x.format is None:

@@ -4,7 +4,7 @@
     all_reduce       the whole sum on every rank
     reduce_scatter   of each sequence, every rank gets its rows of the sum
 
-Sums are begun early and waited for late, like the gathers of `activations`. As an option the terms of a reduce-scatter travel
+Sums are begun early and waited for late, like the gathers of `sharded`. As an option the terms of a reduce-scatter travel
 quantized: each rank sends every other its rows as codes and scales, which are dequantized and added in fp32, in the order of
 the ranks. That rounds each term once to the format, so it is asked for by name (`reduce_format`) and never chosen.
 """

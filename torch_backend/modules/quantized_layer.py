@@ -62,6 +62,7 @@ class QuantizedLayer(InParts, RecipeLayer):
     transposed: ClassVar[bool] = False
 
     bias: nn.Parameter | None
+    compute: Compute
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
         # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
@@ -83,6 +84,8 @@ class QuantizedLayer(InParts, RecipeLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Worked out again, not read: a pickle of another version may lack it.
+        self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
         self._announce()
 
     def _announce(self) -> None:

@@ -56,24 +56,6 @@ class LocalParameter:
         step: the step's number, likewise.
     """
 
-    __slots__ = (
-        "_arrays",
-        "_found",
-        "coefficients",
-        "format",
-        "gradient",
-        "lies",
-        "local",
-        "number",
-        "one_pass",
-        "param",
-        "row",
-        "start",
-        "state",
-        "step",
-        "whole",
-    )  # fmt: skip
-
     param: Tensor
     local: Tensor
     start: tuple[int, int, int]
@@ -108,13 +90,14 @@ class LocalParameter:
         found = (mesh, placements, param.shape, local.shape, local.dtype, local.device, format, origin)
         if found == self._found:
             return
+        self._found = self._arrays = None  # until all is known
         self.lies = _lying(param)
         row, column = origin or (0, 0)
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         block = None if format is None or not step_table.one_pass(format) else format.block
         self.one_pass = block is not None and not self.cuts_blocks(block)
-        self._found, self._arrays = found, None
+        self._found = found
 
     def forget(self) -> None:
         """Lets go of the step's tensors."""

@@ -1,4 +1,4 @@
-"""Carries out a torch operation on a `QuantizedTensor` by the table of those that it answers, which `optable` fills."""
+"""Looks a torch operation on a `QuantizedTensor` up in the op table, which `optable` and `filling` fill, and carries it out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _VIEWS: set[Any] = set()
 def implements(*functions, view: bool = False):
     """Enters the decorated handler, which takes the op's own arguments, into the table.
 
-    view: the result shares memory with the first argument, which autograd and functionalization must be told.
+    Args:
+        functions: the ops that it handles.
+        view: whether its result shares memory with the first argument, which autograd and functionalization are told.
     """
 
     def register(handler):
@@ -50,6 +52,6 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def viewing(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Where views of a tensor are made: both are inference tensors, or none is, as autograd counts their versions together."""
+    """Enters the mode in which views of a tensor are made: both must be inference tensors or neither: they share a version."""
     normal = torch.is_inference_mode_enabled() and not tensor.is_inference()
     return torch.inference_mode(False) if normal else nullcontext()

@@ -1,4 +1,4 @@
-"""Where a local tensor lies in the weight that it is a part of, and the original values of its rows.
+"""The place of a local tensor in the weight that it is a part of, and the original values of its rows.
 
 `fully_shard` divides a weight like this: it splits it, asks the *whole* for a zero buffer as long as the longest part, copies
 its part into the head of that buffer, and keeps the head:
@@ -26,12 +26,12 @@ COPIED = (
     "quantized; set_model_state_dict and load_state_dict do it on all ranks together, and so does "
     "blockfp.torch.load_high_precision_(parameter, values)"
 )
-"""What is said of a shard whose `Geometry.copied` nobody has taken."""
+"""The error of a shard whose `Geometry.copied` nobody has taken."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """What `fully_shard` divided along its first axis: a whole weight, or the shard that tensor parallelism left of it.
+    """The tensor that `fully_shard` divided along its first axis: a whole weight, or the part that tensor parallelism left.
 
     Attributes:
         shape: its shape.
@@ -43,14 +43,14 @@ class Base:
 
     @property
     def end(self) -> Origin:
-        """Where an empty part of it lies: behind its last row."""
+        """The origin of an empty part: behind the last row."""
         rows = self.shape[0] if len(self.shape) == 2 else 0
         return (self.origin[0] + rows, self.origin[1])
 
 
 @dataclass
 class Geometry:
-    """Where a local tensor lies, and what belongs to exactly its rows.
+    """The place of a local tensor, and what belongs to exactly its rows.
 
     Attributes:
         origin: (row, column) of its first element in the unsharded matrix; None for a buffer into which nothing was copied.
@@ -73,13 +73,13 @@ class Geometry:
 
     @property
     def start(self) -> Origin:
-        """The origin; that of an empty part, into which nothing is ever copied, is the end of the base."""
+        """The origin. An empty part, into which nothing is ever copied, lies at the end of the base."""
         if self.origin is not None:
             return self.origin
         return self.base.end if self.base else (0, 0)
 
     def part(self, axis: int, first: int, last: int, ndim: int) -> Geometry:
-        """That of elements first .. last along an axis; a head along the first axis stays the same part of the base."""
+        """Returns the geometry of elements first .. last along an axis; a head of the first stays the same part of the base."""
         if self.origin is None:
             raise ValueError("only the head of a new buffer can be taken before something is copied into it")
         row, column = self.origin
@@ -93,17 +93,17 @@ class Geometry:
         return part
 
     def bind(self, source: Geometry, origin: Origin) -> None:
-        """Gives a new buffer its place: that of what is copied into it."""
+        """Gives a new buffer the place of what is copied into it."""
         self.origin, self.base, self.loaded, self.copied = origin, source.base, source.loaded, source.copied
         # A copy, so that the original of the whole weight can be freed.
         self.initial = None if source.initial is None else source.initial.clone()
 
     def buffer(self, shape: Sequence[int], length: int, origin: Origin) -> Geometry:
-        """That of a new buffer of `length` along the first axis, for a tensor of this shape and origin or a part of it."""
+        """Returns the geometry of a new buffer of `length` rows, for a tensor of this shape and origin or a part of it."""
         # A buffer longer than the tensor holds it, a part of the same base; any other holds a part of the tensor.
         base = self.base if length > shape[0] else Base(tuple(shape), origin)
         return Geometry(None, base, None if self.initial is None else self.initial[:0].clone())
 
     def copy(self, *, initial: Tensor | None) -> Geometry:
-        """That of another tensor at the same place, whose original values are these."""
+        """Returns the geometry of another tensor at the same place, with other original values."""
         return replace(self, initial=initial)

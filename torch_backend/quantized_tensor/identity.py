@@ -1,8 +1,8 @@
-"""What tools ask a parameter to know which one it is: its address, its storage, a copy of it, another content for it.
+"""The identity of a wrapped parameter to other tools: its address, its storage, copies of it, `.data`.
 
 torch keeps a tensor subclass without memory of its own, whose address is 0 whatever it wraps. Accelerate, transformers and
-safetensors tell parameters apart by address, so `Wrapper` answers with that of what is wrapped: the same for views of the same
-memory, another for other memory, 0 where there is none.
+safetensors tell parameters apart by address, so `Wrapper` answers with the address of the wrapped tensor: views of one memory
+share it, and it is 0 where there is no memory.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Wrapper(Tensor):
         raise NotImplementedError
 
     def shift(self) -> int:
-        """By how many bits its address is shifted: 0 where memory of this dtype and shape is there."""
+        """The number of bits by which its address is shifted: 0 where memory of this dtype and shape is there."""
         raise NotImplementedError
 
     def take(self, other: Self) -> None:
-        """Takes what another tensor of this class wraps."""
+        """Wraps what another tensor of this class wraps."""
         raise NotImplementedError
 
     def data_ptr(self) -> int:
         return self.memory().data_ptr() << self.shift()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """torch's own storage of the subclass, without memory; its `data_ptr()` is that of the storage of what is wrapped."""
+        """torch's own storage of the subclass, without memory; its `data_ptr()` is that of the wrapped tensor's storage."""
         storage: Any = super().untyped_storage()
         inner, shift = self.memory().untyped_storage(), self.shift()
         storage.data_ptr = lambda: inner.data_ptr() << shift
@@ -52,7 +52,7 @@ class Wrapper(Tensor):
 
     @data.setter
     def data(self, other: Self) -> None:
-        """Takes what another tensor wraps, which torch's own leaves where it is.
+        """Wraps what another tensor wraps; torch's own setter leaves that where it is.
 
         Raises:
             TypeError: it is of another class.

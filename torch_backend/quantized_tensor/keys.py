@@ -1,4 +1,4 @@
-"""Keys of stochastic rounding as tensors, and what is folded into them on each rank."""
+"""Keys of stochastic rounding as tensors, and the rank that is folded into them."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 
 def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
-    """Whether what is copied into a shard is kept for `load_state_dict`: values, or what stands for codes (`names.no_values`).
+    """Says whether a copy into a shard is kept for `load_state_dict`: of values, or what stands for codes (`names.no_values`).
 
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
@@ -310,7 +310,7 @@ def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[
 
 
 def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
-    """Elements first .. last along an axis: any rows, whole blocks of columns."""
+    """Slices elements first .. last along an axis: any rows, whole blocks of columns."""
     bytes_first, bytes_last = (first, last) if axis < q.ndim - 1 else _bytes(q, first, last)
     columns = q.shape[-1] if axis < q.ndim - 1 else last - first
     codes = aten.slice.Tensor(q.codes, axis, bytes_first, bytes_last)
@@ -334,7 +334,7 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
 
 
 def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
-    """Where columns first .. last lie in a row of codes, if they are whole blocks."""
+    """Returns the bytes of a row of codes that hold columns first .. last, which must be whole blocks."""
     block = q.format.block[1] if q.format.block else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
     bits, together = q.format.element.bits, q.format.element.codes_per_group

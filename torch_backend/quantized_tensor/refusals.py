@@ -1,4 +1,4 @@
-"""What is said where an operation needs the values of a weight: which kind of operation it is, and what would work instead.
+"""Errors of operations that need the values of a weight: which kind of operation it is, and what would work instead.
 
 Whoever reads it may not have called the operation: an optimizer did, an average of weights, an initializer, attention that
 reads the weight of a layer that it holds.
@@ -59,7 +59,7 @@ FLAT = (
 
 
 def refusal(func: Any) -> NotImplementedError:
-    """What to raise for an operation that is not in the op table."""
+    """Returns the error of an operation that is not in the op table."""
     if func.namespace in ("c10d", "_c10d_functional"):
         return refused(func, "codes and scales have to travel together", _SEND)
     if func in PRODUCTS:

@@ -87,7 +87,7 @@ class QuantizedTensor(Wrapper):
         dtype: torch.dtype,
         origin: Origin = (0, 0),
     ) -> QuantizedTensor:
-        """A quantized tensor of codes and scales that are already there; they are not copied.
+        """Makes a quantized tensor of codes and scales that are already there; they are not copied.
 
         Args:
             codes: uint8 [..., rows, bytes] (`definition.layout.codes_shape`), or as `view_codes` gives them.
@@ -132,7 +132,7 @@ class QuantizedTensor(Wrapper):
         dtype: torch.dtype | None = None,
         geometry: Geometry | None = None,
     ) -> QuantizedTensor:
-        """A tensor of other parts, like this one and with its geometry where nothing else is said; unchecked."""
+        """Makes a tensor of other parts, unchecked; by default with this one's columns, dtype and geometry."""
         columns = self.shape[-1] if columns is None else columns
         dtype = self.dtype if dtype is None else dtype
         geometry = self.geometry if geometry is None else geometry
@@ -261,7 +261,7 @@ class QuantizedTensor(Wrapper):
 
     @fsdp.keeping_signature
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
-        """What FSDP2 gathers of this shard: codes and scales (`fsdp.send`)."""
+        """Gives FSDP2 the codes and scales of this shard to gather (`fsdp.send`)."""
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         agree_before_gather()
@@ -276,7 +276,7 @@ class QuantizedTensor(Wrapper):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole weight of what came, in the shards' format, with `dtype` as its nominal dtype (`fsdp.receive`)."""
+        """Makes the whole weight of what was gathered, with `dtype` as its nominal dtype (`fsdp.receive`)."""
         received = fsdp.receive(gathered, metadata, dtype, out)
         return None if received is None else (QuantizedTensor(*received.arguments), received.derived)
 

@@ -1,6 +1,7 @@
 """Parameters of every kind for the PyTorch optimizers' tests."""
 
 import torch
+from arrays import tensors_of, values
 from torch import nn
 
 import blockfp.torch as bfp
@@ -9,22 +10,14 @@ from blockfp.definition import numerics
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
 
 
-def normal(shape, seed, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def weight(shape, format, seed=0, dtype=torch.float32):
-    return nn.Parameter(bfp.quantize(normal(shape, seed, dtype), format))
-
-
-def parts_of(q):
-    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+    return nn.Parameter(bfp.quantize(values(shape, seed, dtype), format))
 
 
 def assert_quantizes(q, master):
     """q holds what the definition makes of the master."""
     expected = numerics.quantize(master, q.format, nominal=str(q.dtype).removeprefix("torch."))
-    for got, want in zip(parts_of(q), (part for part in expected if part is not None), strict=True):
+    for got, want in zip(tensors_of(q), (part for part in expected if part is not None), strict=True):
         assert torch.equal(got, want)
 
 
@@ -32,14 +25,14 @@ def mixed(seed=0):
     """Parameters of every kind, gradients included."""
     params = [weight((70, 300), name, seed + i, torch.bfloat16) for i, name in enumerate(FAMILIES)]
     params += [weight((3, 20, 40), "mxfp8_e4m3_32x32", 50)]
-    params += [nn.Parameter(normal(shape, 60)) for shape in ((17,), (5, 130), ())]
-    params += [nn.Parameter(normal((9, 33), 61, torch.bfloat16)), nn.Parameter(normal((33,), 62, torch.float16))]
+    params += [nn.Parameter(values(shape, 60)) for shape in ((17,), (5, 130), ())]
+    params += [nn.Parameter(values((9, 33), 61, torch.bfloat16)), nn.Parameter(values((33,), 62, torch.float16))]
     return params
 
 
 def give_gradients(params, step):
     for i, p in enumerate(params):
-        p.grad = normal(p.shape, 1000 * step + i).to(p.dtype)
+        p.grad = values(p.shape, 1000 * step + i).to(p.dtype)
 
 
 def values_of(optimizer, p):

@@ -1,4 +1,4 @@
-"""NumPy arrays as tensors and back, bit for bit."""
+"""Tensors to try things on; NumPy arrays as tensors and back, bit for bit."""
 
 import ml_dtypes
 import numpy as np
@@ -23,3 +23,13 @@ def to_numpy(x):
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
+
+
+def values(shape, seed=0, dtype=torch.float32, scale=1.0):
+    """Gaussian values, the same ones for a seed, rounded to the dtype."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def tensors_of(q):
+    """Codes, scales and tensor scale, where there is one."""
+    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]

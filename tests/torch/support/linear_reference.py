@@ -29,10 +29,6 @@ MIXED = {
 }
 
 
-def values(shape, seed, dtype=torch.float32, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
 def state_of(recipe):
     if recipe.delayed is None:
         return None

@@ -34,15 +34,15 @@ class Layer(InParts):
     def __init__(self, weight, seed):
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(values((weight.shape[0],), seed))
-        self.register_buffer("input_amax_history", values((16,), seed + 1).abs())
-        self.register_buffer("input_scale", values((1,), seed + 2))
+        self.bias = nn.Parameter(spread((weight.shape[0],), seed))
+        self.register_buffer("input_amax_history", spread((16,), seed + 1).abs())
+        self.register_buffer("input_scale", spread((1,), seed + 2))
         self.register_buffer("rng_key", torch.tensor([seed, 2**32 - 1 - seed]))
         self.register_buffer("step", torch.tensor(seed))
         keep_in_parts(self)
 
 
-def values(shape, seed):
+def spread(shape, seed):
     """Values of many magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-4, 5, shape, generator=generator).float())
@@ -50,7 +50,7 @@ def values(shape, seed):
 
 def model_of(format, shapes, seed=0, dtype=torch.float32):
     """A model of one layer for each shape; another seed gives other contents throughout."""
-    weights = [values(shape, seed + i).to(dtype) for i, shape in enumerate(shapes)]
+    weights = [spread(shape, seed + i).to(dtype) for i, shape in enumerate(shapes)]
     layers = (
         Layer(weight if format is None else bfp.quantize(weight, format), seed + 10 * i) for i, weight in enumerate(weights)
     )
@@ -97,7 +97,7 @@ def train(model, optimizer, first, last):
     """Steps first .. last with gradients that depend on nothing but the step and the parameter, and buffers that move."""
     for step in range(first, last):
         for i, param in enumerate(model.parameters()):
-            local = own(param, values(tuple(param.shape), 1000 * step + i)).to(param.dtype, copy=True)
+            local = own(param, spread(tuple(param.shape), 1000 * step + i)).to(param.dtype, copy=True)
             param.grad = placed(param, local)
         optimizer.step()
         for layer in model:

@@ -1,6 +1,7 @@
 """A model of quantized weights that needs nothing but `dequantize`, and its training under FSDP2 with every gather checked."""
 
 import torch
+from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import region_of
 from blockfp.torch_backend.weights.requantize import requantize_
 from torch import nn
@@ -33,7 +34,7 @@ class SmallLinear(nn.Module):
 
     def forward(self, x):
         weight = self.weight
-        self.seen = [part.clone() for part in parts_of(weight.detach())]
+        self.seen = [part.clone() for part in tensors_of(weight.detach())]
         self.seen_as = (weight.format, tuple(weight.shape), weight.dtype, weight.origin)
         return _Product.apply(x, weight)
 
@@ -51,11 +52,6 @@ class Side(nn.Module):
             columns = layer.weight.shape[-1]
             total = total + layer(x[..., :columns]).square().sum()
         return total
-
-
-def parts_of(q):
-    """Codes, scales and tensor scale, where there is one."""
-    return [part for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
 
 
 def weights_for(shapes, step=0, dtype=torch.float32):
@@ -99,7 +95,7 @@ def shard(model, mesh, **options):
 def assert_gathered(layer, expected):
     """What the layer multiplied by is the expected weight."""
     assert layer.seen_as == (expected.format, tuple(expected.shape), expected.dtype, (0, 0))
-    for got, want in zip(layer.seen, parts_of(expected), strict=True):
+    for got, want in zip(layer.seen, tensors_of(expected), strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
 
