@@ -15,6 +15,9 @@ import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 
+# Bits are held in programs that XLA optimizes as it does for users.
+pytestmark = pytest.mark.optimized
+
 MESH = CASES["FSDP 8"].mesh
 AXIS = "fsdp"
 BY_FORMAT = pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3", "nvfp4"])

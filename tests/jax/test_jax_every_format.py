@@ -22,6 +22,9 @@ from blockfp.formats import FORMATS
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from blockfp.sharding import plans
 
+# Bits are held in programs that XLA optimizes as it does for users.
+pytestmark = pytest.mark.optimized
+
 MESHES = {
     "FSDP 8": ("FSDP 8",),
     "HSDP 2x4": ("HSDP 2x4",),

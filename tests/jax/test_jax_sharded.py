@@ -17,6 +17,9 @@ from blockfp.definition import numerics
 from blockfp.formats import Format
 from blockfp.sharding import plans
 
+# Bits are held in programs that XLA optimizes as it does for users.
+pytestmark = pytest.mark.optimized
+
 # Cuts inside blocks and bytes; rows that don't divide evenly. (test_jax_every_format has weights that are quantized as shards.)
 SHAPES = {"straddling": (160, 84), "uneven": (83, 84)}
 

@@ -12,6 +12,9 @@ from samples import bits_of, sample
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 
+# Bits are held in programs that XLA optimizes as it does for users.
+pytestmark = pytest.mark.optimized
+
 # One scale per tensor, square blocks, packed codes and two levels of scales.
 FAMILIES = pytest.mark.parametrize("format", ["fp8_e5m2", "mxfp8_e4m3_32x32", "nvfp4"])
 
