@@ -260,6 +260,8 @@ _IN_INDEX = {
     ),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.serialization._get_layout",
+    # Early releases of Python 3.11 pickle members of an Enum by this name; nothing is got here.
+    "builtins.getattr",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 }

@@ -250,8 +250,8 @@ def _local_gradient(param: Tensor) -> Tensor:
     assert gradient is not None
     if gradient.layout is not torch.strided:
         raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
-    whole, dtensor = sharding.as_dtensor(param), sharding.as_dtensor(gradient)
-    if whole is not None and dtensor is not None:
+    whole = sharding.as_dtensor(param)
+    if whole is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
         if dtensor.placements != whole.placements:
             dtensor = dtensor.redistribute(whole.device_mesh, whole.placements)
         gradient = dtensor.to_local()
