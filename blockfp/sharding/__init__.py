@@ -1,1 +1,1 @@
-"""Where shards lie, and what is decided about them without touching data; `simulate` carries it out on NumPy arrays."""
+"""Placements of shards, and the plans that follow without touching data; `simulate` carries them out on NumPy arrays."""

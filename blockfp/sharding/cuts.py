@@ -1,4 +1,4 @@
-"""How an axis is cut among ranks: chunks of chunks, of whatever number, as arrays.
+"""Cuts of an axis among any number of ranks, chunks of chunks, as arrays.
 
 Meshes have thousands of ranks, and a step of training may not begin with a loop over all of them for each weight.
 """

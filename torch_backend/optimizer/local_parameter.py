@@ -37,7 +37,7 @@ _NAMES = ("gradient", "master", *MOMENT_NAMES, *SCALE_NAMES, "values or codes", 
 
 
 class LocalParameter:
-    """What this rank holds of a parameter, and the step that it takes.
+    """The part of a parameter that this rank holds, and the step that it takes.
 
     An optimizer keeps one for each parameter, but no tensors between its steps: memory that others replace is theirs to free.
 
