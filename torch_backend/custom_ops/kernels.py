@@ -14,7 +14,10 @@ from . import cuda
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition."""
+    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition.
+
+    Those of kernels have `adamw` too.
+    """
     if x.is_cpu:
         return native if native.available() else numerics
     return cuda if x.is_cuda and cuda_library.available() else numerics

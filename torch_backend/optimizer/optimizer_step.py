@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition import adamw
+from blockfp.definition import adamw, numerics
 from blockfp.definition.adamw import FIRST, WEIGHT, Coefficients
-from blockfp.kernels import cuda_library, native, step_table
+from blockfp.kernels import step_table
 
-from ..custom_ops import cuda
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
@@ -57,13 +57,6 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int]) -> None:
     _step_without_masters(without, key)
 
 
-def _kernels(device: torch.device) -> Any:
-    """Returns the module whose `adamw` runs on this device, or None: the definition runs then."""
-    if device.type == "cuda" and cuda_library.available():
-        return cuda
-    return native if device.type == "cpu" and native.available() else None
-
-
 def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int], *, whole_step: bool) -> list[LocalParameter]:
     """Updates fp32 weights and moments: those of a device in one call of its kernels.
 
@@ -83,10 +76,10 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
         local, state = one.local, one.state
         device = local.device
         if device not in by_device:
-            by_device[device] = (_kernels(device), [], [])
+            by_device[device] = (kernels_for(one.gradient), [], [])
         kernels, together, addresses = by_device[device]
         copied = whole_step and one.format is None and "master" in state
-        by_kernels = kernels is not None and weight.is_contiguous() and (not copied or local.is_contiguous())
+        by_kernels = kernels is not numerics and weight.is_contiguous() and (not copied or local.is_contiguous())
         out, out_scales = local if copied else None, None
         if whole_step and isinstance(local, QuantizedTensor):
             if by_kernels and one.one_pass:

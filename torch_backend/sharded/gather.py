@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockfp.sharding.steps import Join
+
 from ..torch_internals import functional_collectives as collectives
 from .rank_plan import Chunk, RankPlan
 from .shard import ROWS, TensorParallelShard
@@ -90,5 +92,4 @@ def index_of(chunk: Chunk, device: torch.device) -> Tensor | None:
     """Index of each entry of the result in the chunks of all ranks laid end to end, int32 [size]; None for their head."""
     if not chunk.take or chunk.take == ((0, 0, chunk.size),):
         return None
-    spans = [np.arange(source * chunk.length + first, source * chunk.length + last) for source, first, last in chunk.take]
-    return torch.from_numpy(np.concatenate(spans).astype(np.int32)).to(device)
+    return torch.from_numpy(Join(chunk.length, *np.array(chunk.take).T).index).to(device)
