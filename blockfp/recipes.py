@@ -96,6 +96,9 @@ class Recipe:
         eps: lifts the amaxes of inputs and gradients in FP8 with fp32 scales. A weight is stored without its recipe: its amax
             is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
+        exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's FP8
+            matrix units multiply MX codes shifted to one power of two for 128 elements, which changes none of them by more
+            than 2^-17.9 of the largest (docs/numerics.md); exact, MX is multiplied in bfloat16 there, at half the speed.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
     """
@@ -110,6 +113,7 @@ class Recipe:
     delayed: Delayed | None = None
     eps: float = 0.0
     fast_accum: frozenset[Product] = frozenset({"forward"})
+    exact_products: bool = False
 
     def __post_init__(self):
         for operand in _OPERANDS:
@@ -124,6 +128,8 @@ class Recipe:
         unknown = self.fast_accum - set(_PRODUCTS)
         if unknown:
             raise ValueError(f"fast_accum names products among {_PRODUCTS}, got {sorted(unknown)}")
+        if not isinstance(self.exact_products, bool):
+            raise TypeError(f"exact_products must be True or False, got {self.exact_products!r}")
         self._check_weight()
         self._check_rotations()
 
@@ -206,19 +212,19 @@ def fp8_block(*, eps: float = 0.0) -> Recipe:
     return _recipe("fp8_block", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", eps=eps)
 
 
-def mxfp8() -> Recipe:
+def mxfp8(*, exact_products: bool = False) -> Recipe:
     """MXFP8 E4M3: 1x32, weights 32x32."""
-    return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3")
+    return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3", exact_products=exact_products)
 
 
-def mxfp6() -> Recipe:
+def mxfp6(*, exact_products: bool = False) -> Recipe:
     """MXFP6 E3M2: 1x32, weights 32x32."""
-    return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2")
+    return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
-def mxfp4() -> Recipe:
+def mxfp4(*, exact_products: bool = False) -> Recipe:
     """MXFP4: 1x32, weights 32x32, gradients MXFP6 E3M2."""
-    return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2")
+    return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
 def nvfp4() -> Recipe:

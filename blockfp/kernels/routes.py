@@ -2,10 +2,12 @@
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
-and multiplied in a dtype that holds every value: no product ever rounds an operand.
+and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes of
+MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
+(`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
 What a device offers is what cuBLAS offers through `torch.nn.functional.scaled_mm`, as tried on Hopper and as documented for
-Blackwell.
+Blackwell, and what the library's own kernels multiply.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 
 from ..formats import Format
 
-Mode = Literal["tensor", "block", "mx", "nvfp4", "dequantize", "plain"]
+Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]
 
 
@@ -25,8 +27,8 @@ class Route:
 
     Attributes:
         mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
-            units take codes and scales. "dequantize": operands are dequantized, then multiplied. "plain": neither is
-            quantized.
+            units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
+            "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
         dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
         scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what
             is left of the operands is then exact in `dtype`. The product must stay in fp32 until then.
@@ -60,6 +62,8 @@ class Rule:
     multiples: tuple[int, int, int]
 
 
+_MX = tuple((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32)))
+_ALIGNED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 # Two E5M2 operands are not multiplied: cuBLAS has no such kernel.
 _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ROW, _SQUARE = (1, 128), (128, 128)
@@ -80,9 +84,17 @@ RULES: tuple[Rule, ...] = (
         "mx",
         (10,),
         _FP8,
-        frozenset((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))),
+        frozenset(_MX),
         frozenset({"e8m0_ceil", "e8m0_floor"}),
         (1, 16, 32),
+    ),
+    Rule(
+        "aligned",
+        (9,),
+        frozenset((a, b) for a in _ALIGNED for b in _ALIGNED),
+        frozenset(_MX),
+        frozenset({"e8m0_ceil", "e8m0_floor"}),
+        (1, 1, 1),
     ),
     Rule(
         "nvfp4",
@@ -95,6 +107,7 @@ RULES: tuple[Rule, ...] = (
 )
 """The products that run on codes and scales; all others are dequantized."""
 
+_ALIGNED_HOW = "own FP8 product (aligned), codes shifted to a scale for 128; exact_products: dequantize to bfloat16, matmul"
 _DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
 
 
@@ -108,6 +121,7 @@ def route(
     n: int | None = None,
     k: int | None = None,
     in_order: bool = True,
+    exact: bool = False,
 ) -> Route:
     """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
 
@@ -118,6 +132,7 @@ def route(
         m, n, k: lengths; None takes them to fit.
         in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
             that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
+        exact: whether both operands must be multiplied as the values that they stand for, which "aligned" doesn't promise.
 
     Raises:
         ValueError: an unknown format or platform, or "cuda" without a capability.
@@ -134,10 +149,13 @@ def route(
         why = "blocks lie across the operands or are cut"
     elif platform == "cuda" and capability is not None and a is not None and b is not None:
         rule = _rule(a, b, capability[0])
-        if rule is not None:
+        if rule is not None and rule.mode == "aligned" and exact:
+            why = "exact products are asked for"
+        elif rule is not None:
             misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
             if not misfit:
-                return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}")
+                how = ", shifted to one scale for 128" if rule.mode == "aligned" else ""
+                return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}{how}")
             units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
     return _dequantized(a, b, platform, why)
@@ -202,7 +220,8 @@ def table() -> list[tuple[str, str, str]]:
             pairs = sorted(rule.blocks, key=str)
             blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
             units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
-            lines.append((device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), {units}"))
+            how = _ALIGNED_HOW if rule.mode == "aligned" else f"scaled_mm ({rule.mode}), {units}"
+            lines.append((device, f"{'/'.join(elements)} {blocks}", how))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))

@@ -87,6 +87,11 @@ def missing_product(version: int) -> str | None:
     return "XLA may have to split the product over devices" if would_be_partitioned() else missing_cublas(version)
 
 
+def missing_own_product() -> str | None:
+    """Returns the reason why the CUDA library's own kernels don't get a product here, or None."""
+    return "XLA may have to split the product over devices" if would_be_partitioned() else missing("ffi")
+
+
 def missing_cublas(version: int) -> str | None:
     """Returns the reason why the CUDA library can't multiply codes and scales by cuBLASLt, or None.
 

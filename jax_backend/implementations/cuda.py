@@ -1,6 +1,6 @@
 """The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-kernels/cuda/exports.cu and products/product_exports.cu document the arguments. An absent array is one without elements.
+kernels/cuda/exports.cu, align.cu and products/product_exports.cu document the arguments. An absent array is one without elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import bits, layout
+from blockfp.definition import alignment, bits, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
@@ -33,6 +33,8 @@ _WORKSPACE = 32 * 2**20
 
 
 _ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+_ATTRIBUTES["align"] = ("element", "block_rows", "columns")
+_ATTRIBUTES["block_product"] = ("a_element", "b_element", "b_block_rows", "accumulate")
 
 
 @once
@@ -192,6 +194,53 @@ def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Forma
         fast=fast,
     )
     return out
+
+
+def aligned_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, columns: int) -> jax.Array:
+    """Multiplies a @ b^T of MX formats, whose codes are shifted to one scale for 128 elements (`definition.alignment`).
+
+    Args:
+        a, b: codes and scales of [m, columns] and [n, columns].
+        a_format, b_format: MXFP8, MXFP6 or MXFP4.
+        dtype: of the result.
+        columns: contracted length.
+    """
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    if 0 in (m, n, columns):
+        return jnp.zeros((m, n), dtype)
+    (left, left_scales), (right, right_scales) = (_align(x, f, columns) for x, f in ((a, a_format), (b, b_format)))
+    return _call(
+        "block_product",
+        jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)),
+        left,
+        right,
+        left_scales,
+        right_scales,
+        _absent(jnp.int32),
+        _absent(jnp.float32),
+        a_element=format_numbers(alignment.aligned_format(a_format))[0],
+        b_element=format_numbers(alignment.aligned_format(b_format))[0],
+        # Each row of b has its own scales.
+        b_block_rows=1,
+        accumulate=False,
+    )
+
+
+def _align(x: Quantized, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Codes [rows, columns filled up to 16] and scales [columns / 128, rows filled up to 4], shifted."""
+    rows, numbers = x.codes.shape[0], format_numbers(format)
+    return _call(
+        "align",
+        [
+            jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
+            jax.ShapeDtypeStruct((-(-columns // 128), -(-rows // 4) * 4), jnp.float32),
+        ],
+        x.codes,
+        x.scales,
+        element=numbers[0],
+        block_rows=numbers[1],
+        columns=columns,
+    )
 
 
 def _product_scales(scales: jax.Array, format: Format) -> jax.Array:

@@ -134,10 +134,11 @@ class _GroupedLinear(Layer):
         return row, quantize_tiles(g, kept.tiles, cast, scaling, COLUMNWISE) if columnwise else None
 
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return gather_rows(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
+        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=self.recipe.exact_products)
+        return gather_rows(y, tiles.target)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
-        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
+        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)

@@ -1,4 +1,4 @@
-"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or exactly dequantized."""
+"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or dequantized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 """The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
 
 
-def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
+def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> jax.Array:
     """Multiplies a @ b^T, of shape [m, n].
 
     Args:
@@ -30,6 +30,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         b: [n, k].
         dtype: of the result.
         fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
+        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
 
     # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
@@ -38,7 +39,9 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
     def on(platform, capability=None):
         def run(a, b):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes)
+            # The kernels that shift codes are the library's.
+            as_they_are = exact or choice.missing_own_product() is not None
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes, exact=as_they_are)
             return _MODES[chosen.mode](a, b, dtype, chosen, fast)
 
         return run
@@ -96,10 +99,19 @@ def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: boo
     return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
 
 
+def _aligned(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """Multiplies MX codes shifted to one power of two for each 128 of k."""
+    return _by_library(cuda.aligned_product, a, b, dtype, columns=a.columns)
+
+
 def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
+    return _by_library(cuda.cublas_product, a, b, dtype, fast=fast)
+
+
+def _by_library(run, a: QuantizedArray, b: QuantizedArray, dtype, **options) -> jax.Array:
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
-    return replication.vary(cuda.cublas_product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
+    return replication.vary(run(*operands[0], *operands[1], dtype, **options), frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
@@ -153,5 +165,6 @@ _MODES = {
     "block": _block,
     "mx": _scaled,
     "nvfp4": _scaled,
+    "aligned": _aligned,
     "dequantize": _dequantized,
 }

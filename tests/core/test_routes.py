@@ -23,7 +23,11 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
         ("fp8_e4m3_1x128", "fp8_e4m3_1x128", HOPPER, "block"),
         ("fp8_e4m3_128x128", "fp8_e4m3_128x128", HOPPER, "dequantize"),
         ("fp8_e4m3_1x128", "fp8_e4m3", HOPPER, "dequantize"),
-        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "aligned"),
+        ("mxfp8_e5m2_floor", "mxfp8_e5m2", HOPPER, "aligned"),
+        ("mxfp6_e3m2", "mxfp4_e2m1_32x32", HOPPER, "aligned"),
+        ("mxint8", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "nvfp4", HOPPER, "dequantize"),
         ("mxfp8_e4m3", "mxfp8_e5m2_32x32_floor", BLACKWELL, "mx"),
         ("nvfp4", "nvfp4_16x16", BLACKWELL, "nvfp4"),
         ("nvfp4", "mxfp4_e2m1", BLACKWELL, "dequantize"),
@@ -35,6 +39,17 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 )
 def test_routes(a, b, capability, mode):
     assert routes.route(a, b, platform="cuda", capability=capability).mode == mode
+
+
+def test_exact_products_keep_mx_codes_as_they_are():
+    pair = ("mxfp8_e4m3", "mxfp8_e4m3_32x32")
+    chosen = routes.route(*pair, platform="cuda", capability=HOPPER, exact=True)
+    assert (chosen.mode, chosen.dtype) == ("dequantize", "bfloat16")
+    assert "exact products" in chosen.reason
+    # Modes that take codes and scales as they are stay.
+    assert routes.route(*pair, platform="cuda", capability=BLACKWELL, exact=True).mode == "mx"
+    # Any lengths: what is aligned is filled up.
+    assert routes.route(*pair, platform="cuda", capability=HOPPER, m=3, n=5, k=7).mode == "aligned"
 
 
 def test_a_cpu_dequantizes_everything_to_float32():
@@ -94,7 +109,9 @@ def test_what_is_called_exact_in_bfloat16_is(format):
 
 def test_the_table_names_every_rule():
     lines = routes.table()
-    assert sum("scaled_mm" in how for _, _, how in lines) == sum(len(rule.capabilities) for rule in routes.RULES)
+    assert sum("scaled_mm" in how or "own FP8 product" in how for _, _, how in lines) == sum(
+        len(rule.capabilities) for rule in routes.RULES
+    )
     assert lines[-1][0] == "CPU"
 
 
