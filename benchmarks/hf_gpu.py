@@ -20,6 +20,7 @@ import contextlib
 import datetime
 import gc
 import importlib.metadata
+import itertools
 import json
 import platform
 import statistics
@@ -167,7 +168,7 @@ def measure(name: str, case: Case, contender: str, options: argparse.Namespace) 
         begin = time.perf_counter()
         step()
         host.append((time.perf_counter() - begin) * 1e3)
-    parts = [[clock.ms(begin, end) for begin, end in zip(times, times[1:], strict=False)] for times, _ in taken]
+    parts = [[clock.ms(begin, end) for begin, end in itertools.pairwise(times)] for times, _ in taken]
     forward, backward, update = (statistics.median(part) for part in zip(*parts, strict=True))
     ms = statistics.median(sum(part) for part in parts)
     count = sum(p.numel() for p in parameters)
