@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -95,17 +96,26 @@ def apply(
     state: LinearState | None = None,
     key: Key | None = None,
     counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
     parallel: Parallel | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
-    x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
-    With `transposed`, weight is [in, out], in a format whose transpose is exact.
+    x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
+    device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
+    whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    _check_tensors(x, weight, bias, grouped=counts is not None, transposed=transposed)
+    _check_tensors(x, weight, bias, grouped=counts is not None or offs is not None, transposed=transposed)
+    if offs is not None:
+        ends = [0, *offs.tolist()]
+        counts = [end - begin for begin, end in pairwise(ends)]
+        if min(counts, default=0) < 0 or ends[-1] > x.shape[0]:
+            raise ValueError(f"offs must ascend to at most the {x.shape[0]} rows of x, got {ends[1:]}")
+        y = _run(x[: ends[-1]], weight, bias, recipe, state or LinearState(), key, counts, shared, transposed)
+        return torch.nn.functional.pad(y, (0, 0, 0, x.shape[0] - ends[-1]))
     # Not reshape: of no elements it can't infer a length.
     rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
     y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared, transposed)
@@ -123,9 +133,9 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:
-        lies = "[groups, out, in]" if grouped else "[in, out]" if transposed else "[out, in]"
+        lies = f"[{'groups, ' * grouped}{'in, out' if transposed else 'out, in'}]"
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if transposed else weight.shape[:-1]):
+    if bias is not None and bias.shape != (outputs := (*weight.shape[:-2], weight.shape[-1 if transposed else -2])):
         raise ValueError(f"bias must have shape {tuple(outputs)}, got {tuple(bias.shape)}")
     if x.device != weight.device or (bias is not None and x.device != bias.device):
         lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")

@@ -9,6 +9,7 @@
 
 #include "adamw.h"
 #include "dispatch.h"
+#include "groups.h"
 #include "scales.h"
 
 namespace blockfp {
