@@ -94,7 +94,7 @@ class TitanExperts(Experts):
             return None
         return dict.fromkeys(cls.names), False
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Returns [tokens, dim] for rows that are sorted by expert, and how many each expert has."""
         offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         x, dtype = x_RD.bfloat16(), torch.bfloat16
