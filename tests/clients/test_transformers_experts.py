@@ -1,4 +1,4 @@
-"""Experts that transformers holds in 3-D parameters, converted: each product by hand, each family, and what saves and shards them."""
+"""Experts that transformers holds in 3-D parameters, converted: products by hand, families, saving and sharding."""
 
 import copy
 import pickle
@@ -30,7 +30,9 @@ FAMILIES = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
     "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16},
-    "DeepseekV2": {"n_routed_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, **LATENT},
+    "DeepseekV2": {
+        "n_routed_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, **LATENT,
+    },
     "DeepseekV3": {
         "n_routed_experts": 4, "moe_intermediate_size": 96, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1,
         "topk_group": 1, **LATENT,

@@ -1,4 +1,4 @@
-"""`Experts`: what modules become that hold the weights of all experts in 3-D parameters of their own, and multiply by groups."""
+"""`Experts`: what modules become that hold the weights of all experts in 3-D parameters of their own."""
 
 from __future__ import annotations
 
@@ -185,6 +185,6 @@ class Experts(InParts):
 
 def _transpose_error(recipe: Recipe, format: Format, name: str) -> str:
     return (
-        f"recipe {recipe} stores weights in {format}, whose blocks have no exact transpose, and {name} [experts, in, out] needs "
-        "one: use square blocks or one scale per tensor, or leave the experts as they are with filter_fn="
+        f"recipe {recipe} stores weights in {format}, whose blocks have no exact transpose, and {name} [experts, in, out] "
+        "needs one: use square blocks or one scale per tensor, or leave the experts as they are with filter_fn="
     )

@@ -29,7 +29,7 @@ def base_kind(layer: nn.Module) -> Kind | None:
     """Returns blockfp's layer that multiplies as this one does; None where there is none.
 
     That is `Linear` for `torch.nn.Linear` and its subclasses with its own forward, `TransposedLinear` for transformers'
-    `Conv1D`, likewise, and a class of `experts_kinds` for experts. Whether the weight is one that can be quantized is not asked.
+    `Conv1D`, likewise, and a class of `experts_kinds` for experts. Whether the weight can be quantized is not asked.
     """
     if isinstance(layer, QuantizedLayer | NonDynamicallyQuantizableLinear):
         return None
