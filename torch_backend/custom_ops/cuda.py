@@ -38,7 +38,7 @@ class Both(NamedTuple):
 def _check(x: Array) -> None:
     """Raises TypeError or ValueError where x can't be quantized, or is no CUDA tensor."""
     check_input(x)
-    if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+    if not isinstance(x, torch.Tensor) or not x.is_cuda:
         where = f" on {x.device}" if hasattr(x, "device") else ""
         raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
 
