@@ -1,4 +1,4 @@
-"""The `blockfp` command: info, check, quantize, dequantize, export. Loads the backends that are installed."""
+"""The `blockfp` command: info, check, quantize, dequantize, convert, export. Loads the backends that are installed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+
 from . import __version__
+from .array import QuantizedArray
 from .check import backends
 from .check.backends import BACKENDS
 from .check.crosscheck import check
+from .check.measure import measure
+from .definition.numerics import Quantized
 from .files import manifest, saving, untrusted
 from .files.atomic import replacing
 from .formats import FORMATS, Format
@@ -35,9 +40,12 @@ try:
     from .check.comparison import Comparison, read_report
     from .check.comparison import compare as compare_reports
     from .check.report import Findings, comparison_table, format_table, tensor_table, to_json
-    from .files import compressed_tensors, export
+    from .files import export
+    from .files.contents import Weight
+    from .files.layouts.known import LAYOUTS, in_formats_of
+    from .files.layouts.layout import write_layout
     from .files.modelfile import Model, Tensor, open_model
-    from .files.quantized_model import dequantize_model, quantize_model
+    from .files.quantized_model import contents_of, dequantize_model, quantize_model
 except ModuleNotFoundError as error:
     sys.exit(f"the blockfp command needs {error.name}: pip install 'blockfp[cli]'")
 
@@ -313,22 +321,82 @@ def dequantize_command(
     _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
 
 
-LAYOUTS = ("quantized", "high-precision", "compressed-tensors")
+def _check_file_bytes(file_bytes: int | None) -> None:
+    if file_bytes is not None and file_bytes < 1:
+        raise _refused(f"--file-bytes {file_bytes}: must be 1 or more")
+
+
+def _check_folder(target: Path, force: bool) -> None:
+    """Refuses a folder that holds something, unless it may be overwritten."""
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
+        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
+
+
+FileBytes = Annotated[
+    int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
+]
+
+
+@app.command("convert")
+def convert_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A quantized model: a .safetensors file, its index, or a folder with them.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; for blockfp's layout a .safetensors file.")],
+    layout: Annotated[str, typer.Option("--layout", help=f"One of blockfp, {', '.join(LAYOUTS)}.")],
+    file_bytes: FileBytes = None,
+    force: Force = False,
+) -> None:
+    """Writes a quantized model in another library's layout, or a released one in blockfp's.
+
+    Codes and scales stay as they are where the layout has their format; what has to be requantized is named, with its SQNR.
+    """
+    if layout != "blockfp" and layout not in LAYOUTS:
+        raise _refused(f"--layout {layout}: must be one of blockfp, {', '.join(LAYOUTS)}")
+    _check_file_bytes(file_bytes)
+    if layout == "blockfp":
+        _check_output(target, ".safetensors", "OUT", force=force)
+    else:
+        _check_folder(target, force)
+    model = contents_of(saving.open_whole(source))
+    if not model.weights:
+        raise _refused(f"IN {source}: has no quantized weights; blockfp quantize makes them")
+    noise: dict[str, tuple[Format, Format, float]] = {}
+
+    def requantized(weight: Weight, values: np.ndarray, q: QuantizedArray) -> None:
+        parts = Quantized(q.codes, q.scales, q.tensor_scale)
+        noise[weight.name] = weight.format, q.format, measure(values, parts, q.dequantize(), q.format).sqnr_db
+
+    with _progress() as progress:
+        task = progress.add_task(escape(target.name), total=None)
+
+        def done(_: Tensor) -> None:
+            progress.advance(task)
+
+        if layout == "blockfp":
+            export.export_quantized(model, target, file_bytes, done)
+        else:
+            write_layout(LAYOUTS[layout], in_formats_of(LAYOUTS[layout], model, requantized), target, file_bytes, done)
+    for name, (before, after, sqnr) in noise.items():
+        say(f"requantized {untrusted.printable(name)}: {before} to {after}, SQNR {sqnr:.1f} dB", "yellow")
+    kept = len(model.weights) - len(noise)
+    say(f"wrote {target}: {kept} quantized weights as they are, {len(noise)} requantized, {len(model.others)} other tensors")
+
+
+TARGETS = ("quantized", "high-precision", *LAYOUTS)
 
 
 @app.command("export")
 def export_command(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A run's folder, one of its checkpoints, or any DCP folder.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file; a folder for compressed-tensors.")],
-    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(LAYOUTS)}.")] = "quantized",
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file; a folder for other libraries' layouts.")],
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = "quantized",
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's own."),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
-    file_bytes: Annotated[
-        int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
-    ] = None,
+    file_bytes: FileBytes = None,
     prefix: Annotated[
         str | None,
         typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose. Default: model."),
@@ -336,18 +404,16 @@ def export_command(
     force: Force = False,
 ) -> None:
     """Writes the model of a training checkpoint: its codes as they are, or values from the optimizer's fp32 weights."""
-    if to not in LAYOUTS:
-        raise _refused(f"--to {to}: must be one of {', '.join(LAYOUTS)}")
+    if to not in TARGETS:
+        raise _refused(f"--to {to}: must be one of {', '.join(TARGETS)}")
     if dtype not in (None, "float32", "float16", "bfloat16"):
         raise _refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
     if dtype and to != "high-precision":
         raise _refused(f"--dtype {dtype}: goes with --to high-precision; codes have no dtype to choose")
-    if file_bytes is not None and file_bytes < 1:
-        raise _refused(f"--file-bytes {file_bytes}: must be 1 or more")
-    folder = to == "compressed-tensors"
-    if folder and target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
-        raise _refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
-    if not folder:
+    _check_file_bytes(file_bytes)
+    if to in LAYOUTS:
+        _check_folder(target, force)
+    else:
         _check_output(target, ".safetensors", "OUT", force=force)
     try:
         open_checkpoint = backends.find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
@@ -362,8 +428,8 @@ def export_command(
         def done(_: Tensor) -> None:
             progress.advance(task)
 
-        if folder:
-            compressed_tensors.export(model, target, file_bytes, done)
+        if to in LAYOUTS:
+            write_layout(LAYOUTS[to], model, target, file_bytes, done)
         elif to == "quantized":
             export.export_quantized(model, target, file_bytes, done)
         else:

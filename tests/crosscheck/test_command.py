@@ -308,7 +308,7 @@ def test_quantize_refuses_what_it_cannot_store(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {}}, "is not quantized by blockfp"),
+        ({"metadata": {}}, "has no quantized tensors"),
         ({"metadata": {"blockfp": "not json"}}, "metadata 'blockfp' is not what blockfp writes"),
         ({"metadata": {"blockfp": '{"version": 9, "tensors": {}}'}}, "is of version 9"),
         ({"format": "mxfp9"}, "tensor 'w': its description in the metadata is wrong: format 'mxfp9' is not known"),
