@@ -4,7 +4,8 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 
 | who writes it | codes | scales | scale of the tensor | format |
 |---|---|---|---|---|
-| DeepSeek, Qwen, transformers "fp8" | NAME F8_E4M3 | NAME_scale_inv F32 or F8_E8M0, b 128x128 | | fp8_e4m3_128x128_fp32, or without _fp32 |
+| DeepSeek, Qwen, transformers | NAME F8_E4M3 | NAME_scale_inv F32, b 128x128 | | fp8_e4m3_128x128_fp32 |
+| the same | NAME F8_E4M3 | NAME_scale_inv F8_E8M0, b 128x128 | | fp8_e4m3_128x128 |
 | DeepSeek's experts in FP4 | NAME I8, two a byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale, one | | fp8_e4m3, fp8_e5m2 |
 | compressed-tensors | NAME F8_E4M3, F8_E5M2 | NAME_scale F32, b 128x128 or 1x128 | | fp8_.._fp32 |

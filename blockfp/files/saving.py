@@ -70,8 +70,8 @@ def save(
 def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
     """Reads what `save` of any framework wrote, a released quantized model, or any other .safetensors file, one or several.
 
-    Of released models it knows the layouts of DeepSeek and Qwen (FP8), compressed-tensors, ModelOpt (NVFP4) and gpt-oss, each by
-    its own marks (`files.released`); their codes and scales stay as they are, and values have the dtype of config.json.
+    Of released models it knows the layouts of DeepSeek and Qwen (FP8), compressed-tensors, ModelOpt (NVFP4) and gpt-oss, each
+    by its own marks (`files.released`); codes and scales stay as they are, and values have the dtype of config.json.
 
     Args:
         path: a .safetensors file, its .index.json, or a folder that has model.safetensors or its index.
@@ -80,8 +80,8 @@ def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
         Arrays and quantized arrays by name.
 
     Raises:
-        blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized in a
-            way that blockfp has no format for.
+        blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized
+            in a way that blockfp has no format for.
         ImportError: the package safetensors is not installed.
     """
     return dict(read(Path(path)))

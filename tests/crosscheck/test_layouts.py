@@ -204,7 +204,10 @@ def test_what_a_layout_has_not_is_requantized_and_said(name, tmp_path):
 
 def test_a_config_beside_the_model_stays(tmp_path):
     (tmp_path / "in").mkdir()
-    blockfp.save(tmp_path / "in" / "model.safetensors", {"a.weight": blockfp.quantize(np.ones((128, 128), np.float32), "fp8_e4m3_128x128")})
+    blockfp.save(
+        tmp_path / "in" / "model.safetensors",
+        {"a.weight": blockfp.quantize(np.ones((128, 128), np.float32), "fp8_e4m3_128x128")},
+    )
     (tmp_path / "in" / "config.json").write_text('{"model_type": "llama", "dtype": "bfloat16"}')
     assert run("convert", tmp_path / "in", tmp_path / "out", "--layout", "fine-grained-fp8").exit_code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -283,3 +286,27 @@ def test_compressed_tensors_writes_it(format, tmp_path):
         assert torch.equal(layer.weight, ours)
     else:
         torch.testing.assert_close(layer.weight, ours, rtol=2.0**-7, atol=0)
+
+
+# ---- beside the source
+
+
+def test_a_model_is_held_against_its_source(tmp_path):
+    arrays = {"a.weight": RNG.standard_normal((128, 256)).astype(BF16), "a.bias": np.ones(4, BF16)}
+    source = write(tmp_path / "source.safetensors", arrays)
+    own = tmp_path / "own.safetensors"
+    assert run("quantize", source, own, "--format", "fp8_e4m3_128x128_fp32").exit_code == 0
+    assert run("convert", own, tmp_path / "released", "--layout", "fine-grained-fp8").exit_code == 0
+    result = run("check", tmp_path / "released", "--source", source)
+    assert result.exit_code == 0, result.output
+    assert "a.weight: fp8_e4m3_128x128_fp32, SQNR 3" in result.output
+    assert "1 quantized weights and 1 other tensors" in result.output
+    q = blockfp.load(own)["a.weight"]
+    q.codes[3, 7] ^= 1
+    blockfp.save(tmp_path / "other.safetensors", {"a.weight": q, "a.bias": arrays["a.bias"]})
+    result = run("check", tmp_path / "other.safetensors", "--source", source)
+    assert result.exit_code == 1
+    assert "NO (other bits than blockfp makes of it)" in result.output
+    blockfp.save(tmp_path / "less.safetensors", {"a.weight": q})
+    assert run("check", tmp_path / "less.safetensors", "--source", source).exit_code == 2
+    assert run("check", own, "--source", source, "--format", "nvfp4").exit_code == 2
