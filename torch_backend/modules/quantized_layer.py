@@ -55,6 +55,7 @@ class QuantizedLayer(InParts, RecipeLayer):
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         keep_init: whether original values are kept, on the CPU, until an optimizer takes them as its master weights.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
         transposed: whether the weight lies [in, out] instead.
     """
@@ -90,9 +91,10 @@ class QuantizedLayer(InParts, RecipeLayer):
 
     def _announce(self) -> None:
         """Registers a layer that was made, copied or unpickled with those that look after its state."""
+        self.stateful = self.linear_recipe.delayed is not None or self._stochastic
         if self.linear_recipe.delayed is not None:
             watch(self)
-        if self.linear_recipe.delayed is not None or self._stochastic:
+        if self.stateful:
             keep_state()
 
     @property
@@ -220,7 +222,7 @@ class QuantizedLayer(InParts, RecipeLayer):
             )
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        recipe, state = self.linear_recipe, self.state()
+        recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
         return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, transposed=self.transposed)
 
     @torch.no_grad()
