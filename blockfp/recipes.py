@@ -96,9 +96,9 @@ class Recipe:
         eps: lifts the amaxes of inputs and gradients in FP8 with fp32 scales. A weight is stored without its recipe: its amax
             is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
-        exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's FP8
-            matrix units multiply MX codes shifted to one power of two for 128 elements, which changes none of them by more
-            than 2^-17.9 of the largest (docs/numerics.md); exact, MX is multiplied in bfloat16 there, at half the speed.
+        exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's
+            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more than
+            2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
     """

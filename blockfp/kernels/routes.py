@@ -2,8 +2,8 @@
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
-and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes of
-MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
+and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes
+of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
 (`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
 What a device offers is what cuBLAS offers through `torch.nn.functional.scaled_mm`, as tried on Hopper and as documented for

@@ -1,6 +1,7 @@
 """The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-kernels/cuda/exports.cu, align.cu and products/product_exports.cu document the arguments. An absent array is one without elements.
+kernels/cuda/exports.cu, align.cu and products/product_exports.cu document the arguments. An absent array is one without
+elements.
 """
 
 from __future__ import annotations

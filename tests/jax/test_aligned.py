@@ -1,4 +1,4 @@
-"""MX products on FP8 matrix units, with the library's functions carried out by the definition: what is asked of them and when."""
+"""MX products on FP8 matrix units, with the library's functions carried out by the definition: what is asked of them."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 
 
 def align(out, codes, scales, *, element, block_rows, columns):
-    format = next(
-        f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows) and "floor" not in f.name
-    )
+    format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
     (rows, wide), (groups, long) = out[0].shape, out[1].shape
     assert (wide, long, groups) == (-(-columns // 16) * 16, -(-rows // 4) * 4, -(-columns // 128))
 

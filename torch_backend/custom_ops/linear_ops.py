@@ -43,11 +43,12 @@ linear_backward = define(
 
 
 def casts_of(recipe: Recipe) -> str:
-    """The recipe's casts, eps and products that accumulate fast, as the ops take them; equal texts do the same."""
+    """The recipe's casts, eps, products that accumulate fast and whether all are exact, as the ops take them."""
     casts = (recipe.input, recipe.weight, recipe.gradient)
     columnwise = (recipe.input_columnwise, recipe.weight_columnwise, recipe.gradient_columnwise)
     fast = "+".join([product for product in PRODUCTS if product in recipe.fast_accum])
-    return ",".join([*[_text(cast) for cast in (*casts, *columnwise)], str(recipe.eps), fast])
+    exact = "exact" if recipe.exact_products else ""
+    return ",".join([*[_text(cast) for cast in (*casts, *columnwise)], str(recipe.eps), fast, exact])
 
 
 def _text(cast: Cast) -> str:
@@ -63,13 +64,14 @@ def recipe_of(casts: str) -> Recipe:
     """The recipe, without name and delayed scaling, that a text of `casts_of` stands for."""
     recipe = _recipes.get(casts)
     if recipe is None:
-        *six, eps, fast = casts.split(",")
+        *six, eps, fast, exact = casts.split(",")
         parsed = []
         for text in six:
             name, *options = text.split("+")
             parsed.append(Cast(None if name == "-" else Format.parse(name), "stochastic" in options, "rotate" in options))
         products: Any = frozenset(fast.split("+")) - {""}
-        recipe = kept(_recipes, casts, Recipe(casts, *parsed, eps=float(eps), fast_accum=products))
+        options: dict[str, Any] = {"fast_accum": products, "exact_products": bool(exact)}
+        recipe = kept(_recipes, casts, Recipe(casts, *parsed, eps=float(eps), **options))
     return recipe
 
 
@@ -85,6 +87,7 @@ class _Forward(NamedTuple):
         count: how many parts are rowwise.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
+        exact: whether it must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -92,6 +95,7 @@ class _Forward(NamedTuple):
     count: int
     weight: Format | None
     fast: bool
+    exact: bool
 
 
 class _Backward(NamedTuple):
@@ -104,6 +108,7 @@ class _Backward(NamedTuple):
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
+        exact: whether they must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -114,6 +119,7 @@ class _Backward(NamedTuple):
     weight: Format | None
     weight_columnwise: Format | None
     fast: tuple[bool, bool]
+    exact: bool
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -159,7 +165,7 @@ def forward(
     plan = _forwards.get(key)
     if plan is None:
         plan = kept(_forwards, key, _plan_forward(x, amax is not None, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast = plan
+    quantize, row, count, format, fast, exact = plan
     parts = [] if quantize is None else quantize(x, amax, multiplier, None)
     a = Matrix([x] if row is None else parts[:count], row)
     del parts[:count]
@@ -171,7 +177,7 @@ def forward(
     else:
         made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
         w = Matrix(made, format)
-    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None)
+    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None, exact)
     return [y, *made, *parts]
 
 
@@ -181,7 +187,8 @@ def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe,
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
         quantize = plan_of(x, row, column, knows_amax, multiplied, (False, False), rotate, recipe.eps)
-    return _Forward(quantize, row, _count(row), recipe.weight.format, "forward" in recipe.fast_accum)
+    fast = "forward" in recipe.fast_accum
+    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
 
 
 @impl(linear_forward)
@@ -249,7 +256,7 @@ def backward(
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
         kept(_backwards, key, plan)
-    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad) = plan
+    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad), exact = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = Matrix([gradient] if row is None else parts[:count], row)
     del parts[:count]
@@ -258,7 +265,7 @@ def backward(
     if needs_weight:
         a = Matrix([gradient.mT] if column is None else parts, column)
         b = Matrix([x[0].mT] if of_input is None else x, of_input)
-        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None))
+        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None, exact))
         # Memory for the next product.
         del a, b
         parts.clear()
@@ -274,7 +281,7 @@ def backward(
             w = Matrix(made, weight_columnwise)
         else:
             w = Matrix([weight], None, (0, 0), True)
-        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None))
+        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None, exact))
     return results + recorded
 
 
@@ -290,7 +297,8 @@ def _plan_backward(
         quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, recipe.eps)
     weight = (recipe.weight.format, recipe.weight_columnwise.format)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
-    return _Backward(quantize, *formats, _count(formats[0]), recipe.input_columnwise.format, *weight, fast)
+    count, exact = _count(formats[0]), recipe.exact_products
+    return _Backward(quantize, *formats, count, recipe.input_columnwise.format, *weight, fast, exact)
 
 
 @impl(linear_backward)
