@@ -394,3 +394,13 @@ def adamw(table: Any, on: Any) -> None:
         on: any of the tensors, whose device and stream are used.
     """
     library().adamw(table, on.detach())
+
+
+def adamw_codes(table: Any, on: Any) -> None:
+    """Writes codes and scales of new masters whose formats need the amax of the whole parameter, which is known by now.
+
+    Args:
+        table: of `step_table.second_pass`.
+        on: any of the tensors, whose device and stream are used.
+    """
+    library().adamw_codes(table, on.detach())
