@@ -12,6 +12,7 @@ from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
 from .torch_backend.linear.delayed import update_scales, update_scales_after
+from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, observe
 from .torch_backend.linear.recompute import keep_products
@@ -61,6 +62,7 @@ __all__ = [
     "fake_quantize",
     "formats",
     "from_jax",
+    "grouped_mm",
     "high_precision_state_dict",
     "init_",
     "keep_products",
