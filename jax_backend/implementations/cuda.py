@@ -31,7 +31,7 @@ _PRODUCT = (
     *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
     *("own", "tile", "fast", "accumulate"),
 )
-_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT, "cublas_product": _PRODUCT}
+_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT, "product_by_cublas": _PRODUCT}
 
 
 @once
@@ -41,8 +41,8 @@ def _register(name: str) -> str:
 
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
-    capturable = name != "cublas_product"
-    function = getattr(cuda_library.library(), name.removeprefix("cublas_"))
+    capturable = name != "product_by_cublas"
+    function = getattr(cuda_library.library(), name.removesuffix("_by_cublas"))
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -181,7 +181,7 @@ def product(
     version, name = cublas_version(), jnp.dtype(dtype).name
     chosen = plan(a_format, b_format, m, n, k, capability=capability, cublas=version, dtype=name, fast=fast)
     out, _ = _call(
-        "product" if chosen.own else "cublas_product",
+        "product" if chosen.own else "product_by_cublas",
         [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
         a.codes,
         b.codes,
