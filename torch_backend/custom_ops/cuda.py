@@ -79,8 +79,8 @@ def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = 
 
 
 @lru_cache(maxsize=4096)
-def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
-    """fp32 bits of eps and of the largest multiplier."""
+def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """Returns fp32 bits of eps and of the largest multiplier, as the library takes them."""
     return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
 
 
@@ -153,7 +153,7 @@ def quantize_both(
 
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
@@ -230,7 +230,7 @@ def quantize_scaled(
     given = multiplier if amax is None else amax
     if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
         raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
-    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     shape = tuple(x.shape)
     codes, scales = _outputs(x, shape, format) if rows else (None, None)
     codes_t, scales_t = _outputs(x, shape[::-1], format) if columns else (None, None)
