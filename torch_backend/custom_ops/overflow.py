@@ -39,7 +39,7 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
     """
     if not x.numel() or not directions:
         return
-    if x.device.type == "cpu":
+    if x.is_cpu:
         if _overflows(x, directions[0], amax):
             for format, parts in directions:
                 parts[-1].fill_(_NAN if _bytes(format) else math.nan)
