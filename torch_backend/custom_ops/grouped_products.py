@@ -30,7 +30,7 @@ _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 @lru_cache(maxsize=64)
 def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _on_codes(device: torch.device, a: Format | None, b: Format | None, k: int) -> bool:
