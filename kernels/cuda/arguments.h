@@ -109,12 +109,15 @@ struct Factor {
   int block_rows;       // 0: one scale for the whole tensor
 };
 
-// out [m, n] = a b^T.
+// out [m, n] = a b^T (+ bias) (+ out).
 struct ProductArguments {
   Factor a, b;
   int64_t m, n, k;
+  const void* bias;  // [n], or null
+  int bias_dtype;    // kId of dtypes.h
   void* out;
   int dtype;
+  bool accumulate;
   void* workspace;
   size_t workspace_bytes;
   bool fast;  // whether the matrix units may accumulate in reduced precision
