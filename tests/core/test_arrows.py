@@ -30,6 +30,7 @@ TORCH = (
     "quantized_tensor",
     "weights",
     "linear",
+    "experts",
     "modules",
     "optimizer",
     "check",
