@@ -286,7 +286,7 @@ def test_what_is_no_group_or_no_key_is_refused():
     x, experts = torch.ones(4, IN), torch.zeros(4, 1, dtype=torch.int64)
     with pytest.raises(TypeError, match="group must be a process group, a mesh of one axis, or None, got str"):
         bfp.dispatch(x, experts, EXPERTS, recipe="mxfp8", group="ep")
-    with pytest.raises(TypeError, match="experts must be int64 or int32, got torch.float32"):
+    with pytest.raises(TypeError, match=r"experts must be int64 or int32, got torch\.float32"):
         bfp.dispatch(x, experts.float(), EXPERTS, recipe="mxfp8")
     received = bfp.dispatch(x, experts, EXPERTS, recipe="nvfp4")
     up, _ = parameters("nvfp4")

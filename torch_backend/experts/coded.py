@@ -1,4 +1,4 @@
-"""Rows as codes: quantized once, as parts of one tensor of all ranks; and their columnwise form (`blockfp.definition.recoding`)."""
+"""Rows as codes, quantized once as parts of one tensor of all ranks, and their columnwise form (`definition.recoding`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockfp.definition.recoding import keeps_codes
+from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import max_reduce
+from ..custom_ops.dtypes import name_of
 from ..custom_ops.operand_ops import quantize_operand
 from ..custom_ops.ops import dequantize_parts
 from ..custom_ops.products import Matrix
@@ -60,14 +61,14 @@ def columnwise(
         parts, format: its rows as codes.
         cast: the columnwise cast; without a format the values are taken.
         columns: how many there are.
-        dtype: of the values then.
+        dtype: the nominal one, and that of the values then.
         eps, key: as for `quantize_rows`.
     """
     if cast.format is None:
         return Matrix([dequantize_parts(parts, format, dtype, columns).mT], None)
     if keeps_codes(format, cast.format, cast.rotate):
         return Matrix(part_ops.turned(parts[0], parts[1], format.name, columns), format)
-    values = dequantize_parts(parts, format, torch.float32, columns)
+    values = dequantize_parts(parts, format, getattr(torch, value_dtype(name_of(dtype))), columns)
     found = quantize_operand(values, None, cast.format, column_key=key, rotate=cast.rotate, eps=eps_for(cast.format, eps))
     return Matrix(found.column, cast.format)
 
@@ -94,11 +95,9 @@ def parted(rows: Tensor, format: Format, like: Sequence[Tensor]) -> list[Tensor]
 def as_bytes(rows: Tensor) -> Tensor:
     """Returns the bytes of a matrix, [rows, bytes]."""
     rows = rows.contiguous()
-    return (
-        rows.view(torch.uint8)
-        if rows.numel()
-        else rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
-    )
+    if rows.numel():
+        return rows.view(torch.uint8)
+    return rows.new_empty((len(rows), rows.shape[1] * rows.itemsize), dtype=torch.uint8)
 
 
 def tensor_of(parts: Sequence[Tensor], format: Format, columns: int, dtype: torch.dtype) -> QuantizedTensor:

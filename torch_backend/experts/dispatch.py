@@ -12,6 +12,7 @@ So a product of the rows multiplies the codes that were sent. Its columnwise ope
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +62,7 @@ class Received:
         if self.route.counts is not None:
             return self.route.counts
         ends = [0, *self.offs.tolist()]
-        return [end - first for first, end in zip(ends[:-1], ends[1:], strict=True)]
+        return [end - first for first, end in pairwise(ends)]
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, state: LinearState | None = None) -> Tensor:
         """Multiplies rows that are sorted as `tokens` are, by the recipe, each expert's with its own weight.
@@ -101,8 +102,8 @@ def dispatch(
     """Sends tokens to the ranks of their experts as codes and scales.
 
     Rank r of the group has experts r * n to (r + 1) * n - 1, with n = ceil(num_experts / ranks). Every rank calls it. What it
-    receives is, to the bit, what it would be if values were sent and then quantized: by blocks of a row, or by one scale, of the
-    largest magnitude among the tokens of all ranks, in formats that have one.
+    receives is, to the bit, what it would be if values were sent and then quantized: in blocks of a row, or with one scale, of
+    the largest magnitude among the tokens of all ranks.
 
     Ranks exchange once how many rows go where, and the host waits for that. On one rank it doesn't.
 
@@ -126,9 +127,8 @@ def dispatch(
     """
     recipe = check_recipe(recipes.for_linear(recipe))
     if not isinstance(x, Tensor) or x.dtype not in DTYPES or isinstance(x, QuantizedTensor):
-        raise TypeError(
-            f"x must hold values in one of {', '.join(map(str, DTYPES))}, got {getattr(x, 'dtype', type(x).__name__)}"
-        )
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"x must hold values, not codes, in one of {', '.join(map(str, DTYPES))}, got {kind}")
     for name, tensor in (("x", x), ("experts", experts)):
         if mesh_of(tensor) is not None:
             raise ValueError(f"{name} is a DTensor, and dispatch takes one rank's tokens: pass {name}.to_local()")

@@ -12,6 +12,7 @@ from torch import Tensor
 from blockfp.sharding.dispatching import chunk_of
 
 from ..torch_internals import functional_collectives as collectives
+from .coded import as_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,12 +94,12 @@ class Route:
         return self.slots // max(self.k, 1)
 
     def there(self, rows: Tensor) -> Tensor:
-        """Moves rows [tokens * k, ..], in the order of `slots`, to their experts' ranks, where they are sorted by expert."""
+        """Moves rows [tokens * k, columns], in the order of `slots`, to the experts' ranks, and sorts them by expert there."""
         came = self._exchange(rows, self.sent, self.came)
         return came if self.arrival is None else came.index_select(0, self.arrival)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Moves rows, as `there` left them, back, and returns them by slot: [tokens * k, ..]."""
+        """Moves rows, as `there` left them, back, and returns them by slot: [tokens * k, columns]."""
         if self.arrival is not None:
             rows = torch.empty_like(rows).index_copy_(0, self.arrival, rows)
         came = self._exchange(rows, self.came, self.sent)
@@ -108,17 +109,8 @@ class Route:
         if self.group.name is None:
             return rows
         # Bytes: not every backend sends every dtype.
-        shape, width = rows.shape[1:], rows[:1].numel() * rows.itemsize if len(rows) else 0
-        width = width or rows.new_empty((1, *rows.shape[1:])).numel() * rows.itemsize
-        own = (
-            rows.contiguous().view(len(rows), -1).view(torch.uint8)
-            if len(rows)
-            else rows.new_empty((0, width), dtype=torch.uint8)
-        )
-        received = collectives.wait_tensor(collectives.all_to_all_single(own, came, sent, self.group.name))
-        if not sum(came):
-            return rows.new_empty((0, *shape))
-        return received.view(rows.dtype).view(-1, *shape)
+        received = collectives.wait_tensor(collectives.all_to_all_single(as_bytes(rows), came, sent, self.group.name))
+        return received.view(rows.dtype) if received.numel() else rows.new_empty((sum(came), rows.shape[1]))
 
 
 def route(experts: Tensor, total: int, group: Group) -> Route:
