@@ -1,7 +1,6 @@
 """The CUDA backend: the kernel library that PyTorch runs, in jitted programs through jax-tvm-ffi.
 
-kernels/cuda/exports.cu, align.cu and products/product_exports.cu document the arguments. An absent array is one without
-elements.
+kernels/cuda/exports.cu and products/product_exports.cu document the arguments. An absent array is one without elements.
 """
 
 from __future__ import annotations
@@ -14,28 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import alignment, bits, layout
+from blockfp.definition import bits, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
+from blockfp.kernels.products import plan
 
 from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
 _DEQUANTIZE = (*_FORMAT, "row", "column")
-_PRODUCT = ("a_element", "b_element", "a_block_rows", "b_block_rows", "fast")
-
-# What cuBLAS recommends on Hopper.
-_WORKSPACE = 32 * 2**20
-
-
-_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+_PRODUCT = (
+    *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
+    *("own", "tile", "fast", "accumulate"),
+)
+_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT, "product_by_cublas": _PRODUCT}
 _ATTRIBUTES["align"] = ("element", "block_rows", "columns")
-_ATTRIBUTES["block_product"] = ("a_element", "b_element", "b_block_rows", "accumulate")
 
 
 @once
@@ -45,8 +42,8 @@ def _register(name: str) -> str:
 
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
-    capturable = name != "product"
-    function = getattr(cuda_library.library(), name)
+    capturable = name != "product_by_cublas"
+    function = getattr(cuda_library.library(), name.removesuffix("_by_cublas"))
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -175,62 +172,48 @@ def cublas_version() -> int:
     return int(cuda_library.library().cublas_version())
 
 
-def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
-    """Multiplies a @ b^T by cuBLASLt: FP8 with a scale per tensor, or in blocks of 1x128 and 128x128."""
+def product(
+    a: Quantized,
+    a_format: Format,
+    b: Quantized,
+    b_format: Format,
+    dtype,
+    *,
+    capability: tuple[int, int],
+    fast: bool,
+    ordered: bool = False,
+) -> jax.Array:
+    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
+
+    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them.
+    """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
-    numbers = [format_numbers(format) for format in (a_format, b_format)]
+    version, name = cublas_version(), jnp.dtype(dtype).name
+    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered)}
+    chosen = plan(a_format, b_format, m, n, k, capability=capability, **options)
     out, _ = _call(
-        "product",
-        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((_WORKSPACE,), jnp.uint8)],
+        "product" if chosen.own else "product_by_cublas",
+        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
         a.codes,
         b.codes,
-        _product_scales(a.scales, a_format),
-        _product_scales(b.scales, b_format),
-        a_element=numbers[0][0],
-        b_element=numbers[1][0],
-        a_block_rows=numbers[0][1],
-        b_block_rows=numbers[1][1],
-        fast=fast,
+        a.scales.reshape(1) if a_format.per_tensor else a.scales,
+        b.scales.reshape(1) if b_format.per_tensor else b.scales,
+        _absent(jnp.int32),
+        _absent(jnp.float32),
+        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out
 
 
-def aligned_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, columns: int) -> jax.Array:
-    """Multiplies a @ b^T of MX formats, whose codes are shifted to one scale for 128 elements (`definition.alignment`).
+def align(x: Quantized, format: Format, columns: int) -> Quantized:
+    """The codes and scales of an MX matrix, shifted to one scale for 128 elements (`definition.alignment`).
 
-    Args:
-        a, b: codes and scales of [m, columns] and [n, columns].
-        a_format, b_format: MXFP8, MXFP6 or MXFP4.
-        dtype: of the result.
-        columns: contracted length.
+    Codes are [rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`.
     """
-    m, n = a.codes.shape[0], b.codes.shape[0]
-    if 0 in (m, n, columns):
-        return jnp.zeros((m, n), dtype)
-    (left, left_scales), (right, right_scales) = (_align(x, f, columns) for x, f in ((a, a_format), (b, b_format)))
-    return _call(
-        "block_product",
-        jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)),
-        left,
-        right,
-        left_scales,
-        right_scales,
-        _absent(jnp.int32),
-        _absent(jnp.float32),
-        a_element=format_numbers(alignment.aligned_format(a_format))[0],
-        b_element=format_numbers(alignment.aligned_format(b_format))[0],
-        # Each row of b has its own scales.
-        b_block_rows=1,
-        accumulate=False,
-    )
-
-
-def _align(x: Quantized, format: Format, columns: int) -> tuple[jax.Array, jax.Array]:
-    """Codes [rows, columns filled up to 16] and scales [columns / 128, rows filled up to 4], shifted."""
     rows, numbers = x.codes.shape[0], format_numbers(format)
-    return _call(
+    codes, scales = _call(
         "align",
         [
             jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
@@ -242,10 +225,4 @@ def _align(x: Quantized, format: Format, columns: int) -> tuple[jax.Array, jax.A
         block_rows=numbers[1],
         columns=columns,
     )
-
-
-def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Lays out scales for cuBLASLt: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
-    if format.per_tensor:
-        return scales.reshape(1)
-    return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)
+    return Quantized(codes, scales, None)

@@ -31,17 +31,20 @@ def align(out, codes, scales, *, element, block_rows, columns):
     return jax.pure_callback(run, tuple(out), codes, scales)
 
 
-def block_product(out, a, b, a_scales, b_scales, ends, bias, *, a_element, b_element, b_block_rows, accumulate):
-    assert (ends.size, bias.size, b_block_rows, accumulate) == (0, 0, 1, False)
+def product(outs, a, b, a_scales, b_scales, ends, bias, **numbers):
+    out, workspace = outs
+    wanted = {"a_block_rows": 1, "b_block_rows": 1, "a_ordered": 1, "b_ordered": 1, "own": 1, "accumulate": 0}
+    assert (ends.size, bias.size, workspace.shape) == (0, 0, (0,))
+    assert {name: numbers[name] for name in wanted} == wanted
 
     def values(codes, scales, element):
         of_rows = np.ascontiguousarray(np.asarray(scales)[:, : codes.shape[0]].T)
         return numerics.dequantize(np.asarray(codes), of_rows, None, ELEMENT[element], "float32", columns=codes.shape[1])
 
     def run(a, b, a_scales, b_scales):
-        return (values(a, a_scales, a_element) @ values(b, b_scales, b_element).T).astype(out.dtype)
+        return (values(a, a_scales, numbers["a_element"]) @ values(b, b_scales, numbers["b_element"]).T).astype(out.dtype)
 
-    return jax.pure_callback(run, out, a, b, a_scales, b_scales)
+    return jax.pure_callback(run, out, a, b, a_scales, b_scales), jnp.zeros(0, jnp.uint8)
 
 
 @pytest.fixture
@@ -52,15 +55,17 @@ def library(monkeypatch):
     def call(name, out, *arrays, **attributes):
         called.append(name)
         assert set(attributes) == set(cuda._ATTRIBUTES[name])
-        return {"align": align, "block_product": block_product}[name](out, *arrays, **attributes)
+        return {"align": align, "product": product}[name](out, *arrays, **attributes)
 
     def hopper(a, b, *, platform, capability=None, exact=False, **sizes):
         chosen = routes.route(a, b, platform="cuda", capability=(9, 0), exact=exact, **sizes)
         return chosen if chosen.mode == "aligned" else routes.route(a, b, platform="cpu")
 
     monkeypatch.setattr(cuda, "_call", call)
+    monkeypatch.setattr(cuda, "cublas_version", lambda: 0)
     monkeypatch.setattr(products, "route", hopper)
-    monkeypatch.setattr(choice, "missing_own_product", lambda: None)
+    monkeypatch.setattr(products, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(choice, "missing_product", lambda version: None)
     return called
 
 
@@ -78,7 +83,7 @@ def test_all_products_of_a_layer_unless_exact_ones_are_asked_for(library, name):
     shape = (5, 33, 7)
     got = step(name, shape, spread=3.0)
     # Of the forward, dgrad and wgrad.
-    assert library.count("block_product") >= 3
+    assert library.count("product") >= 3
     library.clear()
     exact = step(recipes.RECIPES[name](exact_products=True), shape, spread=3.0)
     assert not library
@@ -90,12 +95,12 @@ def test_groups_take_the_same_route(library):
     sizes = jnp.array([5, 0, 11], jnp.int32)
     x, w = jax.random.normal(jax.random.key(0), (16, 64)), jax.random.normal(jax.random.key(1), (3, 32, 64))
     y = bfp.grouped_linear(x, w, sizes, recipe="mxfp8")
-    assert "block_product" in library
+    assert "product" in library
     exact = bfp.grouped_linear(x, w, sizes, recipe=recipes.mxfp8(exact_products=True))
     np.testing.assert_allclose(y, exact, rtol=0, atol=1e-3)
 
 
 def test_without_the_library_products_are_exact(library, monkeypatch):
-    monkeypatch.setattr(choice, "missing_own_product", lambda: "not installed")
+    monkeypatch.setattr(choice, "missing_product", lambda version: "not installed")
     step("mxfp8")
     assert not library

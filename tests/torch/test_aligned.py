@@ -2,20 +2,22 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import aligned, products
+from blockfp.torch_backend.custom_ops import cuda, products
+from blockfp.torch_backend.custom_ops.dtypes import name_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import alignment, numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.products import plan
 from blockfp.kernels.routes import route
 
 ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 
 
 class Library:
-    """`align` and `block_product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
+    """`align` and `product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
 
     def __init__(self):
         self.products = 0
@@ -30,10 +32,12 @@ class Library:
         out_scales.fill_(float("nan"))
         out_scales[:, : codes.shape[0]] = made.scales.mT
 
-    def block_product(self, a, b, a_scales, b_scales, ends, bias, out, a_element, b_element, b_block_rows, accumulate):
-        assert ends is None
-        assert not accumulate
-        assert b_block_rows == 1
+    def product(
+        self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
+        b_ordered, own, tile, fast, accumulate,
+    ):  # fmt: skip
+        assert ends is workspace is None
+        assert (a_block_rows, b_block_rows, a_ordered, b_ordered, own, accumulate) == (1, 1, 1, 1, 1, 0)
         sides = []
         for codes, scales, element in ((a, a_scales, a_element), (b, b_scales, b_element)):
             rows, columns = codes.shape
@@ -46,15 +50,21 @@ class Library:
 
 @pytest.fixture
 def library(monkeypatch):
-    """Routes of a Hopper GPU on this CPU."""
+    """Routes and plans of a Hopper GPU on this CPU."""
     stand_in = Library()
-    monkeypatch.setattr(aligned, "library", lambda: stand_in)
 
     def hopper(device, a, b, m, n, k, in_order=True, exact=False):
         chosen = route(a, b, platform="cuda", capability=(9, 0), m=m, n=n, k=k, in_order=in_order, exact=exact)
         return chosen if chosen.mode == "aligned" else route(a, b, platform="cpu", in_order=in_order)
 
+    def planned(device, a, b, m, n, k, dtype, bias, **options):
+        names = {"dtype": name_of(dtype), "bias": None if bias is None else name_of(bias)}
+        return plan(a, b, m, n, k, capability=(9, 0), cublas=0, **names, **options)
+
     monkeypatch.setattr(products, "route_on", hopper)
+    monkeypatch.setattr(products, "_plan", planned)
+    monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
+    monkeypatch.setattr(cuda, "library", lambda: stand_in)
     return stand_in
 
 
