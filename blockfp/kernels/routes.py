@@ -160,6 +160,32 @@ def _misfits(rule: Rule, *sizes: int | None) -> list[tuple[str, int]]:
     return [(name, size) for name, size, unit in named if size is not None and size % unit]
 
 
+GROUPED = frozenset({(None, None), (_ROW, _SQUARE), (_ROW, _ROW)})
+"""Pairs of FP8 blocks that this library's own kernel multiplies group by group, with no word to the host, on Hopper."""
+
+
+def why_not_grouped(
+    a: Format | None, b: Format | None, *, platform: Platform, capability: tuple[int, int] | None = None, k: int | None = None
+) -> str | None:
+    """The reason why the product a b^T of groups of rows is not one call on codes, or None.
+
+    Args:
+        a: the format of the rows, [rows, k], or of their columns [m, rows].
+        b: of each group's matrix, [groups, n, k], or of the columns [n, rows].
+        platform: "cpu" or "cuda".
+        capability: of a CUDA device.
+        k: the contracted length; None where rows are contracted, which are filled up.
+    """
+    if platform != "cuda" or capability != (9, 0):
+        return "groups are multiplied on codes by compute capability 9.0 alone"
+    if a is None or b is None:
+        return "one operand is in high precision"
+    fp8 = (a.element.name, b.element.name) in _FP8 and {a.scale.name, b.scale.name} <= {"fp32", "pow2"}
+    if not fp8 or (a.block, b.block) not in GROUPED:
+        return f"no kernel multiplies groups of {a} by {b}"
+    return f"k = {k}: the kernel wants multiples of 16" if k is not None and k % 16 else None
+
+
 def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: str) -> Route:
     if platform == "cpu":
         return Route("dequantize", "float32", False, f"{why}; CPUs multiply float32, in which every value is exact")
@@ -203,6 +229,8 @@ def table() -> list[tuple[str, str, str]]:
             blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
             units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             lines.append((device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), {units}"))
+    blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in sorted(GROUPED, key=str))
+    lines.append((_DEVICES[9], f"E4M3/E5M2 {blocks}, groups of rows", "own kernel, all groups at once, k % 16 = 0"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))

@@ -7,7 +7,8 @@ quantized before they travel or behind, in any order, and
 
 Arriving. Rows lie expert by expert; those of one expert in the order of ranks, then of the sender's tokens: as they would lie
 if one rank held all tokens. The form along the tokens, for the weight's gradient, is never sent: it is the quantization of the
-transposed values that arrived, as `dequantize` gives them in the nominal dtype, in blocks that begin at each expert's first row.
+transposed values that arrived, as `dequantize` gives them in the nominal dtype, in blocks that begin at each expert's first
+row.
 
 Gradients. Where scales are powers of two, quantizing values that were quantized changes none of them (another scale may give
 other codes for the same values). So a gradient may travel quantized, arrive as values, and be quantized by the layer it arrives

@@ -33,6 +33,8 @@ _WORKSPACE = 32 * 2**20
 
 
 _ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+_QUANTIZE_GROUPS = ("groups", "rows_keyed", "columns_keyed", *_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t")
+_ATTRIBUTES |= {"group_rows": ("tokens",), "quantize_groups": _QUANTIZE_GROUPS}
 
 
 @once
@@ -199,3 +201,141 @@ def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
     if format.per_tensor:
         return scales.reshape(1)
     return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)
+
+
+# The library's exports for groups come with another change.
+HAS_GROUPS = False
+
+
+def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
+    """int32: where the groups that end at these rows lie, as `quantize_groups` wants to know it."""
+    count = int(cuda_library.library().group_words(tokens, ends.shape[0]))
+    return _call("group_rows", jax.ShapeDtypeStruct((count,), jnp.int32), ends, tokens=tokens)
+
+
+def group_columns(tokens: int, groups: int) -> int:
+    """Columns of columnwise codes: enough for any sizes of the groups, each filled up to a multiple of 128."""
+    return (tokens + 127 * groups) // 128 * 128
+
+
+def quantize_groups(
+    x: jax.Array,
+    words: jax.Array,
+    multiplier: jax.Array | None,
+    *,
+    format: Format,
+    groups: int,
+    eps: float,
+    rows: bool,
+    columns: bool,
+) -> tuple[tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
+    """Quantizes groups of rows to nearest in FP8, along the rows and the columns; groups that hold an Inf get NaN scales.
+
+    Args:
+        x: [tokens, features].
+        words: of `group_rows`.
+        multiplier: of delayed scaling, float32 (), or None.
+        format: FP8 with one scale for each group, or in blocks of 1x128.
+        groups: how many.
+        eps: see `numerics.quantize`.
+        rows, columns: which directions to make.
+
+    Returns:
+        (codes, scales) of each direction as kernels/include/blockfp/groups.h says; None for one that isn't asked for.
+    """
+    tokens, features = x.shape
+    width = group_columns(tokens, groups)
+
+    def outputs(shape, scales, wanted: bool):
+        shapes = (shape, (groups,) if format.per_tensor else scales) if wanted else ((0,), (0,))
+        return [jax.ShapeDtypeStruct(s, dtype) for s, dtype in zip(shapes, (jnp.uint8, jnp.float32), strict=True)]
+
+    of_groups, absent = jax.ShapeDtypeStruct((groups,), jnp.int32), jax.ShapeDtypeStruct((0,), jnp.int32)
+    no_scale = jax.ShapeDtypeStruct((0,), jnp.float32)
+    measured = format.per_tensor and multiplier is None
+    scratch = [
+        *([of_groups if measured else absent] if multiplier is None else []),
+        of_groups if multiplier is not None else absent,
+        absent if format.per_tensor else of_groups,
+        absent,
+    ]
+    made = _call(
+        "quantize_groups",
+        [
+            *scratch,
+            *outputs((tokens, features), (-(-features // 128), -(-tokens // 4) * 4), rows),
+            no_scale,
+            *outputs((features, width), (width // 128, -(-features // 4) * 4), columns),
+            no_scale,
+            no_scale,
+        ],
+        x,
+        words,
+        *([] if multiplier is None else [multiplier.reshape(1)]),
+        groups=groups,
+        rows_keyed=False,
+        columns_keyed=False,
+        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
+        measure=measured,
+        eps_bits=bits.constant_bits(eps),
+        largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
+        rotate_t=False,
+    )
+    codes, scales, _, codes_t, scales_t, _, _ = made[len(scratch) :]
+    return (codes, scales) if rows else None, (codes_t, scales_t) if columns else None
+
+
+def multiply_groups(
+    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], formats: tuple[Format, Format], ends: jax.Array, dtype
+) -> jax.Array:
+    """[tokens, n]: rows of FP8 codes a [tokens, k] times their group's matrix of b [groups, n, k], transposed.
+
+    Args:
+        a, b: codes and scales, those of a as `quantize_groups` gives them, those of b as they are stored.
+        formats: of both.
+        ends: int32 [groups], the ends of the groups among the rows; what lies past the last is not written.
+        dtype: of the result.
+    """
+    return _multiply(a, b, formats, ends, (a[0].shape[0], b[0].shape[1]), dtype, b_ordered=False)
+
+
+def contract_groups(
+    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], formats: tuple[Format, Format], ends: jax.Array, dtype
+) -> jax.Array:
+    """[groups, m, n]: each group's columns of FP8 codes a [m, columns] times those of b [n, columns], transposed.
+
+    Args:
+        a, b: codes and scales as `quantize_groups` gives them.
+        formats: of both.
+        ends: int32 [groups], the ends of the groups among the columns, multiples of 128.
+        dtype: of the result; matrices of groups without columns mean nothing.
+    """
+    shape = (ends.shape[0], a[0].shape[0], b[0].shape[0])
+    return _multiply(a, b, formats, ends, shape, dtype, b_ordered=formats[1].block == (1, 128))
+
+
+def _multiply(a, b, formats: tuple[Format, Format], ends, shape, dtype, *, b_ordered: bool) -> jax.Array:
+    if 0 in (*shape, *a[0].shape):
+        return jnp.zeros(shape, dtype)
+    (a_element, a_rows, *_), (b_element, b_rows, *_) = map(format_numbers, formats)
+    out, _ = _call(
+        "product",
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((0,), jnp.uint8)],
+        a[0],
+        b[0],
+        a[1],
+        b[1],
+        ends,
+        _absent(jnp.float32),
+        a_element=a_element,
+        a_block_rows=a_rows,
+        b_element=b_element,
+        b_block_rows=b_rows,
+        a_ordered=formats[0].block == (1, 128),
+        b_ordered=b_ordered,
+        own=True,
+        tile=-1,
+        fast=False,
+        accumulate=False,
+    )
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,7 +23,21 @@ from ..implementations import ops, replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
 from . import overflow
-from .experts_route import Route
+from .experts_route import Way
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("fits", "_way"), meta_fields=())
+@dataclass(frozen=True)
+class Route:
+    """The way of one rank's tokens to their experts, from `dispatch`; `combine` takes it.
+
+    Attributes:
+        fits: bool (), True where every rank's rows found room in its bound, and every choice is an expert or -1. Where it is
+            False no row travels, and `combine` gives NaN.
+    """
+
+    fits: jax.Array
+    _way: Way
 
 
 def dispatch(
@@ -50,8 +66,8 @@ def dispatch(
         axis: inside shard_map, the mesh axis that divides the experts (`grouped_linear`'s `expert_axis`); None: this rank has
             all.
         bound: rows that each rank has room for, the same on all. The default is what all ranks could send to one; a smaller one
-            saves memory and time. No token is dropped: where a rank gets more rows, or a choice is no expert, all ranks' results
-            of `combine` are NaN, and `route.fits`, bool (), is False.
+            saves memory and time. No token is dropped: where a rank gets more rows, or a choice is no expert, all ranks'
+            results of `combine` are NaN, and `route.fits`, bool (), is False.
 
     Returns:
         (tokens [bound, features], a QuantizedArray with a recipe: the rows of this rank's first expert, then those of the next,
@@ -74,13 +90,14 @@ def dispatch(
     bound = ranks * tokens * choices if bound is None else bound
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
         raise ValueError(f"bound must be a number of rows, 1 or more, got {bound!r}")
-    route, sizes = Route.of(chosen, experts, axis, bound)
+    way, sizes = Way.of(chosen, experts, axis, bound)
+    route = Route(way.fits, way)
     if cast is None:
-        return _linked(route.send(lax.stop_gradient(x), of_tokens=True), route, x, of_tokens=True), sizes, route
-    q = _quantized(x, cast, route, of_tokens=True)
+        return _linked(way.send(lax.stop_gradient(x), of_tokens=True), way, x, of_tokens=True), sizes, route
+    q = _quantized(x, cast, way, of_tokens=True)
     if isinstance(x, Tracer):
         zeros = carrier_of(jnp.zeros_like(q.codes, dtype=q.dtype, shape=q.shape))
-        q = q.replace(tangent=_linked(zeros, route, x, of_tokens=True))
+        q = q.replace(tangent=_linked(zeros, way, x, of_tokens=True))
     return q, sizes, route
 
 
@@ -106,17 +123,18 @@ def combine(y: jax.Array, route: Route, weights: jax.Array | None = None, *, rec
     """
     if not isinstance(route, Route):
         raise TypeError(f"route must be that of dispatch, got {type(route).__name__}")
-    pairs = (route.tokens, route.choices)
+    way = route._way
+    pairs = (way.tokens, way.choices)
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"y must be a float array, got {getattr(y, 'dtype', type(y).__name__)}")
-    if y.ndim != 2 or y.shape[0] != route.arrived.shape[0]:
-        raise ValueError(f"y must be [bound, out] with bound = {route.arrived.shape[0]} as dispatch gave, got {y.shape}")
+    if y.ndim != 2 or y.shape[0] != way.arrived.shape[0]:
+        raise ValueError(f"y must be [bound, out] with bound = {way.arrived.shape[0]} as dispatch gave, got {y.shape}")
     if weights is not None and (weights.shape != pairs or not jnp.issubdtype(weights.dtype, jnp.floating)):
         raise ValueError(f"weights must be floats [tokens, choices] = {pairs}, got {weights.dtype} {weights.shape}")
-    rows = _returned(y, route, _sendable(recipe, "gradient")).reshape(*pairs, y.shape[1]).astype(jnp.float32)
+    rows = _returned(y, way, _sendable(recipe, "gradient")).reshape(*pairs, y.shape[1]).astype(jnp.float32)
     terms = rows if weights is None else rows * weights.astype(jnp.float32)[..., None]
     total = terms[:, 0]
-    for choice in range(1, route.choices):
+    for choice in range(1, way.choices):
         total = total + terms[:, choice]
     return jnp.where(route.fits, total, jnp.nan).astype(y.dtype)
 
@@ -167,55 +185,55 @@ def _checked(x, chosen, experts: int, axis: str | None) -> tuple[jax.Array, jax.
     return jnp.asarray(x), chosen.astype(jnp.int32).reshape(x.shape[0], -1), ranks
 
 
-def _quantized(x: jax.Array, cast: _Cast, route: Route, *, of_tokens: bool) -> QuantizedArray:
+def _quantized(x: jax.Array, cast: _Cast, way: Way, *, of_tokens: bool) -> QuantizedArray:
     """Quantizes rows and sends codes and scales, side by side; a row with Inf or NaN has NaN scales, as overflow shows."""
     parts = wrap_parts(ops.quantize(x, format=cast.format, eps=cast.eps), cast.format, x)
     parts = overflow.propagate_rows(parts, jnp.isfinite(x).all(axis=1))
     scales = parts.scales
     if scales.dtype != jnp.uint8:
         scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
-    sent = route.send(jnp.concatenate([parts.codes, scales], axis=1), of_tokens=of_tokens)
+    sent = way.send(jnp.concatenate([parts.codes, scales], axis=1), of_tokens=of_tokens)
     codes, scales = jnp.split(sent, [parts.codes.shape[1]], axis=1)
     if parts.scales.dtype != jnp.uint8:
         scales = lax.bitcast_convert_type(scales.reshape(scales.shape[0], -1, 4), parts.scales.dtype)
     return parts.replace(codes=codes, scales=scales)
 
 
-def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
+def _linked(result: Any, way: Way, x: jax.Array, *, of_tokens: bool) -> Any:
     """Gives what became of x on its way the derivative of the way."""
     if not isinstance(x, Tracer):
         return result
     over, like = replication.varying(x), [jax.typeof(result).to_tangent_aval()]
 
-    def forward(route, tangent):
-        return [route.send(tangent, of_tokens=of_tokens)]
+    def forward(way, tangent):
+        return [way.send(tangent, of_tokens=of_tokens)]
 
-    def backward(route, _, cotangents):
-        rows = route.give_back(cotangents[0])
+    def backward(way, _, cotangents):
+        rows = way.give_back(cotangents[0])
         if of_tokens:
-            rows = rows.reshape(route.tokens, route.choices, -1).astype(jnp.float32).sum(axis=1)
-        return replication.sum_like(jnp.where(route.fits, rows, jnp.nan).astype(x.dtype), over, ())
+            rows = rows.reshape(way.tokens, way.choices, -1).astype(jnp.float32).sum(axis=1)
+        return replication.sum_like(jnp.where(way.fits, rows, jnp.nan).astype(x.dtype), over, ())
 
-    return attach(result, route, carrier_of(x), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
+    return attach(result, way, carrier_of(x), lambda way, _, dot: linear_map(forward, backward, way, dot, like))
 
 
-def _returned(y: jax.Array, route: Route, cast: _Cast | None) -> jax.Array:
+def _returned(y: jax.Array, way: Way, cast: _Cast | None) -> jax.Array:
     """[pairs, out]: what came back for each pair; in the backward rows are quantized by `cast`."""
-    rows = route.give_back(lax.stop_gradient(y))
+    rows = way.give_back(lax.stop_gradient(y))
     if not isinstance(y, Tracer):
         return rows
     over, like = replication.varying(y), [jax.typeof(rows)]
 
-    def forward(route, tangent):
-        return [route.give_back(tangent)]
+    def forward(way, tangent):
+        return [way.give_back(tangent)]
 
-    def backward(route, _, cotangents):
+    def backward(way, _, cotangents):
         (g,) = cotangents
         if cast is None:
-            sent = route.send(g, of_tokens=False)
+            sent = way.send(g, of_tokens=False)
         else:
             stopped = lax.stop_gradient(g)
-            sent = _linked(_quantized(stopped, cast, route, of_tokens=False).dequantize(), route, g, of_tokens=False)
+            sent = _linked(_quantized(stopped, cast, way, of_tokens=False).dequantize(), way, g, of_tokens=False)
         return replication.sum_like(sent, over, ())
 
-    return attach(rows, route, carrier_of(y), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
+    return attach(rows, way, carrier_of(y), lambda way, _, dot: linear_map(forward, backward, way, dot, like))

@@ -23,14 +23,13 @@ from .tiles import gather_rows
     meta_fields=("tokens", "choices", "axis"),
 )
 @dataclass(frozen=True)
-class Route:
-    """The route of one rank's tokens, from `dispatch`; `combine` takes it.
+class Way:
+    """The way of one rank's tokens.
 
     A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are those of expert 0, of expert 1, ..
 
     Attributes:
-        fits: bool (), whether every rank's rows found room in its bound, and every choice is an expert or -1. Where it is False
-            no row travels, and `combine` gives NaN.
+        fits: see `Route`.
         order: int32 [pairs], the pair that each sorted pair is.
         place: int32 [pairs], where each pair is among the sorted ones.
         sent, received: int32 [ranks], rows for and from each rank.
@@ -55,8 +54,8 @@ class Route:
     axis: str | None
 
     @classmethod
-    def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Route, jax.Array]:
-        """Works out the route of tokens with these choices.
+    def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Way, jax.Array]:
+        """Works out the way of tokens with these choices.
 
         Args:
             chosen: int32 [tokens, choices], experts; -1 for none.
@@ -65,7 +64,7 @@ class Route:
             bound: rows that a rank has room for.
 
         Returns:
-            (route, int32 [experts of this rank], the rows of each).
+            (way, int32 [experts of this rank], the rows of each).
         """
         tokens, choices = chosen.shape
         pairs = chosen.reshape(-1)
@@ -89,8 +88,8 @@ class Route:
         # A segment is what one rank sent to one expert: rows arrive rank by rank, and lie expert by expert.
         arrived = _segments(mine.T.reshape(-1), _starts(mine).T.reshape(-1), bound)
         left = _segments(mine.reshape(-1), _starts(mine.T).T.reshape(-1), bound)
-        route = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
-        return route, mine.sum(axis=0)
+        way = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
+        return way, mine.sum(axis=0)
 
     def send(self, rows: jax.Array, *, of_tokens: bool) -> jax.Array:
         """Sends rows of tokens [tokens, ..] to each of their experts, or those of pairs [pairs, ..]; gives [bound, ..]."""

@@ -35,10 +35,10 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
     # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
     a, b = (x.dequantize("float32") if isinstance(x, QuantizedArray) and not sharded.aligned(x) else x for x in (a, b))
 
-    def on(platform, capability=None):
+    def on(platform, device=None):
         def run(a, b):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes)
+            chosen = route(_format(a), _format(b), platform=platform, capability=device, **sizes)
             return _MODES[chosen.mode](a, b, dtype, chosen, fast)
 
         return run
@@ -50,10 +50,11 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
         return partitioned.split_product(a, b, run)
-    return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
+    return lax.platform_dependent(a, b, cuda=on("cuda", capability()), default=on("cpu"))
 
 
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """The compute capability of JAX's first GPU."""
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
 

@@ -1,0 +1,195 @@
+"""Codes and scales of groups of rows as the CUDA library quantizes and multiplies them: one call for all groups, no host.
+
+kernels/include/blockfp/groups.h says how they lie. Tiles of 128 rows, side by side, are the same columns. So the definition,
+which stands in on other devices, goes through tiles, and so do derivatives of derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from blockfp.definition.rounding import COLUMNWISE, ROWWISE
+from blockfp.definition.scaling import eps_for
+from blockfp.formats import Format
+from blockfp.kernels.routes import why_not_grouped
+from blockfp.recipes import Cast, Recipe
+
+from ..arrays.array import QuantizedArray
+from ..implementations import choice, cuda, replication
+from .grouped_products import by_columns, by_rows
+from .products import capability
+from .tiles import Scaling, Tiles, gather_rows, quantize_tiles
+
+ROWS = 128
+"""Rows that each group is filled up to a multiple of, along the columns."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales"),
+    meta_fields=("format", "dtype", "columnwise"),
+)
+@dataclass(frozen=True)
+class GroupCodes:
+    """Rows of groups in FP8, quantized along the rows or along the columns.
+
+    Attributes:
+        codes: uint8 [tokens, features]; columnwise [features, columns], each group's filled up with zeros to `ROWS`.
+        scales: float32 [groups], one for each; of blocks of 1x128 [features / 128, tokens], columnwise [columns / 128,
+            features], the last axis filled up to a multiple of four.
+        format: the format.
+        dtype: of the rows that were quantized.
+        columnwise: True for codes along the columns.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    format: Format
+    dtype: np.dtype
+    columnwise: bool
+
+    @classmethod
+    def of_tiles(cls, q: QuantizedArray, tiles: Tiles, *, columnwise: bool) -> GroupCodes:
+        """Lays out what `quantize_tiles` made of tiles of `ROWS` rows."""
+        count = cuda.group_columns(tiles.target.shape[0], tiles.sizes.shape[0]) // ROWS
+        if columnwise:
+            codes = q.codes[:count].swapaxes(0, 1).reshape(q.shape[1], -1)
+        else:
+            codes = gather_rows(q.codes.reshape(-1, q.shape[2]), tiles.target)
+        if q.format.per_tensor:
+            # An empty group has no tile, and nobody asks for its scale.
+            first = (jnp.cumsum(tiles.filled) - tiles.filled) // ROWS
+            scales = jnp.broadcast_to(q.scales, (tiles.group.shape[0], 1, 1))[first].reshape(-1)
+        elif columnwise:
+            scales = _in_fours(q.scales[:count, :, 0])
+        else:
+            scales = _in_fours(gather_rows(q.scales.reshape(-1, q.scales.shape[-1]), tiles.target).T)
+        return cls(codes, scales, q.format, q.dtype, columnwise)
+
+    @classmethod
+    def of_rows(cls, q: QuantizedArray, tiles: Tiles) -> GroupCodes:
+        """Lays out rows of 1x128 [tokens, features] as `dispatch` gives them; groups with a NaN are NaN throughout."""
+        finite = jnp.isfinite(q.scales).all(axis=1).astype(jnp.int32)
+        group, groups = tiles.group_of_token(), tiles.sizes.shape[0]
+        of_groups = jax.ops.segment_min(jnp.where(tiles.target >= 0, finite, 1), group, num_segments=groups)
+        scales = jnp.where((of_groups[group] == 1)[:, None], q.scales, jnp.nan)
+        return cls(q.codes, _in_fours(scales.T), q.format, q.dtype, False)
+
+    def tiles(self, tiles: Tiles) -> QuantizedArray:
+        """Undoes `of_tiles`."""
+        count = tiles.group.shape[0]
+        if self.columnwise:
+            codes = _filled(self.codes.reshape(self.codes.shape[0], -1, ROWS).swapaxes(0, 1), count)
+        else:
+            codes = tiles.split(self.codes)
+        if self.format.per_tensor:
+            scales = self.scales[tiles.group][:, None, None]
+        elif self.columnwise:
+            scales = _filled(self.scales[:, : self.codes.shape[0], None], count)
+        else:
+            scales = tiles.split(self.scales[:, : self.codes.shape[0]].T)
+        return QuantizedArray(codes, scales, None, self.format, codes.shape[-1], self.dtype)
+
+
+def _in_fours(scales: jax.Array) -> jax.Array:
+    return jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % 4)))
+
+
+def _filled(x: jax.Array, count: int) -> jax.Array:
+    return jnp.pad(x, ((0, max(count - x.shape[0], 0)), (0, 0), (0, 0)))[:count]
+
+
+def kernels_do(recipe: Recipe, features: int, out: int) -> bool:
+    """Returns True where the CUDA library quantizes and multiplies all groups at once, in all three products of a recipe."""
+    if not cuda.HAS_GROUPS or not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None:
+        return False
+    casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
+    if any(cast.rotate or cast.stochastic for cast in casts):
+        return False
+    x, x_columns, g, g_columns = (cast.format for cast in casts)
+    weight, turned = recipe.weight.format, recipe.weight_columnwise.format
+    products = ((x, weight, features), (g, turned, out), (g_columns, x_columns, None))
+    why = (why_not_grouped(a, b, platform="cuda", capability=capability(), k=k) for a, b, k in products)
+    return x is x_columns and g is g_columns and not any(why)
+
+
+def quantize_groups(
+    x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, *, rows: bool, columns: bool
+) -> tuple[GroupCodes | None, GroupCodes | None]:
+    """Quantizes groups of rows x [tokens, size] along the rows and the columns; None for what isn't asked for."""
+    format, multiplier = cast.format, scaling.multiplier
+    assert format is not None
+    directions = [columnwise for columnwise, wanted in ((False, rows), (True, columns)) if wanted]
+    if not directions:
+        return None, None
+
+    def kernel(x, tiles, multiplier):
+        ends, groups = jnp.cumsum(tiles.sizes), tiles.sizes.shape[0]
+        words = cuda.group_rows(ends, x.shape[0])
+        eps = eps_for(format, scaling.eps)
+        options = {"format": format, "groups": groups, "eps": eps, "rows": rows, "columns": columns}
+        return [parts for parts in cuda.quantize_groups(x, words, multiplier, **options) if parts is not None]
+
+    def definition(x, tiles, multiplier):
+        one = scaling._replace(multiplier=multiplier)
+        made = []
+        for columnwise in directions:
+            q = quantize_tiles(x, tiles, cast, one, COLUMNWISE if columnwise else ROWWISE)
+            laid = GroupCodes.of_tiles(q, tiles, columnwise=columnwise)
+            made.append((laid.codes, laid.scales))
+        return made
+
+    made = _on_device(kernel, definition, x, tiles, multiplier)
+    found = {
+        columnwise: GroupCodes(*parts, format, np.dtype(x.dtype), columnwise)
+        for columnwise, parts in zip(directions, made, strict=True)
+    }
+    return found.get(False), found.get(True)
+
+
+def multiply_rows(x: GroupCodes, weight: QuantizedArray, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+    """[tokens, n]: rows times their group's matrix of weight [groups, n, k], transposed; zeros for rows beyond all groups."""
+
+    def kernel(x, weight, tiles):
+        scales = weight.scales.reshape(-1) if weight.format.per_tensor else weight.scales
+        formats = x.format, weight.format
+        ends = jnp.cumsum(tiles.sizes)
+        y = cuda.multiply_groups((x.codes, x.scales), (weight.codes, scales), formats, ends, dtype)
+        return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
+
+    def definition(x, weight, tiles):
+        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast), tiles.target)
+
+    return _on_device(kernel, definition, x, weight, tiles)
+
+
+def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+    """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
+
+    def kernel(a, b, tiles):
+        formats = a.format, b.format
+        y = cuda.contract_groups((a.codes, a.scales), (b.codes, b.scales), formats, jnp.cumsum(tiles.filled), dtype)
+        return jnp.where((tiles.sizes > 0)[:, None, None], y, jnp.zeros((), y.dtype))
+
+    def definition(a, b, tiles):
+        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast)
+
+    return _on_device(kernel, definition, a, b, tiles)
+
+
+def _on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
+    """Runs the kernel on CUDA devices and the definition elsewhere; what they give varies as the operands do."""
+    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
+
+    def varying(run):
+        return lambda *operands: jax.tree.map(lambda part: replication.vary(part, over), run(*operands))
+
+    return lax.platform_dependent(*operands, cuda=varying(kernel), default=varying(definition))
