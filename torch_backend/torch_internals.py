@@ -44,6 +44,10 @@ def is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes of `TorchDispatchMode` are on. There is no public question."""
+
+
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
     """Lets a tensor be written without autograd counting it, as FSDP2 refills what autograd has saved; it uses the same."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # pyright: ignore[reportPrivateImportUsage]

@@ -45,8 +45,9 @@ def test_a_layer_trains_on_the_second_gpu(recipe):
 
 
 def test_tensors_of_two_gpus_are_refused():
-    import blockfp.torch as bfp
     from blockfp.torch_backend.custom_ops import ops
+
+    import blockfp.torch as bfp
 
     with pytest.raises(ValueError, match=r"cuda:0.*cuda:1|cuda:1.*cuda:0"):
         bfp.linear(values("cuda:0"), values("cuda:1", (384, 256)), recipe="fp8_current")

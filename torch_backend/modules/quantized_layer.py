@@ -121,7 +121,7 @@ class QuantizedLayer(InParts, StatefulLayer):
             )
         if sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
-        recipe, state = self.linear_recipe, self.state()
+        recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
         return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, transposed=self.transposed)
 
     @torch.no_grad()

@@ -30,6 +30,7 @@ class StatefulLayer(RecipeLayer):
         recipe: the `Recipe`.
         compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
     """
 
@@ -53,9 +54,10 @@ class StatefulLayer(RecipeLayer):
 
     def announce(self) -> None:
         """Registers a layer that was made, copied or unpickled with those that look after its state."""
+        self.stateful = self.linear_recipe.delayed is not None or self._stochastic
         if self.linear_recipe.delayed is not None:
             watch(self)
-        if self.linear_recipe.delayed is not None or self._stochastic:
+        if self.stateful:
             keep_state()
 
     @property
@@ -67,7 +69,7 @@ class StatefulLayer(RecipeLayer):
 
         A gathered one may be plain, and know nothing of a mesh. It does it every step: layers without state don't ask.
         """
-        mesh = sharding.mesh_of(weight) if self._stochastic or self.linear_recipe.delayed is not None else None
+        mesh = sharding.mesh_of(weight) if self.stateful else None
         if mesh is not None and self.linear_recipe.delayed is not None:
             note_sharded(self, weight)
         if mesh is not None and self._buffers.get("rng_key") is not None:
