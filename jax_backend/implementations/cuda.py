@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import bits, layout
+from blockfp.definition import bits, groups, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
@@ -209,13 +209,8 @@ HAS_GROUPS = False
 
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
     """int32: where the groups that end at these rows lie, as `quantize_groups` wants to know it."""
-    count = int(cuda_library.library().group_words(tokens, ends.shape[0]))
+    count = groups.words_for(tokens, ends.shape[0])
     return _call("group_rows", jax.ShapeDtypeStruct((count,), jnp.int32), ends, tokens=tokens)
-
-
-def group_columns(tokens: int, groups: int) -> int:
-    """Columns of columnwise codes: enough for any sizes of the groups, each filled up to a multiple of 128."""
-    return (tokens + 127 * groups) // 128 * 128
 
 
 def quantize_groups(
@@ -224,11 +219,11 @@ def quantize_groups(
     multiplier: jax.Array | None,
     *,
     format: Format,
-    groups: int,
+    count: int,
     eps: float,
     rows: bool,
     columns: bool,
-) -> tuple[tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Quantizes groups of rows to nearest in FP8, along the rows and the columns; groups that hold an Inf get NaN scales.
 
     Args:
@@ -236,53 +231,40 @@ def quantize_groups(
         words: of `group_rows`.
         multiplier: of delayed scaling, float32 (), or None.
         format: FP8 with one scale for each group, or in blocks of 1x128.
-        groups: how many.
+        count: of the groups.
         eps: see `numerics.quantize`.
         rows, columns: which directions to make.
 
     Returns:
-        (codes, scales) of each direction as kernels/include/blockfp/groups.h says; None for one that isn't asked for.
+        [codes, scales] of each direction as `blockfp.definition.groups` says, without elements where it isn't asked for.
     """
-    tokens, features = x.shape
-    width = group_columns(tokens, groups)
 
-    def outputs(shape, scales, wanted: bool):
-        shapes = (shape, (groups,) if format.per_tensor else scales) if wanted else ((0,), (0,))
-        return [jax.ShapeDtypeStruct(s, dtype) for s, dtype in zip(shapes, (jnp.uint8, jnp.float32), strict=True)]
+    def outputs(wanted: bool, columnwise: bool):
+        found = groups.shapes(x.shape, count, format, columnwise=columnwise)
+        return [jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found]
 
-    of_groups, absent = jax.ShapeDtypeStruct((groups,), jnp.int32), jax.ShapeDtypeStruct((0,), jnp.int32)
-    no_scale = jax.ShapeDtypeStruct((0,), jnp.float32)
-    measured = format.per_tensor and multiplier is None
-    scratch = [
-        *([of_groups if measured else absent] if multiplier is None else []),
-        of_groups if multiplier is not None else absent,
-        absent if format.per_tensor else of_groups,
-        absent,
-    ]
+    def word(wanted: bool):
+        return jax.ShapeDtypeStruct((count if wanted else 0,), jnp.int32)
+
+    whole, delayed, no_scale = format.per_tensor, multiplier is not None, jax.ShapeDtypeStruct((0,), jnp.float32)
+    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded`, `overflows` and no keys.
+    found = [*([] if delayed else [word(whole)]), word(delayed), word(not whole), word(False)]
     made = _call(
         "quantize_groups",
-        [
-            *scratch,
-            *outputs((tokens, features), (-(-features // 128), -(-tokens // 4) * 4), rows),
-            no_scale,
-            *outputs((features, width), (width // 128, -(-features // 4) * 4), columns),
-            no_scale,
-            no_scale,
-        ],
+        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale, no_scale],
         x,
         words,
-        *([] if multiplier is None else [multiplier.reshape(1)]),
-        groups=groups,
+        *([multiplier.reshape(1)] if multiplier is not None else []),
+        groups=count,
         rows_keyed=False,
         columns_keyed=False,
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=measured,
+        measure=whole and not delayed,
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
         rotate_t=False,
-    )
-    codes, scales, _, codes_t, scales_t, _, _ = made[len(scratch) :]
-    return (codes, scales) if rows else None, (codes_t, scales_t) if columns else None
+    )[len(found) :]
+    return list(made[:2]), list(made[3:5])
 
 
 def multiply_groups(

@@ -1,7 +1,7 @@
 """The way of tokens to their experts and back, between the ranks of a mesh axis or within one: which row goes where.
 
-Rows arrive in the order of experts; of one expert in the order of ranks, then of tokens: as they would lie if one rank held all
-tokens. Every step is a gather by indices that are worked out once, so no sum depends on an order, in either direction.
+Rows arrive as `blockfp.sharding.dispatching` says: by expert, then by rank, then by token. Every step is a gather, by indices
+that are worked out once, so no sum depends on an order, in either direction.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .tiles import gather_rows
     meta_fields=("tokens", "choices", "axis"),
 )
 @dataclass(frozen=True)
-class Way:
-    """The way of one rank's tokens.
+class Route:
+    """The route of one rank's tokens.
 
     A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are those of expert 0, of expert 1, ..
 
     Attributes:
-        fits: see `Route`.
+        fits: see `Received`.
         order: int32 [pairs], the pair that each sorted pair is.
         place: int32 [pairs], where each pair is among the sorted ones.
         sent, received: int32 [ranks], rows for and from each rank.
@@ -54,8 +54,8 @@ class Way:
     axis: str | None
 
     @classmethod
-    def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Way, jax.Array]:
-        """Works out the way of tokens with these choices.
+    def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Route, jax.Array]:
+        """Works out the route of tokens with these choices.
 
         Args:
             chosen: int32 [tokens, choices], experts; -1 for none.
@@ -64,7 +64,7 @@ class Way:
             bound: rows that a rank has room for.
 
         Returns:
-            (way, int32 [experts of this rank], the rows of each).
+            (route, int32 [experts of this rank], the rows of each).
         """
         tokens, choices = chosen.shape
         pairs = chosen.reshape(-1)
@@ -88,8 +88,8 @@ class Way:
         # A segment is what one rank sent to one expert: rows arrive rank by rank, and lie expert by expert.
         arrived = _segments(mine.T.reshape(-1), _starts(mine).T.reshape(-1), bound)
         left = _segments(mine.reshape(-1), _starts(mine.T).T.reshape(-1), bound)
-        way = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
-        return way, mine.sum(axis=0)
+        route = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
+        return route, mine.sum(axis=0)
 
     def send(self, rows: jax.Array, *, of_tokens: bool) -> jax.Array:
         """Sends rows of tokens [tokens, ..] to each of their experts, or those of pairs [pairs, ..]; gives [bound, ..]."""

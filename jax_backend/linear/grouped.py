@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from blockfp import recipes
+from blockfp.definition.groups import UNIT
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
 from blockfp.recipes import Cast, Recipe
 
@@ -22,13 +23,13 @@ from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState
-from .grouped_codes import ROWS, GroupCodes, kernels_do, multiply_columns, multiply_rows, quantize_groups
+from .grouped_codes import GroupCodes, kernels_do, multiply_columns, multiply_rows, quantize_groups
 from .grouped_products import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
-from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows
+from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows, turn_tiles
 
 
 def grouped_linear(
@@ -101,7 +102,7 @@ def grouped_linear(
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
     kernels = kernels_do(recipe, features, out)
-    tile = ROWS if kernels else tile_rows(recipe)
+    tile = UNIT if kernels else tile_rows(recipe)
     layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, kernels)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
@@ -133,13 +134,15 @@ class _GroupedLinear(Layer):
 
     def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
         scaling = self._scaling(None if state is None else state.input_scale, tiles)
-        row = None
-        if isinstance(x, QuantizedArray):
-            if rowwise:
-                row = GroupCodes.of_rows(x, tiles) if self.kernels else move_tiles(x, tiles)
-            x, rowwise = x.dequantize(), False
-        made = self._quantized(x, tiles, (self.recipe.input, self.recipe.input_columnwise), scaling, rowwise, columnwise)
-        return made[0] if row is None else row, made[1]
+        casts = self.recipe.input, self.recipe.input_columnwise
+        if not isinstance(x, QuantizedArray):
+            return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
+        x = x.without_carrier()
+        if self.kernels:
+            row = GroupCodes.of_rows(x, tiles) if rowwise else None
+            return row, GroupCodes.turned(x, tiles, casts[1], scaling) if columnwise else None
+        row = move_tiles(x, tiles) if rowwise else None
+        return row, turn_tiles(x, tiles, casts[1], scaling) if columnwise else None
 
     def _quantized(self, x, tiles, casts: tuple[Cast, Cast], scaling, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
         if self.kernels:

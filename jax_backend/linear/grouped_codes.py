@@ -1,7 +1,7 @@
 """Codes and scales of groups of rows as the CUDA library quantizes and multiplies them: one call for all groups, no host.
 
-kernels/include/blockfp/groups.h says how they lie. Tiles of 128 rows, side by side, are the same columns. So the definition,
-which stands in on other devices, goes through tiles, and so do derivatives of derivatives.
+They lie as `blockfp.definition.groups` says. Tiles of 128 rows, side by side, are the same columns. So what stands in on other
+devices goes through tiles, and so do derivatives of derivatives.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from blockfp.definition.groups import UNIT, columns_for
+from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
@@ -26,10 +28,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations import choice, cuda, replication
 from .grouped_products import by_columns, by_rows
 from .products import capability
-from .tiles import Scaling, Tiles, gather_rows, quantize_tiles
-
-ROWS = 128
-"""Rows that each group is filled up to a multiple of, along the columns."""
+from .tiles import Scaling, Tiles, gather_rows, quantize_tiles, turn_tiles
 
 
 @partial(
@@ -42,7 +41,7 @@ class GroupCodes:
     """Rows of groups in FP8, quantized along the rows or along the columns.
 
     Attributes:
-        codes: uint8 [tokens, features]; columnwise [features, columns], each group's filled up with zeros to `ROWS`.
+        codes: uint8 [tokens, features]; columnwise [features, columns], each group's filled up with zeros to `UNIT`.
         scales: float32 [groups], one for each; of blocks of 1x128 [features / 128, tokens], columnwise [columns / 128,
             features], the last axis filled up to a multiple of four.
         format: the format.
@@ -58,15 +57,15 @@ class GroupCodes:
 
     @classmethod
     def of_tiles(cls, q: QuantizedArray, tiles: Tiles, *, columnwise: bool) -> GroupCodes:
-        """Lays out what `quantize_tiles` made of tiles of `ROWS` rows."""
-        count = cuda.group_columns(tiles.target.shape[0], tiles.sizes.shape[0]) // ROWS
+        """Lays out what `quantize_tiles` made of tiles of `UNIT` rows."""
+        count = columns_for(tiles.target.shape[0], tiles.sizes.shape[0]) // UNIT
         if columnwise:
             codes = q.codes[:count].swapaxes(0, 1).reshape(q.shape[1], -1)
         else:
             codes = gather_rows(q.codes.reshape(-1, q.shape[2]), tiles.target)
         if q.format.per_tensor:
             # An empty group has no tile, and nobody asks for its scale.
-            first = (jnp.cumsum(tiles.filled) - tiles.filled) // ROWS
+            first = (jnp.cumsum(tiles.filled) - tiles.filled) // UNIT
             scales = jnp.broadcast_to(q.scales, (tiles.group.shape[0], 1, 1))[first].reshape(-1)
         elif columnwise:
             scales = _in_fours(q.scales[:count, :, 0])
@@ -76,18 +75,29 @@ class GroupCodes:
 
     @classmethod
     def of_rows(cls, q: QuantizedArray, tiles: Tiles) -> GroupCodes:
-        """Lays out rows of 1x128 [tokens, features] as `dispatch` gives them; groups with a NaN are NaN throughout."""
+        """Lays out rows that are quantized already, [tokens, features]; groups with a NaN scale have no other."""
+        if q.format.per_tensor:
+            scales = jnp.broadcast_to(q.scales.reshape(1), tiles.sizes.shape)
+            return cls(q.codes, scales, q.format, q.dtype, False)
         finite = jnp.isfinite(q.scales).all(axis=1).astype(jnp.int32)
         group, groups = tiles.group_of_token(), tiles.sizes.shape[0]
         of_groups = jax.ops.segment_min(jnp.where(tiles.target >= 0, finite, 1), group, num_segments=groups)
         scales = jnp.where((of_groups[group] == 1)[:, None], q.scales, jnp.nan)
         return cls(q.codes, _in_fours(scales.T), q.format, q.dtype, False)
 
+    @classmethod
+    def turned(cls, q: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) -> GroupCodes | None:
+        """Makes the columnwise form of such rows (`blockfp.definition.recoding`)."""
+        if cast.format is not None and keeps_codes(q.format, cast.format, cast.rotate):
+            return cls.of_tiles(turn_tiles(q, tiles, cast, scaling), tiles, columnwise=True)
+        values = q.dequantize(value_dtype(q.dtype.name))
+        return quantize_groups(values, tiles, cast, scaling, rows=False, columns=True)[1]
+
     def tiles(self, tiles: Tiles) -> QuantizedArray:
         """Undoes `of_tiles`."""
         count = tiles.group.shape[0]
         if self.columnwise:
-            codes = _filled(self.codes.reshape(self.codes.shape[0], -1, ROWS).swapaxes(0, 1), count)
+            codes = _filled(self.codes.reshape(self.codes.shape[0], -1, UNIT).swapaxes(0, 1), count)
         else:
             codes = tiles.split(self.codes)
         if self.format.per_tensor:
@@ -132,11 +142,10 @@ def quantize_groups(
         return None, None
 
     def kernel(x, tiles, multiplier):
-        ends, groups = jnp.cumsum(tiles.sizes), tiles.sizes.shape[0]
-        words = cuda.group_rows(ends, x.shape[0])
-        eps = eps_for(format, scaling.eps)
-        options = {"format": format, "groups": groups, "eps": eps, "rows": rows, "columns": columns}
-        return [parts for parts in cuda.quantize_groups(x, words, multiplier, **options) if parts is not None]
+        words = cuda.group_rows(jnp.cumsum(tiles.sizes), x.shape[0])
+        options = {"format": format, "count": tiles.sizes.shape[0], "eps": eps_for(format, scaling.eps)}
+        made = cuda.quantize_groups(x, words, multiplier, rows=rows, columns=columns, **options)
+        return [made[columnwise] for columnwise in directions]
 
     def definition(x, tiles, multiplier):
         one = scaling._replace(multiplier=multiplier)
@@ -144,7 +153,7 @@ def quantize_groups(
         for columnwise in directions:
             q = quantize_tiles(x, tiles, cast, one, COLUMNWISE if columnwise else ROWWISE)
             laid = GroupCodes.of_tiles(q, tiles, columnwise=columnwise)
-            made.append((laid.codes, laid.scales))
+            made.append([laid.codes, laid.scales])
         return made
 
     made = _on_device(kernel, definition, x, tiles, multiplier)
