@@ -20,21 +20,27 @@ from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
+from blockfp.kernels.products import plan
 
 from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
 _DEQUANTIZE = (*_FORMAT, "row", "column")
-_PRODUCT = ("a_element", "b_element", "a_block_rows", "b_block_rows", "fast")
-
-# What cuBLAS recommends on Hopper.
-_WORKSPACE = 32 * 2**20
-
-
-_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+_PRODUCT = (
+    *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
+    *("own", "tile", "fast", "accumulate"),
+)
 _QUANTIZE_GROUPS = ("groups", "rows_keyed", "columns_keyed", *_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t")
-_ATTRIBUTES |= {"group_rows": ("tokens",), "quantize_groups": _QUANTIZE_GROUPS}
+_ATTRIBUTES = {
+    "amax": (),
+    "quantize": _QUANTIZE,
+    "dequantize": _DEQUANTIZE,
+    "product": _PRODUCT,
+    "product_by_cublas": _PRODUCT,
+    "group_rows": ("tokens",),
+    "quantize_groups": _QUANTIZE_GROUPS,
+}
 
 
 @once
@@ -44,8 +50,8 @@ def _register(name: str) -> str:
 
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
-    capturable = name != "product"
-    function = getattr(cuda_library.library(), name)
+    capturable = name != "product_by_cublas"
+    function = getattr(cuda_library.library(), name.removesuffix("_by_cublas"))
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -174,37 +180,27 @@ def cublas_version() -> int:
     return int(cuda_library.library().cublas_version())
 
 
-def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
-    """Multiplies a @ b^T by cuBLASLt: FP8 with a scale per tensor, or in blocks of 1x128 and 128x128."""
+def product(
+    a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, capability: tuple[int, int], fast: bool
+) -> jax.Array:
+    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
-    numbers = [format_numbers(format) for format in (a_format, b_format)]
+    version, name = cublas_version(), jnp.dtype(dtype).name
+    chosen = plan(a_format, b_format, m, n, k, capability=capability, cublas=version, dtype=name, fast=fast)
     out, _ = _call(
-        "product",
-        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((_WORKSPACE,), jnp.uint8)],
+        "product" if chosen.own else "product_by_cublas",
+        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
         a.codes,
         b.codes,
-        _product_scales(a.scales, a_format),
-        _product_scales(b.scales, b_format),
-        a_element=numbers[0][0],
-        b_element=numbers[1][0],
-        a_block_rows=numbers[0][1],
-        b_block_rows=numbers[1][1],
-        fast=fast,
+        a.scales.reshape(1) if a_format.per_tensor else a.scales,
+        b.scales.reshape(1) if b_format.per_tensor else b.scales,
+        _absent(jnp.int32),
+        _absent(jnp.float32),
+        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out
-
-
-def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Lays out scales for cuBLASLt: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
-    if format.per_tensor:
-        return scales.reshape(1)
-    return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)
-
-
-# The library's exports for groups come with another change.
-HAS_GROUPS = False
 
 
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
@@ -268,56 +264,49 @@ def quantize_groups(
 
 
 def multiply_groups(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], formats: tuple[Format, Format], ends: jax.Array, dtype
+    a: tuple[jax.Array, jax.Array],
+    b: tuple[jax.Array, jax.Array],
+    formats: tuple[Format, Format],
+    ends: jax.Array,
+    dtype,
+    *,
+    capability: tuple[int, int],
+    along_k: bool = False,
+    fast: bool = False,
 ) -> jax.Array:
-    """[tokens, n]: rows of FP8 codes a [tokens, k] times their group's matrix of b [groups, n, k], transposed.
+    """Multiplies FP8 codes of groups of rows or columns by the library's own kernel, which finds them on the device.
 
     Args:
-        a, b: codes and scales, those of a as `quantize_groups` gives them, those of b as they are stored.
+        a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
+            scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
         formats: of both.
-        ends: int32 [groups], the ends of the groups among the rows; what lies past the last is not written.
+        ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
         dtype: of the result.
+        capability: of the device.
+        along_k: contracts each group's rows.
+        fast: whether sums of products with one scale may keep fewer bits.
+
+    Returns:
+        [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
     """
-    return _multiply(a, b, formats, ends, (a[0].shape[0], b[0].shape[1]), dtype, b_ordered=False)
-
-
-def contract_groups(
-    a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array], formats: tuple[Format, Format], ends: jax.Array, dtype
-) -> jax.Array:
-    """[groups, m, n]: each group's columns of FP8 codes a [m, columns] times those of b [n, columns], transposed.
-
-    Args:
-        a, b: codes and scales as `quantize_groups` gives them.
-        formats: of both.
-        ends: int32 [groups], the ends of the groups among the columns, multiples of 128.
-        dtype: of the result; matrices of groups without columns mean nothing.
-    """
-    shape = (ends.shape[0], a[0].shape[0], b[0].shape[0])
-    return _multiply(a, b, formats, ends, shape, dtype, b_ordered=formats[1].block == (1, 128))
-
-
-def _multiply(a, b, formats: tuple[Format, Format], ends, shape, dtype, *, b_ordered: bool) -> jax.Array:
-    if 0 in (*shape, *a[0].shape):
+    (m, k), (*_, n, _), groups = a[0].shape, b[0].shape, ends.shape[0]
+    shape = (groups, m, n) if along_k else (m, n)
+    if 0 in (*shape, k, groups):
         return jnp.zeros(shape, dtype)
-    (a_element, a_rows, *_), (b_element, b_rows, *_) = map(format_numbers, formats)
+    ordered = (formats[0].block == (1, 128), along_k and formats[1].block == (1, 128))
+    chosen = plan(
+        *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
+        ordered=ordered, fast=fast,
+    )  # fmt: skip
     out, _ = _call(
         "product",
-        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((0,), jnp.uint8)],
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
         a[0],
         b[0],
         a[1],
         b[1],
         ends,
         _absent(jnp.float32),
-        a_element=a_element,
-        a_block_rows=a_rows,
-        b_element=b_element,
-        b_block_rows=b_rows,
-        a_ordered=formats[0].block == (1, 128),
-        b_ordered=b_ordered,
-        own=True,
-        tile=-1,
-        fast=False,
-        accumulate=False,
+        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out

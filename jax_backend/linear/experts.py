@@ -26,9 +26,7 @@ from . import overflow
 from .experts_route import Route
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("tokens", "counts", "fits", "_route"), meta_fields=("recipe",)
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("tokens", "counts", "fits", "_route"), meta_fields=("recipe",))
 @dataclass(frozen=True)
 class Received:
     """The rows that came to this rank's experts, from `dispatch`, sorted by expert.
@@ -132,7 +130,9 @@ def combine(y: jax.Array, received: Received, weights: jax.Array | None = None) 
     if y.ndim != 2 or y.shape[0] != bound:
         raise ValueError(f"y must be [{bound}, out], a row for each of received.tokens, got {y.shape}")
     if weights is not None and (weights.shape != pairs or not jnp.issubdtype(weights.dtype, jnp.floating)):
-        raise ValueError(f"weights must be floats {pairs}, one for each expert of each token, got {weights.dtype} {weights.shape}")
+        raise ValueError(
+            f"weights must be floats {pairs}, one for each expert of each token, got {weights.dtype} {weights.shape}"
+        )
     rows = _returned(y, route, received.recipe).reshape(*pairs, y.shape[1]).astype(jnp.float32)
     terms = rows if weights is None else rows * weights.astype(jnp.float32)[..., None]
     total = jnp.zeros_like(terms[:, 0])

@@ -101,7 +101,7 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    kernels = kernels_do(recipe, features, out)
+    kernels = kernels_do(recipe)
     tile = UNIT if kernels else tile_rows(recipe)
     layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, kernels)
     sizes = group_sizes.astype(jnp.int32)

@@ -21,7 +21,8 @@ from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.routes import why_not_grouped
+from blockfp.kernels.products import HOPPER
+from blockfp.kernels.routes import route
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
@@ -117,18 +118,17 @@ def _filled(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, max(count - x.shape[0], 0)), (0, 0), (0, 0)))[:count]
 
 
-def kernels_do(recipe: Recipe, features: int, out: int) -> bool:
+def kernels_do(recipe: Recipe) -> bool:
     """Returns True where the CUDA library quantizes and multiplies all groups at once, in all three products of a recipe."""
-    if not cuda.HAS_GROUPS or not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None:
+    if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
         return False
     casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
-    if any(cast.rotate or cast.stochastic for cast in casts):
-        return False
     x, x_columns, g, g_columns = (cast.format for cast in casts)
-    weight, turned = recipe.weight.format, recipe.weight_columnwise.format
-    products = ((x, weight, features), (g, turned, out), (g_columns, x_columns, None))
-    why = (why_not_grouped(a, b, platform="cuda", capability=capability(), k=k) for a, b, k in products)
-    return x is x_columns and g is g_columns and not any(why)
+    whole_rows = all(format is None or format.block in (None, (1, 128)) for format in (x, g))
+    if x is not x_columns or g is not g_columns or not whole_rows or any(cast.rotate or cast.stochastic for cast in casts):
+        return False
+    products = ((x, recipe.weight.format), (g, recipe.weight_columnwise.format), (g, x))
+    return all(route(*formats, platform="cuda", capability=HOPPER).mode in ("tensor", "block") for formats in products)
 
 
 def quantize_groups(
@@ -170,8 +170,8 @@ def multiply_rows(x: GroupCodes, weight: QuantizedArray, tiles: Tiles, dtype, *,
     def kernel(x, weight, tiles):
         scales = weight.scales.reshape(-1) if weight.format.per_tensor else weight.scales
         formats = x.format, weight.format
-        ends = jnp.cumsum(tiles.sizes)
-        y = cuda.multiply_groups((x.codes, x.scales), (weight.codes, scales), formats, ends, dtype)
+        ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
+        y = cuda.multiply_groups((x.codes, x.scales), (weight.codes, scales), formats, ends, dtype, **options)
         return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
 
     def definition(x, weight, tiles):
@@ -184,9 +184,12 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
     """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
 
     def kernel(a, b, tiles):
+        # Of an empty group they may be anything, and a sum of nothing is multiplied with them.
+        filled = tiles.sizes > 0
+        sides = [(x.codes, jnp.where(filled, x.scales, 1) if x.format.per_tensor else x.scales) for x in (a, b)]
         formats = a.format, b.format
-        y = cuda.contract_groups((a.codes, a.scales), (b.codes, b.scales), formats, jnp.cumsum(tiles.filled), dtype)
-        return jnp.where((tiles.sizes > 0)[:, None, None], y, jnp.zeros((), y.dtype))
+        options = {"capability": capability(), "along_k": True, "fast": fast}
+        return cuda.multiply_groups(*sides, formats, jnp.cumsum(tiles.sizes), dtype, **options)
 
     def definition(a, b, tiles):
         return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast)

@@ -109,12 +109,15 @@ struct Factor {
   int block_rows;       // 0: one scale for the whole tensor
 };
 
-// out [m, n] = a b^T.
+// out [m, n] = a b^T (+ bias) (+ out).
 struct ProductArguments {
   Factor a, b;
   int64_t m, n, k;
+  const void* bias;  // [n], or null
+  int bias_dtype;    // kId of dtypes.h
   void* out;
   int dtype;
+  bool accumulate;
   void* workspace;
   size_t workspace_bytes;
   bool fast;  // whether the matrix units may accumulate in reduced precision
@@ -146,6 +149,8 @@ cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, 
                               int repeat, cudaStream_t stream);
 // AdamW steps of parameters; `entries` is read before this returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
+// Codes of what it has updated, in formats whose scales need the amax of the whole parameter.
+cudaError_t launch_second_pass(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
 // Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
 cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,

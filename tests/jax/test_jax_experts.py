@@ -16,9 +16,9 @@ from samples import DTYPES, KINDS, sample
 import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.recipes import Cast
 from blockfp.definition import numerics, recoding
 from blockfp.formats import FORMATS
+from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import dispatched
 
 EXPERTS, TOKENS, CHOICES, IN, OUT = 16, 6, 3, 80, 48
@@ -251,7 +251,11 @@ SQUARES = recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32"), name="squares"
         (ValueError, "bound must be a number of rows, 1 or more, got 0", {"bound": 0}),
         (ValueError, r"experts must be integers \[tokens, k\] for the 48 tokens of x", {"experts": jnp.zeros(3, int)}),
         (ValueError, "mesh axis 'expert' is unknown here", {"axis": "expert"}),
-        (TypeError, "x must be an array in high precision, got QuantizedArray", {"x": bfp.quantize(jnp.ones((4, 32)), "mxint8")}),
+        (
+            TypeError,
+            "x must be an array in high precision, got QuantizedArray",
+            {"x": bfp.quantize(jnp.ones((4, 32)), "mxint8")},
+        ),
         (TypeError, r"x must be float32, float16 or bfloat16 \[tokens, in\]", {"x": jnp.ones(3)}),
     ],
 )

@@ -26,7 +26,8 @@ SCALED = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.flo
 def kernels(monkeypatch):
     """Takes the library's functions for there: on this device the definition stands in for them."""
     monkeypatch.setattr(cuda, "_register", lambda name: f"blockfp_{name}")
-    monkeypatch.setattr(grouped, "kernels_do", lambda recipe, features, out: True)
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: True)
+    monkeypatch.setattr(grouped_codes, "capability", lambda: (9, 0))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     got = jax.jit(layer, static_argnums=3)(x, w, g, recipe)
     # JAX would take the function that it has traced.
     jax.clear_caches()
-    monkeypatch.setattr(grouped, "kernels_do", lambda recipe, features, out: False)
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: False)
     want = jax.jit(layer, static_argnums=3)(x, w, g, recipe)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(part, np.float32) for part in (a, b))
@@ -133,7 +134,7 @@ def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, mon
     x = x.at[3].set(jnp.nan) if recipe == "fp8_block" else x
     got = jax.jit(gradients)(x, q)
     jax.clear_caches()
-    monkeypatch.setattr(grouped, "kernels_do", lambda recipe, features, out: False)
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: False)
     for a, b in zip(got, jax.jit(gradients)(x, q), strict=True):
         a, b = (np.asarray(part, np.float32) for part in (a, b))
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
@@ -156,13 +157,13 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels):
 
 
 def test_which_recipes_the_kernels_do(monkeypatch):
-    monkeypatch.setattr(cuda, "HAS_GROUPS", True)
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(choice, "would_be_partitioned", lambda: False)
     monkeypatch.setattr(choice, "missing", lambda name: None)
     monkeypatch.setattr(grouped_codes, "capability", lambda: (9, 0))
-    done = [name for name in blockfp.recipes.RECIPES if grouped_codes.kernels_do(blockfp.recipes.parse(name), 256, 128)]
+    done = [name for name in blockfp.recipes.RECIPES if grouped_codes.kernels_do(blockfp.recipes.parse(name))]
     assert sorted(done) == sorted(RECIPES)
-    assert not grouped_codes.kernels_do(blockfp.recipes.fp8_block(), 250, 128)
+    stochastic = blockfp.recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
+    assert not grouped_codes.kernels_do(stochastic)
     monkeypatch.setattr(grouped_codes, "capability", lambda: (10, 0))
-    assert not grouped_codes.kernels_do(blockfp.recipes.fp8_block(), 256, 128)
+    assert not grouped_codes.kernels_do(blockfp.recipes.fp8_block())

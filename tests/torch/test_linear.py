@@ -314,6 +314,6 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             products.Matrix(q.parts, q.format)
             for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
         ]
-        y = run(*operands, torch.ones(48), torch.float32, False)
+        y = run(*operands, torch.ones(48), torch.float32)
         wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
         torch.testing.assert_close(y, wanted.float())

@@ -9,36 +9,24 @@ in one launch, and goes to torch's `grouped_mm`, which takes and gives bfloat16:
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from blockfp.definition import groups
 from blockfp.formats import Format
-from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import ELEMENTS
 from blockfp.kernels.routes import exact_in_bfloat16
 
 from . import cuda, cuda_groups
 from .ops import dequantize_parts
-from .products import Matrix
+from .products import Matrix, multiplies_groups, multiply_groups
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 
-@lru_cache(maxsize=64)
-def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _on_codes(device: torch.device, a: Format | None, b: Format | None, k: int) -> bool:
+def _on_codes(device: torch.device, a: Format | None, b: Format | None) -> bool:
     """Says whether the library's own kernel multiplies codes of these formats."""
-    if a is None or b is None or k % 16 or not (a.element.bits == b.element.bits == 8 and a.scale.dtype == b.scale.dtype == "float32"):
-        return False
-    blocks = (a.block, b.block)
-    return blocks in ((None, None), ((1, 128), (128, 128)), ((1, 128), (1, 128))) and _hopper(device)
+    return a is not None and b is not None and multiplies_groups(device, a, b)
 
 
 def why_apart(
@@ -58,7 +46,7 @@ def why_apart(
     if w is None and again is not None:
         return f"a weight that is quantized columnwise alone, in {again}"
     k = x.shape[1]
-    if (w is None or w.square) and _on_codes(x.device, a, w, k):
+    if (w is None or w.square) and _on_codes(x.device, a, w):
         return None
     return _why_not_dequantized(x, (k, n), (a, w))
 
@@ -75,7 +63,7 @@ def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dty
     for format in (a, b):
         if format is not None and format.block is not None and format.block[0] > 1:
             return f"columns in square blocks, {format}"
-    if _on_codes(x.device, a, b, groups.UNIT):
+    if _on_codes(x.device, a, b):
         return None
     if (a is None) != (b is None):
         return "one operand of the weight's gradient is in high precision"
@@ -94,9 +82,7 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
     return f"torch's grouped_mm takes no lengths of {odd[0]}" if odd else None
 
 
-def multiply_rows(
-    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+def multiply_rows(a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
     Args:
@@ -107,20 +93,18 @@ def multiply_rows(
         n: columns of the product.
         bias: [groups, n], or None.
         dtype: of the product.
-        fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
     """
     tokens, k = a.parts[0].shape[0], w.parts[0].shape[-2] if w.transposed else a.parts[0].shape[1]
     ends = words[:count]
     if 0 in (tokens, n, k, count):
         y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
         return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)
-    if a.format is not None and w.format is not None and _on_codes(a.parts[0].device, a.format, w.format, k):
-        codes, scales = w.parts[:2]
+    if _on_codes(a.parts[0].device, a.format, w.format):
+        assert w.format is not None
         if w.transposed:
-            codes, scales = cuda.transpose(codes, scales, w.format, columns=n)
+            w = Matrix(cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n), w.format)
         y = a.parts[0].new_empty((tokens, n), dtype=dtype)
-        _on_codes_into(y, a, Matrix([codes, scales], w.format), ends, bias, fast_accum)
-        return _cleared(y, words, count)
+        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y), words, count)
     rows = _values(a, tokens, k, columnwise=False)
     weight = w.values(torch.bfloat16, n if w.transposed else k, factored=True)
     y = grouped_mm(rows, weight if w.transposed else weight.mT, offs=ends)
@@ -132,9 +116,7 @@ def multiply_rows(
     return _cleared(y.to(dtype), words, count)
 
 
-def multiply_columns(
-    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype, fast_accum: bool
-) -> Tensor:
+def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:
@@ -143,13 +125,12 @@ def multiply_columns(
         count: how many groups.
         n, k: lengths of each product.
         dtype: of the products.
-        fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
     """
     if not a.parts[0].numel() or not b.parts[0].numel():
         return a.parts[0].new_zeros((count, n, k), dtype=dtype)
-    if _on_codes(a.parts[0].device, a.format, b.format, groups.UNIT):
+    if _on_codes(a.parts[0].device, a.format, b.format):
         out = a.parts[0].new_empty((count, n, k), dtype=dtype)
-        _on_codes_into(out, a, b, words[:count], None, fast_accum)
+        multiply_groups(_in_order(a), _in_order(b), words[:count], out=out)
     elif a.format is None:
         out = grouped_mm(a.parts[0].mT, b.parts[0], offs=words[:count]).to(dtype)
     else:
@@ -163,16 +144,8 @@ def multiply_columns(
     return out
 
 
-def _on_codes_into(out: Tensor, a: Matrix, b: Matrix, ends: Tensor, bias: Tensor | None, fast_accum: bool) -> None:
-    sides = []
-    for x in (a, b):
-        assert x.format is not None
-        sides.append((ELEMENTS[x.format.element.name], 0 if x.format.block is None else x.format.block[0]))
-    ordered = [x.format is not None and groups.ordered(x.format) for x in (a, b)]
-    library().product(
-        a.parts[0], b.parts[0], a.parts[1], b.parts[1], ends, bias, out, None, *sides[0], *sides[1], *ordered, True, -1,
-        fast_accum, False,
-    )  # fmt: skip
+def _in_order(x: Matrix) -> Matrix:
+    return x._replace(ordered=x.format is not None and groups.ordered(x.format))
 
 
 def _values(x: Matrix, lines: int, columns: int | None, *, columnwise: bool) -> Tensor:

@@ -12,13 +12,14 @@ the layer have experts of their own; inside an expert they share it by `linear_f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.formats import Format
+from blockfp.definition.bits import INFINITY
 from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import grouped_ops
@@ -28,12 +29,31 @@ from .operands import weight_operand
 from .second_order import backward_with_graph, plus, taken
 
 
-def takes(call: Call, observed: Tensor | None) -> bool:
-    """Says whether `GroupedFunction` carries out a call; `LinearFunction` does the others, group by group.
+def takes(call: Call, state: Sequence[Tensor | None]) -> bool:
+    """Says whether `GroupedFunction` carries out a call with groups; `SharedFunction` does the others, one group after another.
 
-    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe` measures each.
+    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe`, whose figures
+    are the last tensor of the state, measures each.
     """
-    return observed is None and (call.parallel is None or call.parallel.style == "experts")
+    return (not state or state[-1] is None) and (call.parallel is None or call.parallel.style == "experts")
+
+
+def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
+    """The groups' ends from how many rows each has, int32 beside x."""
+    return torch.tensor(list(accumulate(counts or ())), dtype=torch.int32, device=x.device)
+
+
+def counts_of(offs: Tensor, x: Tensor) -> list[int]:
+    """How many rows each group has, from their ends, which the host reads.
+
+    Raises:
+        ValueError: ends that descend, or don't end where x does.
+    """
+    ends = [0, *offs.tolist()]
+    counts = [end - begin for begin, end in pairwise(ends)]
+    if min(counts, default=0) < 0 or ends[-1] != x.shape[0]:
+        raise ValueError(f"offs must ascend to the {x.shape[0]} rows of x, got {ends[1:]}")
+    return counts
 
 
 class GroupedFunction(torch.autograd.Function):
@@ -55,22 +75,9 @@ class GroupedFunction(torch.autograd.Function):
         recipe = call.recipe
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
-        quantizes = recipe.input.format is not None or columnwise.format is not None
-        y, words, *kept = grouped_ops.forward(
-            x,
-            w.parts,
-            _name(w.format),
-            offs,
-            bias,
-            weight.shape[-2],
-            _name(recipe.input.format),
-            _name(columnwise.format),
-            columnwise.rotate,
-            recipe.eps,
-            input_scale if quantizes else None,
-            "forward" in recipe.fast_accum,
-        )
-        if input_scale is not None and quantizes:
+        multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
+        y, words, *kept = grouped_ops.forward(x, *_three(w.parts), offs, bias, multiplier, call.casts, call.needs[1])
+        if multiplier is not None:
             amaxes = kept.pop()
             if call.training and input_amax_history is not None:
                 record_groups(input_amax_history, amaxes)
@@ -78,6 +85,8 @@ class GroupedFunction(torch.autograd.Function):
             kept = [x]
         parts = w.parts if call.needs[0] else []
         ctx.call, ctx.kept, ctx.parts, ctx.format = call, len(kept), len(parts), w.format
+        # `keys_of_gradient` asks how many groups there are.
+        ctx.counts = range(weight.shape[0])
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         # Not saved: another microbatch's backward may write into them before this one's.
         ctx.history, ctx.scale, ctx.key, ctx.step = gradient_amax_history, gradient_scale, key, step
@@ -104,38 +113,26 @@ class GroupedFunction(torch.autograd.Function):
         if gradient is None:
             return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *nothing
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return *backward_with_graph(_group_by_group(ctx, gradient), gradient)[:3], *nothing
+            return *backward_with_graph(_group_by_group(ctx, gradient), gradient), *nothing
         words, *saved = ctx.saved_tensors
         kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
-        groups, _, k = ctx.shape
         keyed = rowwise.stochastic or columnwise.stochastic
-        quantizes = rowwise.format is not None or columnwise.format is not None
-        multiplier = ctx.scale if quantizes else None
+        multiplier = ctx.scale if rowwise.format is not None or columnwise.format is not None else None
         found = grouped_ops.backward(
             gradient,
             words,
             kept,
-            _name(recipe.input_columnwise.format),
-            parts,
-            _name(ctx.format),
-            groups,
-            k,
-            _name(rowwise.format),
-            _name(columnwise.format),
-            _name(recipe.weight_columnwise.format),
-            columnwise.rotate,
-            recipe.eps,
+            *_three(parts),
             multiplier,
-            keys_of_gradient(ctx, gradient, groups) if keyed else None,
-            rowwise.stochastic,
-            columnwise.stochastic,
+            keys_of_gradient(ctx, gradient) if keyed else None,
+            call.casts,
+            ctx.shape[0],
+            ctx.shape[-1],
             needs_x,
             ctx.dtype if needs_weight else None,
             ctx.bias_dtype if needs_bias else None,
-            "dgrad" in recipe.fast_accum,
-            "wgrad" in recipe.fast_accum,
         )
         if multiplier is not None:
             amaxes = found.pop()
@@ -148,14 +145,15 @@ class GroupedFunction(torch.autograd.Function):
         return d_x, d_weight, d_bias, *nothing
 
 
-def _name(format: Format | None) -> str | None:
-    return None if format is None else format.name
+def _three(parts: Sequence[Tensor]) -> list[Tensor | None]:
+    """Codes, scales and tensor scale; or one tensor; or nothing: as the ops take a weight."""
+    return [*parts, *[None] * (3 - len(parts))]
 
 
 def record_groups(history: Tensor, amaxes: Tensor) -> None:
     """Records the amaxes of groups, int32 [groups], one after another: see `delayed.record`."""
     if amaxes.shape[0]:
-        record(history, amaxes)
+        record(history, torch.where(amaxes >= INFINITY, torch.zeros_like(amaxes), amaxes).amax().view(1))
 
 
 def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
@@ -169,7 +167,7 @@ def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
     tokens, features = gradient.shape[0], ctx.shape[-1]
     kept: Sequence[Tensor] = saved[: ctx.kept]
     if format is not None:
-        kept = [part for one in grouped_ops.kept_parts(kept, format, ends, tokens, features) for part in one.parts]
+        kept = [part for one in grouped_ops.group_operands(kept, format, ends, tokens, features) for part in one.parts]
     fields = {name: getattr(ctx, name) for name in ("call", "parts", "format", "shape", "dtype", "bias_dtype", "weight_beside")}
     state = {name: getattr(ctx, name) for name in ("history", "scale", "key", "step")}
     return SimpleNamespace(
