@@ -32,8 +32,8 @@ class Received:
     """The rows that came to this rank's experts, from `dispatch`, sorted by expert.
 
     Attributes:
-        tokens: [bound, in], a `QuantizedArray` in the recipe's format of inputs; values where it has none. Zeros follow the last
-            row that came.
+        tokens: [bound, in], a `QuantizedArray` in the recipe's format of inputs; values where it has none. Zeros follow the
+            last row that came.
         counts: int32 [own experts], the rows of each: `grouped_linear`'s group_sizes.
         fits: bool (), True where every rank's rows found room in its bound, and all experts are there. Where it is False no row
             travels, and `combine` gives NaN.
