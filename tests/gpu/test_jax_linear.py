@@ -158,7 +158,7 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
 @pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0)])
 def test_codes_go_to_the_matrix_units(recipe, count):
     needs_library()
-    if products._capability()[0] != 9:
+    if products.capability()[0] != 9:
         pytest.skip("Hopper's table")
     x, w, g = sizes()
     state = bfp.delayed_state(recipe) if recipe == "fp8_delayed" else None
