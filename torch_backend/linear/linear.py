@@ -249,7 +249,7 @@ def _run(
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
     if call.parallel is None and not call.grouped:
         function, arguments = LinearFunction.apply, (call, *tensors)
-    elif call.grouped and takes(call, tensors):
+    elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
         function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
     else:
