@@ -149,6 +149,8 @@ cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, 
                               int repeat, cudaStream_t stream);
 // AdamW steps of parameters; `entries` is read before this returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
+// Codes of what it has updated, in formats whose scales need the amax of the whole parameter.
+cudaError_t launch_second_pass(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
 // Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
 cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,

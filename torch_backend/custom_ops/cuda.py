@@ -315,17 +315,33 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    check_beside(codes, "codes", scales=scales)
-    check_square(format)
-    check_codes(codes, columns, format)
-    run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
-    out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
-    run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
-    if format.per_tensor:
+    key = (id(format), codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
+    plan = _turns.get(key)
+    if plan is None:
+        check_beside(codes, "codes", scales=scales)
+        check_square(format)
+        check_codes(codes, columns, format)
+        leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
+        shape = (*leading, *layout.codes_shape((columns, rows), format))
+        flipped = (*scales.shape[:-2], scales.shape[-1], scales.shape[-2])
+        bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
+        if len(_turns) >= _MOST_TURNS:
+            _turns.clear()
+        plan = _turns[key] = (shape, format.element.bits, rows, flipped, bits_of_scales)
+    shape, size, rows, flipped, bits_of_scales = plan
+    run, out = library(), codes.new_empty(shape)
+    run.transpose(codes.contiguous(), out, size, rows, columns)
+    if not bits_of_scales:
         return out, scales.mT
-    flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
-    run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
-    return out, flipped
+    turned = scales.new_empty(flipped)
+    run.transpose(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
+    return out, turned
+
+
+_turns: dict[Any, tuple[Any, ...]] = {}
+"""What `transpose` works out once for tensors of a kind."""
+
+_MOST_TURNS = 4096
 
 
 def transpose_words(x: Array) -> Array:
@@ -378,3 +394,13 @@ def adamw(table: Any, on: Any) -> None:
         on: any of the tensors, whose device and stream are used.
     """
     library().adamw(table, on.detach())
+
+
+def adamw_codes(table: Any, on: Any) -> None:
+    """Writes codes and scales of new masters whose formats need the amax of the whole parameter, which is known by now.
+
+    Args:
+        table: of `step_table.second_pass`.
+        on: any of the tensors, whose device and stream are used.
+    """
+    library().adamw_codes(table, on.detach())

@@ -32,6 +32,7 @@ class Call:
         quantizes_weight: how many parts a weight has that is quantized at use; 0 for others.
         direct: whether the weight is known to be codes, or values of a plain tensor, so that it can be taken apart here; while a
             compiler traces it is not.
+        traced: whether a compiler traces the call.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
 
@@ -45,6 +46,7 @@ class Call:
     casts: str = ""
     quantizes_weight: int = 0
     direct: bool = False
+    traced: bool = False
     dtype: torch.dtype | None = None
 
 

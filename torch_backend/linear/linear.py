@@ -17,11 +17,11 @@ from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import functorch_is_active, unsafe_view
+from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, takes
-from .linear_function import NO_STATE, LinearFunction
+from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
 
@@ -111,10 +111,11 @@ def apply(
     whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    transforms = not torch.compiler.is_compiling() and functorch_is_active()
+    traced = torch.compiler.is_compiling()
+    transforms = not traced and functorch_is_active()
     known = call = None
     grouped = counts is not None or offs is not None
-    if not grouped and parallel is None and not transforms and not torch.compiler.is_compiling():
+    if not grouped and parallel is None and not transforms and not traced:
         known = _known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
@@ -220,8 +221,10 @@ def _call_of(
     _check_state(recipe, state, key, any(needs))
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
-    direct = not torch.compiler.is_compiling() and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, casts_of(recipe), made, direct, autocast)
+    traced = torch.compiler.is_compiling()
+    direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
+    static = (casts_of(recipe), made, direct, traced, autocast)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, *static)
 
 
 def _run(
@@ -249,6 +252,8 @@ def _run(
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
     if call.parallel is None and not call.grouped:
         function, arguments = LinearFunction.apply, (call, *tensors)
+        if not call.traced and not functorch_is_active():
+            function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
     elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
         function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])

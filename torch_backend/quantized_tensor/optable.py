@@ -79,13 +79,14 @@ def _linear_forward(
     amax: Tensor | None,
     multiplier: Tensor | None,
     casts: str,
+    eps: float,
     keep: bool,
     origin: Sequence[int],
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.forward if is_real(weight.codes) else linear_ops.linear_forward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
-    return run(x, *parts, bias, amax, multiplier, casts, keep, weight.origin)
+    return run(x, *parts, bias, amax, multiplier, casts, eps, keep, weight.origin)
 
 
 @implements(linear_ops.linear_backward)
