@@ -1,4 +1,4 @@
-"""The custom ops of a dense layer: one for its forward, one for its backward, each with all casts and products of its direction.
+"""The custom ops of a dense layer: one for its forward, one for its backward, each with its casts and products.
 
     blockfp::linear_forward   (x, weight, .., casts, keep) -> [y, weight .., x columnwise .., amax?]
     blockfp::linear_backward  (gradient, x, weight, .., casts, ..) -> [d_x?, d_weight?, amax?]
@@ -34,8 +34,8 @@ linear_forward = define(
 )
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
-    "Tensor? multiplier, Tensor? keys, str casts, float eps, bool needs_x, bool needs_weight, SymInt columns, ScalarType dtype, "
-    "SymInt[] origin) -> Tensor[]"
+    "Tensor? multiplier, Tensor? keys, str casts, float eps, bool needs_x, bool needs_weight, SymInt columns, "
+    "ScalarType dtype, SymInt[] origin) -> Tensor[]"
 )
 
 
@@ -177,9 +177,7 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(
-    x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, keep: bool
-) -> _Forward:
+def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, keep: bool) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     quantize = None
     if row is not None or column is not None:
@@ -234,7 +232,7 @@ def backward(
 
     Args:
         gradient: [tokens, out].
-        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they are not needed any more.
+        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they were multiplied.
         weight, scales, tensor_scale, origin: as `forward` got them, or made them; needed for the gradient of x.
         amax: of the gradient, where it is known.
         multiplier: of delayed scaling.
@@ -245,7 +243,7 @@ def backward(
         dtype: of the weight's gradient.
 
     Returns:
-        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of the gradient.
+        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
     key = (casts, eps, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
     key = (*key, amax is None, multiplier is None)

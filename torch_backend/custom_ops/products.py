@@ -30,10 +30,10 @@ from blockfp.kernels.routes import Route, route
 
 from ..torch_internals import scaled_mm
 from . import cuda, kernels
+from .dequantize_plans import dequantize_parts
 from .dtypes import view_codes, view_scales
 from .kernels import kernels_for
 from .library import define, fake, impl
-from .ops import dequantize_parts
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "

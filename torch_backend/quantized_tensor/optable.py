@@ -20,6 +20,7 @@ from blockfp.definition import layout, numerics
 from blockfp.formats import Format
 
 from ..custom_ops import linear_ops, ops, products
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.dtypes import DTYPES
 from ..custom_ops.library import is_real
 from ..custom_ops.products import Matrix
@@ -41,7 +42,7 @@ def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
     if is_real(q.codes):
-        return ops.dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
+        return dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
 
 
