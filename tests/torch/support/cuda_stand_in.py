@@ -1,4 +1,4 @@
-"""The CUDA path of the Python code on a CPU: the library's calls and the matrix units do nothing. For counting, not for values."""
+"""The CUDA path of the Python code on a CPU, for counting: the library's calls and the matrix units do nothing."""
 
 from types import SimpleNamespace
 
