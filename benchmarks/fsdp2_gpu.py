@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model stack --tokens 16384
     torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --model transformer --contenders bf16,torchao_fp8_gather,fp8_current
+    torchrun --nproc-per-node 2 benchmarks/fsdp2_gpu.py --few-tokens --contenders bf16,torchao,fp8_current,fp8_block
 
 Milliseconds a step (the median of timed steps, slowest rank) and in which the host hands it to an idle GPU, peak memory of a
 rank, and the bytes that a rank receives in all-gathers. Every contender starts from the same weights and gets the same input;
 each block is compiled by itself. "RECIPE+high" keeps weights in high precision and gathers them quantized;
-"RECIPE+recompute" makes casts again in the backward.
+"RECIPE+recompute" makes casts again in the backward. `--few-tokens` measures what the host decides: the transformer at 4,096
+tokens of a GPU and the stack at 2,048, without CUDA graphs and with them.
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ from torch.utils.checkpoint import checkpoint
 import blockfp.torch as bfp
 
 HEADS_WIDTH = 128
+FEW_TOKENS = [(*model, mode) for mode in (None, "reduce-overhead") for model in (("transformer", 4096), ("stack", 2048))]
+MS_GOALS = {("transformer", 4096, None): 45, ("stack", 2048, None): 50}
+"""Milliseconds of a step that recipes are to reach on two H200s, by model, tokens of a GPU and mode."""
+GIB_GOALS = {("stack", 16384): 18.5, ("stack", 2048): 12.5}
+"""Most memory of a rank, by model and tokens of a GPU."""
 
 
 class MLPBlock(nn.Module):
@@ -168,6 +175,11 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
     host = statistics.median([host_time(step) for _ in range(5)])
     ms, host, peak, fastest = ranks.slowest((statistics.median(times), host, peak / 2**30, -host), device)
     profiled = {"profile": profile(step)} if options.profile else {}
+    ours = not name.startswith(("bf16", "torchao"))
+    goals = {
+        "goal_ms": MS_GOALS.get((options.model, options.tokens, options.mode)) if ours else None,
+        "goal_gib": GIB_GOALS.get((options.model, options.tokens)) if ours else None,
+    }
     return {
         "contender": name,
         "ms": round(ms, 2),
@@ -176,6 +188,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         "peak_gib": round(peak, 2),
         "gathered_mb": round(sum(received) / 1e6, 1),
         "parameters": parameters,
+        **goals,
         **profiled,
     }
 
@@ -233,9 +246,21 @@ def main() -> None:
     parser.add_argument("--mode", help="of torch.compile, such as reduce-overhead")
     parser.add_argument("--profile", action="store_true", help="also say where a step's time goes, in the JSON file")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
+    parser.add_argument(
+        "--few-tokens", action="store_true", help="the rows that the host decides; --model, --tokens, --mode don't count"
+    )
     options = parser.parse_args()
-    options.layers = options.layers or {"stack": 12, "transformer": 5}[options.model]
     device = ranks.start()
+    given = options.layers
+    for model, tokens, mode in FEW_TOKENS if options.few_tokens else [(options.model, options.tokens, options.mode)]:
+        options.model, options.tokens, options.mode = model, tokens, mode
+        options.layers = given or {"stack": 12, "transformer": 5}[model]
+        run(options, device)
+    ranks.finish()
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Measures all contenders in one way of training, and writes the file."""
     # torchao's layers compile anew for every block.
     torch._dynamo.config.recompile_limit = 4 * options.layers
     rows = ranks.measured(options.contenders.split(","), lambda name: measure(name, options, device))
@@ -243,7 +268,6 @@ def main() -> None:
     date, mode = datetime.datetime.now(datetime.UTC).date(), "" if options.mode is None else f"-{options.mode}"
     path = options.out / f"fsdp2-{options.model}-{dist.get_world_size()}x{options.tokens}{mode}-{date}.json"
     ranks.report(path, rows, **sizes)
-    ranks.finish()
 
 
 if __name__ == "__main__":

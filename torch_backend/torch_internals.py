@@ -82,9 +82,6 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 # ---- operations
 
-scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS after a third more of the host's time."""
-
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
 

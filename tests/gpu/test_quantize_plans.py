@@ -24,8 +24,8 @@ def on_both(x, row, column, amax=None, multiplier=None, keys=None, random=(False
     assert len(results[0]) == len(results[1])
     for number, (ours, gpu) in enumerate(zip(*results, strict=True)):
         assert gpu.is_contiguous()
-        same = torch.equal(ours.view(torch.uint8), gpu.cpu().view(torch.uint8))
-        assert same and ours.shape == gpu.shape, (str(row), str(column), tuple(x.shape), number)
+        what = lambda text: f"{row} {column} {tuple(x.shape)} part {number}: {text}"  # noqa: E731, B023
+        torch.testing.assert_close(gpu.cpu(), ours, rtol=0, atol=0, equal_nan=True, msg=what)
     pointers = [part.untyped_storage().data_ptr() for part in results[1] if part.numel()]
     assert len(set(pointers)) == len(pointers)
 

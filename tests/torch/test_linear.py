@@ -102,25 +102,18 @@ def test_opcheck_of_a_layer(name):
     recipe = recipes.parse(name)
     x, gradient, weight = values((37, 80), 0), values((37, 24), 2), values((24, 80), 1)
     q, scale = bfp.quantize(weight, recipe.weight.format), torch.tensor(60.0) if recipe.delayed else None
-    casts, keys = linear_ops.casts_of(recipe), gradient_keys(torch.tensor([3, 4], dtype=torch.int32))[0]
+    casts, keys = recipe.text, gradient_keys(torch.tensor([3, 4], dtype=torch.int32))[0]
     for w in ((q.codes, q.scales, q.tensor_scale), (weight, None, None), (q, None, None)):
         plain = not isinstance(w[0], bfp.QuantizedTensor)
         checks = {} if plain else {"test_utils": ("test_schema", "test_faketensor")}
-        arguments = (x, *w, torch.ones(24), None, scale, casts, 0.0, plain, [0, 0])
+        arguments = (x, *w, torch.ones(24), None, scale, casts, plain, [0, 0])
         torch.library.opcheck(linear_ops.linear_forward, arguments, **checks)
-        parts = linear_ops.forward(x, q.codes, q.scales, q.tensor_scale, None, None, scale, casts, 0.0, True)[1:]
+        parts = linear_ops.forward(x, q.codes, q.scales, q.tensor_scale, None, None, scale, casts, True)[1:]
         kept = parts[:-1] if recipe.delayed else parts
         if w[1] is not None or not plain:
             for needs in ((True, True), (not plain, plain)):
-                arguments = (gradient, kept, *w, None, scale, keys, casts, 0.0, *needs, 80, torch.bfloat16, [0, 0])
+                arguments = (gradient, kept, *w, None, scale, keys, casts, *needs, 80, torch.bfloat16, [0, 0])
                 torch.library.opcheck(linear_ops.linear_backward, arguments, **checks)
-
-
-def test_recipes_as_text():
-    for recipe in (*map(recipes.parse, recipes.RECIPES), *(recipes.mxfp8().replace(**mixed) for mixed in MIXED.values())):
-        again = linear_ops.recipe_of(linear_ops.casts_of(recipe))
-        assert again == recipe.replace(name=again.name, delayed=None)
-        assert linear_ops.casts_of(again) == linear_ops.casts_of(recipe)
 
 
 def test_plans_are_bounded(monkeypatch):
@@ -354,6 +347,6 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             products.Matrix(q.parts, q.format)
             for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
         ]
-        y = run(*operands, torch.ones(48), torch.float32, False)
+        y = run(*operands, torch.ones(48), torch.float32)
         wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
         torch.testing.assert_close(y, wanted.float())

@@ -39,7 +39,7 @@ class Both(NamedTuple):
 def _check(x: Array) -> None:
     """Raises TypeError or ValueError where x can't be quantized, or is no CUDA tensor."""
     check_input(x)
-    if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+    if not isinstance(x, torch.Tensor) or not x.is_cuda:
         where = f" on {x.device}" if hasattr(x, "device") else ""
         raise TypeError(f"the CUDA kernels take torch CUDA tensors, got {type(x).__name__}{where}")
 
@@ -80,8 +80,8 @@ def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = 
 
 
 @lru_cache(maxsize=4096)
-def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
-    """fp32 bits of eps and of the largest multiplier."""
+def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """Returns fp32 bits of eps and of the largest multiplier, as the library takes them."""
     return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
 
 
@@ -154,7 +154,7 @@ def quantize_both(
 
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
@@ -223,7 +223,7 @@ def reader(
     """
     _check(x)
     device, run, two_level = x.device, library().quantize, format.scale.two_level
-    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
     sizes: list[Any] = [None] * 4
     if rows:
@@ -396,3 +396,13 @@ def adamw(table: Any, on: Any) -> None:
         on: any of the tensors, whose device and stream are used.
     """
     library().adamw(table, on.detach())
+
+
+def adamw_codes(table: Any, on: Any) -> None:
+    """Writes codes and scales of new masters whose formats need the amax of the whole parameter, which is known by now.
+
+    Args:
+        table: of `step_table.second_pass`.
+        on: any of the tensors, whose device and stream are used.
+    """
+    library().adamw_codes(table, on.detach())

@@ -12,7 +12,6 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.linear_ops import casts_of
 from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
@@ -20,6 +19,7 @@ from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
+from .grouped_function import GroupedFunction, counts_of, ends_of, takes
 from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
@@ -98,37 +98,48 @@ def apply(
     state: LinearState | None = None,
     key: Key | None = None,
     counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
     parallel: Parallel | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
-    x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
-    With `transposed`, weight is [in, out], in a format whose transpose is exact.
+    x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
+    device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
+    whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
     traced = torch.compiler.is_compiling()
     transforms = not traced and functorch_is_active()
     known = call = None
-    if counts is None and parallel is None and not transforms and not traced:
+    grouped = counts is not None or offs is not None
+    if not grouped and parallel is None and not transforms and not traced:
         known = _known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
-        _check_tensors(x, weight, bias, grouped=counts is not None, transposed=transposed)
+        _check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
     # Not reshape: of no elements it can't infer a length.
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
-            x, weight, bias, _call_of(x, weight, bias, recipe, state, key, counts, shared), state, key, counts, transposed
+            x,
+            weight,
+            bias,
+            _call_of(x, weight, bias, recipe, state, key, grouped, shared),
+            state,
+            key,
+            counts,
+            offs,
+            transposed,
         )
         y = transformed(rows, weight, bias, run)
     else:
         if call is None:
-            call = _call_of(rows, weight, bias, recipe, state, key, counts, shared)
+            call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        y = _run(rows, weight, bias, call, state, key, counts, transposed)
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed)
     if x.ndim == 2:
         return y
     leading = list(x.shape[:-1])
@@ -176,9 +187,9 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:
-        lies = "[groups, out, in]" if grouped else "[in, out]" if transposed else "[out, in]"
+        lies = f"[{'groups, ' * grouped}{'in, out' if transposed else 'out, in'}]"
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if transposed else weight.shape[:-1]):
+    if bias is not None and bias.shape != (outputs := (*weight.shape[:-2], weight.shape[-1 if transposed else -2])):
         raise ValueError(f"bias must have shape {tuple(outputs)}, got {tuple(bias.shape)}")
     if x.device != weight.device or (bias is not None and x.device != bias.device):
         lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")
@@ -195,7 +206,7 @@ def _call_of(
     recipe: Recipe,
     state: LinearState | None,
     key: Key | None,
-    counts: Sequence[int] | None,
+    grouped: bool,
     parallel: Parallel | None,
 ) -> Call:
     """Checks what `_check_tensors` doesn't, and returns the constants of the call."""
@@ -221,8 +232,7 @@ def _call_of(
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     traced = torch.compiler.is_compiling()
     direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    static = (casts_of(recipe), made, direct, traced, autocast)
-    return Call(recipe, stored, counts is not None, needs, training, rank, parallel, *static)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
 
 
 def _run(
@@ -233,6 +243,7 @@ def _run(
     state: LinearState | None,
     key: Key | None,
     counts: Sequence[int] | None,
+    offs: Tensor | None,
     transposed: bool,
 ) -> Tensor:
     recipe, dtype = call.recipe, call.dtype
@@ -247,11 +258,15 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
-    if call.parallel is None and counts is None:
+    if call.parallel is None and not call.grouped:
         function, arguments = LinearFunction.apply, (call, *tensors)
         if not call.traced and not functorch_is_active():
             function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
+    elif call.grouped and takes(call, tensors):
+        offs = ends_of(counts, x) if offs is None else offs
+        function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
     else:
+        counts = counts_of(offs, x) if counts is None and offs is not None else counts
         function, arguments = SharedFunction.apply, (call, counts, *(tensors or NO_STATE))
     if dtype is None:
         outputs: Any = function(x, weight, bias, *arguments)

@@ -105,8 +105,9 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         raise ValueError("model is observed already")
     try:
         for module in modules.values():
-            device = next(module.parameters(recurse=False)).device
-            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
+            weight = module.held_weight()
+            assert weight is not None
+            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=weight.device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
             mark_static_address(module.observed)
         yield Observation(modules)

@@ -1,10 +1,10 @@
 """`AdamW` and `Adam` for quantized, plain and sharded parameters alike.
 
 A step goes over all parameters of a device in one call of the kernels: gradient in, master weight and moments updated, and
-where the blocks of a quantized weight lie within this rank's part, its codes and scales written in the same pass. Weights
-whose amax reaches further (one scale per tensor, NVFP4, blocks that straddle ranks) are quantized from their masters after
-it, all together, with the few reductions that `requantize_` needs. Without kernels the definition (`definition.adamw`) does the
-same, with the same bits.
+where the blocks of a quantized weight lie within this rank's part, its codes and scales written in the same pass. Where they
+need the amax of the whole weight (one scale per tensor, NVFP4), that pass finds it on a GPU, and a second call writes the codes
+of all such weights. On a CPU, and where blocks straddle ranks, they are quantized from their masters (`requantize_`). Without
+kernels the definition (`definition.adamw`) does the same, with the same bits.
 """
 
 from __future__ import annotations

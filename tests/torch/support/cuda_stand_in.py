@@ -5,18 +5,15 @@ from types import SimpleNamespace
 import torch
 from blockfp.torch_backend.custom_ops import cuda, dequantize_plans, kernels, key_ops, linear_ops, ops, products, quantize_plans
 
+from blockfp.kernels import cuda_library
 from blockfp.kernels.routes import route
 
 CAPABILITY = (9, 0)
-_CALLS = ("amax", "amax_blocks", "quantize", "encode", "dequantize", "transpose", "interleave", "fold_keys")
+_CALLS = ("amax", "amax_blocks", "quantize", "encode", "dequantize", "transpose", "interleave", "fold_keys", "product")
 
 
 def _nothing(*_):
     return None
-
-
-def _product(a, b, *_, output_dtype=torch.bfloat16, **__):
-    return torch.empty((a.shape[0], b.shape[1]), dtype=output_dtype)
 
 
 def install(monkeypatch):
@@ -32,11 +29,12 @@ def install(monkeypatch):
 
     monkeypatch.setattr(cuda, "library", lambda: library)
     monkeypatch.setattr(cuda, "_check", _nothing)
-    for module in (kernels, key_ops, ops, products, quantize_plans, dequantize_plans):
+    for module in (kernels, key_ops, ops, quantize_plans, dequantize_plans):
         monkeypatch.setattr(module, "kernels_for", lambda x: cuda)
     monkeypatch.setattr(products, "route_on", route_on)
-    monkeypatch.setattr(products, "scaled_mm", _product)
-    monkeypatch.setattr(products, "F", SimpleNamespace(scaled_mm=_product))
+    library.cublas_version = lambda: 130_000
+    monkeypatch.setattr(cuda_library, "library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITY)
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype=None: mm(a, b).to(out_dtype or a.dtype))
     forget()
 

@@ -1,0 +1,89 @@
+"""A stand-in for a GPU: the Python code of the CUDA path runs on CPU tensors, and launches do nothing.
+
+    with standin.launches():
+        layer(x)        # what the host does of it on a Hopper GPU; the values are not those of the product
+
+It is for times and counts of the host's work where no GPU is. Functions of the CUDA library are replaced by one that takes
+the same arguments through the same FFI and returns, products by new memory, and CPU tensors say that they are CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from blockfp.torch_backend.custom_ops import products
+from torch import Tensor
+
+from blockfp.kernels import cuda_library
+from blockfp.kernels.routes import route
+
+CAPABILITY = (9, 0)
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[None]:
+    """Lets CPU tensors take the CUDA path until the block ends. Layers and tensors must have been made before it."""
+    import tvm_ffi
+
+    nothing = tvm_ffi.get_global_func("testing.nop")
+    functions = dict.fromkeys(cuda_library._FUNCTIONS, nothing)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(
+            mock.patch.object(cuda_library._cuda, "loaded", SimpleNamespace(path=Path("stand-in"), **functions))
+        )
+        # Attributes of the class stand before those that torch's C code has for its base.
+        for name, value in (("is_cuda", True), ("is_cpu", False)):
+            patches.enter_context(_class_attribute(name, value))
+        for target, replacement in (
+            (products.route_on, _route_on),
+            (torch._scaled_mm, _scaled_mm),
+            (torch._scaled_mm_v2, _scaled_mm),
+            (torch.mm, _mm),
+        ):
+            _replace(patches, target, replacement)
+        yield
+
+
+@contextlib.contextmanager
+def _class_attribute(name: str, value: Any) -> Iterator[None]:
+    setattr(Tensor, name, value)
+    try:
+        yield
+    finally:
+        delattr(Tensor, name)
+
+
+def _replace(patches: contextlib.ExitStack, target: Any, replacement: Callable[..., Any]) -> None:
+    """Puts a replacement wherever torch or blockfp holds a function under a name of its own."""
+    holders = [torch, *(module for name, module in list(sys.modules.items()) if name.startswith("blockfp"))]
+    for module in holders:
+        for name, value in list(vars(module).items()):
+            if value is target:
+                patches.enter_context(mock.patch.object(module, name, replacement))
+
+
+_routes: dict[tuple, Any] = {}
+
+
+def _route_on(device, a, b, m, n, k, in_order=True):
+    # As `products.route_on`, which keeps its answers too.
+    key = (a, b, m, n, k, in_order)
+    if key not in _routes:
+        _routes[key] = route(a, b, platform="cuda", capability=CAPABILITY, m=m, n=n, k=k, in_order=in_order)
+    return _routes[key]
+
+
+def _scaled_mm(a: Tensor, b: Tensor, *arguments: Any) -> Tensor:
+    dtype = next(argument for argument in arguments if isinstance(argument, torch.dtype))
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)

@@ -1,0 +1,69 @@
+"""transformers' own Llama on a GPU: its layers as CUDA graphs, with blockfp's optimizer."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import blockfp.torch as bfp  # noqa: E402
+
+STEPS = 8
+
+
+def llama(recipe):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    with torch.device("cuda"):  # other attention adds with atomics in its backward: runs differ
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    bfp.convert(model.model.layers, recipe)
+    return model
+
+
+def trained(recipe, mode):
+    """Losses of some steps, and the weights after them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = llama(recipe)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, mode=mode)
+    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator("cuda").manual_seed(1)
+    losses = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 128, (2, 64), device="cuda", generator=generator)
+        if mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach().dequantize() if hasattr(p, "codes") else p.detach().clone() for p in model.parameters()]
+
+
+def recordings():
+    """How many CUDA graphs torch.compile has recorded so far."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    nodes = [] if manager is None or manager.roots is None else list(manager.get_roots())
+    count = 0
+    while nodes:
+        count += 1
+        nodes += [child for children in nodes.pop().children.values() for child in children]
+    return count
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+def test_cuda_graphs_of_each_layer_change_no_bit(recipe):
+    losses, weights = trained(recipe, None)
+    again, graphed = trained(recipe, "reduce-overhead")
+    assert recordings() >= 4  # forward and backward of two layers
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    assert losses[-1] < losses[0]
+    assert again == losses
+    for one, two in zip(weights, graphed, strict=True):
+        assert torch.equal(one, two)

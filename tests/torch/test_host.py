@@ -1,0 +1,79 @@
+"""How many Python functions a call enters on the CUDA path, counted on this CPU with a stand-in for the launches."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import host
+import standin
+
+# The most that were needed; torch's own are among them (nn.Linear: 5 and 22).
+LAYER = {
+    "fp8_current": (129, 282),
+    "fp8_delayed": (126, 276),
+    "fp8_block": (170, 390),
+    "mxfp8": (181, 405),
+    "mxfp6": (181, 405),
+    "mxfp4": (181, 405),
+    "nvfp4": (186, 440),
+}
+QUANTIZE = 32
+# Before a gather of codes, and of values that are cast for it; torchao's cast: 114.
+GATHER = {"fp8_current": (46, 154), "fp8_block": (46, 135), "mxfp8": (46, 135), "nvfp4": (46, 160)}
+AFTER_GATHER = 5
+# A parameter; torch's fused AdamW: 8.
+ADAMW = {"fp8_current": 19, "fp8_block": 15, "mxfp8": 15, "mxfp4": 15, "nvfp4": 19}
+
+
+def frames(cases):
+    """{(kind, name): frames} of cases, each for one of what it counts."""
+    with standin.launches():
+        return {(case.kind, case.name): host.frames_of(case.call)[0] / case.count for case in cases}
+
+
+@pytest.mark.parametrize("recipe", LAYER)
+def test_a_layers_frames(recipe):
+    found = frames(host.layer_cases([recipe], "cpu"))
+    assert found["layer forward", recipe] <= LAYER[recipe][0]
+    assert found["layer forward + backward", recipe] <= LAYER[recipe][1]
+    assert found["layer forward", "nn.Linear"] > 0  # frames are seen
+
+
+def test_quantizes_frames():
+    found = frames(host.quantize_cases(list(host.RECIPES), "cpu"))
+    assert {key: count for key, count in found.items() if not 0 < count <= QUANTIZE} == {}
+
+
+@pytest.mark.parametrize("recipe", ADAMW)
+def test_a_steps_frames_for_each_parameter(recipe):
+    assert frames(host.adamw_cases([recipe], "cpu"))["AdamW, a parameter", recipe] <= ADAMW[recipe]
+
+
+@pytest.fixture
+def no_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", GATHER)
+def test_frames_of_fsdps_hooks(recipe, no_group):
+    found = frames([host.Case(*case) for case in host.host_fsdp.cases([recipe], host.FEATURES, "cpu", peers=False)])
+    assert found["FSDP2 gather: before", recipe] <= GATHER[recipe][0]
+    assert found["FSDP2 cast and gather: before", recipe] <= GATHER[recipe][1]
+    for kind in ("gather", "cast and gather"):
+        assert found[f"FSDP2 {kind}: after", recipe] <= AFTER_GATHER
+
+
+def test_the_stand_in_is_gone_afterwards():
+    x = torch.ones(2)
+    with standin.launches():
+        assert x.is_cuda
+    assert x.is_cpu
+    assert not x.is_cuda
+    assert torch.mm is not standin._mm
