@@ -24,10 +24,10 @@ LAYER = {
 }
 QUANTIZE = 32
 # Before a gather of codes, and of values that are cast for it; torchao's cast: 114.
-GATHER = {"fp8_current": (46, 154), "fp8_block": (46, 135), "mxfp8": (46, 135), "nvfp4": (46, 160)}
+GATHER = {"fp8_current": (25, 101), "fp8_block": (25, 54), "mxfp8": (25, 54), "nvfp4": (25, 107)}
 AFTER_GATHER = 5
 # A parameter; torch's fused AdamW: 8.
-ADAMW = {"fp8_current": 19, "fp8_block": 15, "mxfp8": 15, "mxfp4": 15, "nvfp4": 19}
+ADAMW = {"fp8_current": 12, "fp8_block": 9, "mxfp8": 9, "mxfp4": 9, "nvfp4": 12}
 
 
 def frames(cases):
