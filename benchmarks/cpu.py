@@ -5,7 +5,7 @@
 One run measures everything: a copy, the kernels with each instruction set, the definition in NumPy, `blockfp.torch`,
 `blockfp.jax` jitted, and beside them the plain casts of torch and ml_dtypes and torchao's `to_mx`. GB/s count each byte of
 the input read and of the output written once; medians. The copy and the kernels write to memory that is there already; all
-others allocate their results, as users' calls do. `--write` puts the tables into docs/benchmarks.md and the figures into
+others get memory for their results, as users' calls do. `--write` puts the tables into docs/benchmarks.md and the figures into
 benchmarks/results/.
 """
 

@@ -11,7 +11,9 @@ from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
+from .torch_backend.experts.dispatch import Received, combine, dispatch
 from .torch_backend.linear.delayed import update_scales, update_scales_after
+from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, observe
 from .torch_backend.linear.recompute import keep_products
@@ -52,15 +54,19 @@ __all__ = [
     "Observed",
     "QuantizedTensor",
     "QuantizedWeight",
+    "Received",
     "Recipe",
     "Saving",
     "Summary",
     "TransformerLayer",
+    "combine",
     "convert",
+    "dispatch",
     "errors",
     "fake_quantize",
     "formats",
     "from_jax",
+    "grouped_mm",
     "high_precision_state_dict",
     "init_",
     "keep_products",

@@ -16,7 +16,7 @@ def scaled(code: Array, element: ElementFormat, scale: Array, *, power_of_two: b
     """
     xp = array_namespace(code)
     negative, magnitude = _split_sign(code, element)
-    value = _magnitude_bits(magnitude, element)
+    value = magnitude_bits(magnitude, element)
     scale_magnitude = scale & bits.MAGNITUDE
     digits, exponent = bits.split(value)
     scale_digits, scale_exponent = bits.split(scale_magnitude)
@@ -44,7 +44,7 @@ def _split_sign(code: Array, element: ElementFormat) -> tuple[Array, Array]:
     return (code >> (element.bits - 1)) == 1, code & ((1 << (element.bits - 1)) - 1)
 
 
-def _magnitude_bits(magnitude: Array, element: ElementFormat) -> Array:
+def magnitude_bits(magnitude: Array, element: ElementFormat) -> Array:
     """fp32 bits of a magnitude code; every element's subnormals are normal in fp32."""
     xp = array_namespace(magnitude)
     mantissa = element.mantissa_bits

@@ -9,77 +9,23 @@ what else the optimizer was called. Of a weight with several names it is under t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from ..array import QuantizedArray
 from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import Format
-from . import quantized_model, saving
+from . import saving
+from .contents import Contents, Progress, Weight, weight_in
 from .modelfile import Model, Tensor
 from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
-Progress = Callable[[Tensor], None]
-"""Called with each tensor when it is done."""
-
 _STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
 """What DCP makes of the name of an optimizer's state."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A quantized weight in a checkpoint, as a `QuantizedArray` that is not read yet.
-
-    Attributes:
-        name: of the parameter.
-        format, shape, dtype, codes, scales, tensor_scale: those of the array.
-    """
-
-    name: str
-    format: Format
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    codes: Tensor
-    scales: Tensor
-    tensor_scale: Tensor | None
-
-    origin = (0, 0)
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Codes, scales and, for NVFP4, the tensor scale."""
-        return (self.codes, self.scales) if self.tensor_scale is None else (self.codes, self.scales, self.tensor_scale)
-
-    def values(self, dtype: np.dtype) -> np.ndarray:
-        """The values of the codes."""
-        codes, scales, *rest = (part.read() for part in self.parts)
-        q = QuantizedArray(codes, scales, rest[0] if rest else None, self.format, self.shape[-1], self.dtype)
-        return q.dequantize(dtype)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The model in a checkpoint, by name without the prefix.
-
-    Attributes:
-        path: of the checkpoint.
-        weights: the quantized weights.
-        others: everything else that inference needs.
-        masters: the optimizer's fp32 weights, of quantized weights and others.
-        left_out: names of what only training needs.
-    """
-
-    path: Path
-    weights: dict[str, Weight]
-    others: dict[str, Tensor]
-    masters: dict[str, Tensor]
-    left_out: list[str]
 
 
 def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
@@ -115,7 +61,7 @@ def contents(checkpoint: Model, prefix: str | None = None) -> Contents:
         weight, separator, format = name.rpartition(FORMAT)
         if separator and marker.shape[:1] == (0,):
             weights[weight] = _weight(checkpoint, own, weight, format, marker)
-            taken |= {name, weight, *(part.name.removeprefix(before) for part in weights[weight].parts)}
+            taken |= {name, *weights[weight].entries}
     left_out = [n for n in own if n not in taken and ((before + n).startswith(of_optimizers) or _only_training(n, own))]
     others = {name: tensor for name, tensor in own.items() if name not in taken and name not in left_out}
     masters = _masters(checkpoint, there, before, optimizers, {**others, **weights})
@@ -165,17 +111,7 @@ def _weight(checkpoint: Model, own: dict[str, Tensor], name: str, format: str, m
         parsed = Format.parse(format)
     except ValueError as error:
         raise BadFile(checkpoint.path, error, name) from error
-    shape = marker.shape[1:]
-    parts = []
-    for entry in quantized_model.quantized_entries(name, shape, marker.dtype, parsed):
-        part = own.get(entry.name)
-        if part is None or (part.dtype, part.shape) != (entry.dtype, entry.shape):
-            found = "missing" if part is None else f"{part.dtype} of shape {part.shape}"
-            needs = f"{format} of shape {shape} needs {entry.dtype} of shape {entry.shape}"
-            raise BadFile(checkpoint.path, f"is {found}, {needs}", entry.name)
-        parts.append(part)
-    _, codes, scales, *rest = parts
-    return Weight(name, parsed, shape, marker.dtype, codes, scales, rest[0] if rest else None)
+    return weight_in(checkpoint.path, own, name, marker.shape[1:], marker.dtype, parsed)
 
 
 def _only_training(name: str, own: dict[str, Tensor]) -> bool:
@@ -234,12 +170,14 @@ def write(
     file_bytes: int | None,
     done: Progress,
     metadata: Mapping[str, str] | None = None,
+    *,
+    own: bool = True,
 ) -> None:
-    """Writes tensors to one .safetensors file or several, one tensor in memory at a time."""
+    """Writes tensors to one .safetensors file or several, one tensor in memory at a time; `own` as for `saving.write`."""
 
     def read(tensor: Tensor) -> np.ndarray:
         array = np.ascontiguousarray(tensor.read())
         done(tensor)
         return array.reshape(tensor.shape)
 
-    saving.write(path, tensors, read, file_bytes, metadata or {})
+    saving.write(path, tensors, read, file_bytes, metadata or {}, own=own)

@@ -16,26 +16,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..array import QuantizedArray, quantize
-from ..definition import layout
 from ..definition.views import DTYPES
 from ..errors import BadFile
 from ..formats import Format
-from . import untrusted
+from . import released, untrusted
 from .atomic import replacing
+from .contents import Contents, Progress, Weight, quantized_entries, weight_in
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
-from .names import SUFFIXES, no_values
+from .names import no_values
 
 KEY = "blockfp"
 VERSION = 1
-
-Progress = Callable[[Tensor], None]
-"""Called with each tensor when it is done."""
 
 
 def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> None:
@@ -44,8 +41,8 @@ def quantize_model(model: Model, format: Format, path: Path, done: Progress) -> 
     Raises:
         BadFile: a tensor can't be read or stored; nothing is written then.
     """
-    if KEY in model.metadata:
-        raise BadFile(model.path, "is quantized already: dequantize it first")
+    if contents_of(model).weights:
+        raise BadFile(model.path, "is quantized already: dequantize it first, or convert it to another layout")
     entries: list[Entry] = []
     described: dict[str, dict[str, object]] = {}
     for tensor in model.tensors:
@@ -79,16 +76,19 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
     Raises:
         BadFile: the file is not a quantized one, or a tensor's codes and scales don't fit each other; nothing is written then.
     """
-    quantized, others = _parted(model, _description(model))
+    found = contents_of(model)
+    if not found.weights:
+        raise BadFile(model.path, "has no quantized tensors, of blockfp's or another layout that it knows")
     tensors = {tensor.name: tensor for tensor in model.tensors}
-    entries = [Entry(t.name, t.dtype, t.shape) for t in others.values()]
-    entries += [Entry(name, DTYPES[dtype or stored.dtype], stored.shape) for name, stored in quantized.items()]
+    entries = [Entry(t.name, t.dtype, t.shape) for t in found.others.values()]
+    entries += [Entry(name, (dtype and DTYPES[dtype]) or weight.dtype, weight.shape) for name, weight in found.weights.items()]
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
-        for name, stored in quantized.items():
-            yield name, stored.read().dequantize(dtype and DTYPES[dtype])
-            done(tensors[name])
-        for name, tensor in others.items():
+        for name, weight in found.weights.items():
+            yield name, weight.values(dtype and DTYPES[dtype])
+            for entry in weight.entries:
+                done(tensors[entry])
+        for name, tensor in found.others.items():
             yield name, tensor.read()
             done(tensor)
 
@@ -103,10 +103,10 @@ def read_model(model: Model) -> Iterator[tuple[str, np.ndarray | QuantizedArray]
     Raises:
         BadFile: a tensor can't be read, or its codes and scales don't fit each other.
     """
-    quantized, others = _parted(model, _description(model) if KEY in model.metadata else {})
-    for name, stored in quantized.items():
-        yield name, stored.read()
-    for name, tensor in others.items():
+    found = contents_of(model)
+    for name, weight in found.weights.items():
+        yield name, weight.read()
+    for name, tensor in found.others.items():
         yield name, tensor.read()
 
 
@@ -128,24 +128,20 @@ def together(path: Path, models: Sequence[Model]) -> Model:
     return Model(path, tensors, metadata)
 
 
-def _parted(model: Model, described: dict[str, dict]) -> tuple[dict[str, _Stored], dict[str, Tensor]]:
-    """The quantized tensors of a file, and the others."""
+def contents_of(model: Model) -> Contents:
+    """The quantized tensors of a file, of whichever layout, and the others.
+
+    Raises:
+        BadFile: codes and scales don't fit each other, or are of a layout that blockfp has no format for.
+    """
     tensors = {tensor.name: tensor for tensor in model.tensors}
-    quantized = {name: _Stored(model, tensors, name, what) for name, what in described.items()}
-    taken = {name for stored in quantized.values() for name in stored.keys}
-    return quantized, {name: tensor for name, tensor in tensors.items() if name not in taken}
-
-
-def quantized_entries(name: str, shape: tuple[int, ...], dtype: np.dtype, format: Format) -> list[Entry]:
-    """The entries of a quantized tensor in a file: the empty one under its name, codes, scales, and maybe a tensor scale."""
-    entries = [
-        Entry(name, dtype, no_values(shape)),
-        Entry(name + SUFFIXES["codes"], np.dtype(np.uint8), layout.codes_shape(shape, format)),
-        Entry(name + SUFFIXES["scales"], np.dtype(format.scale.dtype), layout.scales_shape(shape, format)),
-    ]
-    if format.scale.two_level:
-        entries.append(Entry(name + SUFFIXES["tensor_scale"], np.dtype(np.float32), ()))
-    return entries
+    if KEY in model.metadata:
+        described = _description(model).items()
+        weights = {name: _described_weight(model, tensors, name, what) for name, what in described}
+    else:
+        weights = released.weights(model.path, tensors)
+    taken = {name for weight in weights.values() for name in weight.entries}
+    return Contents(model.path, weights, {name: tensor for name, tensor in tensors.items() if name not in taken})
 
 
 def _parts(q: QuantizedArray) -> list[np.ndarray]:
@@ -170,8 +166,6 @@ def check_names(path: Path, entries: list[Entry]) -> None:
 
 
 def _description(model: Model) -> dict[str, dict]:
-    if KEY not in model.metadata:
-        raise BadFile(model.path, "is not quantized by blockfp (its metadata has no 'blockfp')")
     try:
         description = untrusted.parse_json(model.metadata[KEY].encode(), "it")
         version, tensors = description["version"], dict(description["tensors"].items())
@@ -182,33 +176,16 @@ def _description(model: Model) -> dict[str, dict]:
     return tensors
 
 
-class _Stored:
-    """A quantized tensor in a file, held against its description."""
-
-    def __init__(self, model: Model, tensors: dict[str, Tensor], name: str, what: dict):
-        try:
-            self.format = Format.parse(what["format"])
-            self.shape = tuple(what["shape"])
-            self.dtype = what["dtype"]
-            fits = self.dtype in DTYPES and len(self.shape) >= 2 and all(map(untrusted.is_size, self.shape))
-        except Exception as error:
-            problem = error if isinstance(error, ValueError) else repr(error)
-            raise BadFile(model.path, f"its description in the metadata is wrong: {problem}", name) from error
-        if not fits:
-            raise BadFile(model.path, f"can't be {self.dtype} of shape {self.shape}", name)
-        self.keys: list[str] = []
-        self._tensors: list[Tensor] = []
-        for entry in quantized_entries(name, self.shape, DTYPES[self.dtype], self.format):
-            tensor = tensors.get(entry.name)
-            found = "missing" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
-            if tensor is None or (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):
-                what_for = f"{self.format} of shape {self.shape}"
-                problem = f"is {found}, {what_for} needs {entry.dtype} of shape {entry.shape}"
-                raise BadFile(model.path, problem, entry.name)
-            self.keys.append(entry.name)
-            self._tensors.append(tensor)
-
-    def read(self) -> QuantizedArray:
-        codes, scales, *tensor_scale = (tensor.read() for tensor in self._tensors[1:])
-        columns, dtype = self.shape[-1], DTYPES[self.dtype]
-        return QuantizedArray(codes, scales, tensor_scale[0] if tensor_scale else None, self.format, columns, dtype)
+def _described_weight(model: Model, tensors: dict[str, Tensor], name: str, what: dict) -> Weight:
+    """The weight that an entry of the description stands for."""
+    try:
+        format = Format.parse(what["format"])
+        shape = tuple(what["shape"])
+        dtype = what["dtype"]
+        fits = dtype in DTYPES and len(shape) >= 2 and all(map(untrusted.is_size, shape))
+    except Exception as error:
+        problem = error if isinstance(error, ValueError) else repr(error)
+        raise BadFile(model.path, f"its description in the metadata is wrong: {problem}", name) from error
+    if not fits:
+        raise BadFile(model.path, f"can't be {dtype} of shape {shape}", name)
+    return weight_in(model.path, tensors, name, shape, DTYPES[dtype], format)

@@ -68,7 +68,10 @@ def save(
 
 
 def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
-    """Reads what `save` of any framework wrote, or any other .safetensors file, one or several.
+    """Reads what `save` of any framework wrote, a released quantized model, or any other .safetensors file, one or several.
+
+    Of released models it knows the layouts of DeepSeek and Qwen (FP8), compressed-tensors, ModelOpt (NVFP4) and gpt-oss, each
+    by its own marks (`files.released`); codes and scales stay as they are, and values have the dtype of config.json.
 
     Args:
         path: a .safetensors file, its .index.json, or a folder that has model.safetensors or its index.
@@ -77,7 +80,8 @@ def load(path: str | PathLike[str]) -> dict[str, np.ndarray | QuantizedArray]:
         Arrays and quantized arrays by name.
 
     Raises:
-        blockfp.errors.BadFile: no such file, or one that is cut short, corrupt or of another kind.
+        blockfp.errors.BadFile: no such file, one that is cut short, corrupt or of another kind, or weights that are quantized
+            in a way that blockfp has no format for.
         ImportError: the package safetensors is not installed.
     """
     return dict(read(Path(path)))
@@ -89,8 +93,13 @@ def write(
     to_numpy: Callable[[Any], np.ndarray],
     file_bytes: int | None,
     metadata: Mapping[str, str],
+    *,
+    own: bool = True,
 ) -> None:
-    """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time."""
+    """`save` for any framework: `to_numpy` makes a plain array, or a part of a quantized one, NumPy's; one at a time.
+
+    Without `own` tensors are entries of another library's layout, and the file doesn't say that blockfp wrote it.
+    """
     from . import quantized_model
     from .modelfile import write_safetensors
 
@@ -108,20 +117,20 @@ def write(
 
     def part_of(names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         for name in names:
-            own, parts = entries[name], _parts(tensors[name])
-            if len(own) > len(parts):
+            laid, parts = entries[name], _parts(tensors[name])
+            if len(laid) > len(parts):
                 # A quantized tensor's own name, under which there is nothing.
-                yield own[0].name, np.empty(own[0].shape, own[0].dtype)
-            for entry, part in zip(own[-len(parts) :], parts, strict=True):
+                yield laid[0].name, np.empty(laid[0].shape, laid[0].dtype)
+            for entry, part in zip(laid[-len(parts) :], parts, strict=True):
                 yield entry.name, to_numpy(part)
 
     def write_one(target: Path, names: list[str]) -> None:
         described = {name: _description(tensors[name]) for name in names if _is_quantized(tensors[name])}
-        own = dict(metadata)
-        if described:
-            own[quantized_model.KEY] = json.dumps({"version": quantized_model.VERSION, "tensors": described})
+        # Also where nothing is quantized: readers need not ask whether a name such as "a_scale" is another library's mark.
+        told = json.dumps({"version": quantized_model.VERSION, "tensors": described})
+        strings = {**metadata, quantized_model.KEY: told} if own else metadata
         with replacing(target) as temporary:
-            write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), own)
+            write_safetensors(temporary, [e for name in names for e in entries[name]], part_of(names), strings)
 
     index = path.with_name(path.name + INDEX)
     if file_bytes is None:
@@ -262,13 +271,13 @@ def _parts(tensor: Any) -> list[Any]:
 
 
 def _entries(path: Path, name: str, tensor: Any) -> list[Entry]:
-    from . import quantized_model
+    from .contents import quantized_entries
     from .modelfile import TAGS, Entry
 
     if _is_quantized(tensor):
         if tuple(tensor.origin) != (0, 0) or getattr(tensor, "sharding", None) is not None:
             raise BadFile(path, f"it is a shard, not a whole array ({tensor!r})", name)
-        return quantized_model.quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
+        return quantized_entries(name, tuple(tensor.shape), DTYPES[dtype_name(tensor)], tensor.format)
     if isinstance(tensor, np.ma.MaskedArray):
         raise BadFile(path, "it is a masked array, and a file has no masks: save its .filled(..) or its .data", name)
     if not hasattr(tensor, "dtype"):

@@ -10,6 +10,7 @@ speed and nothing else.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..definition.bits import Array
 from ..definition.numerics import Amax, Origin, Quantized
 from ..definition.rounding import Key, key_words
 from ..formats import Format
+from . import reused_memory
 from .format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
 from .library import Library, installed
 
@@ -229,6 +231,11 @@ class _NumPy:
     """Lends NumPy arrays to the library, and makes new ones."""
 
     def empty(self, shape, dtype: str) -> np.ndarray:
+        size = math.prod(shape)
+        if size >= reused_memory.LEAST:
+            memory = reused_memory.array(size * _NUMPY_DTYPES[dtype].itemsize)
+            if memory is not None:
+                return memory.view(_NUMPY_DTYPES[dtype]).reshape(shape)
         return np.empty(shape, _NUMPY_DTYPES[dtype])
 
     def contiguous(self, x: np.ndarray) -> np.ndarray:
@@ -260,10 +267,17 @@ class _Torch:
 
     def __init__(self, torch: Any):
         self._empty = torch.empty
+        self._from_numpy = torch.from_numpy
         names = ("uint8", "int32", "float32", "float16", "bfloat16")
         self._dtypes = {name: getattr(torch, name) for name in names}
 
     def empty(self, shape, dtype: str) -> Any:
+        size = math.prod(shape)
+        if size >= reused_memory.LEAST:
+            memory = reused_memory.array(size * self._dtypes[dtype].itemsize)
+            if memory is not None:
+                # Not `view`, for the result is no view of another tensor. Its storage can't be resized.
+                return self._empty(0, dtype=self._dtypes[dtype]).set_(self._from_numpy(memory).untyped_storage(), 0, shape)
         return self._empty(shape, dtype=self._dtypes[dtype])
 
     def contiguous(self, x: Any) -> Any:

@@ -20,19 +20,18 @@ from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
+from blockfp.kernels.products import plan
 
 from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
 _DEQUANTIZE = (*_FORMAT, "row", "column")
-_PRODUCT = ("a_element", "b_element", "a_block_rows", "b_block_rows", "fast")
-
-# What cuBLAS recommends on Hopper.
-_WORKSPACE = 32 * 2**20
-
-
-_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT}
+_PRODUCT = (
+    *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
+    *("own", "tile", "fast", "accumulate"),
+)
+_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT, "product_by_cublas": _PRODUCT}
 
 
 @once
@@ -42,8 +41,8 @@ def _register(name: str) -> str:
 
     arguments = ["args", "rets", *(f"attrs.{attribute}" for attribute in _ATTRIBUTES[name])]
     # cuBLAS's first call makes a handle, which may not happen inside a capture.
-    capturable = name != "product"
-    function = getattr(cuda_library.library(), name)
+    capturable = name != "product_by_cublas"
+    function = getattr(cuda_library.library(), name.removesuffix("_by_cublas"))
     jax_tvm_ffi.register_ffi_target(f"blockfp_{name}", function, arguments, platform="gpu", allow_cuda_graph=capturable)
     return f"blockfp_{name}"
 
@@ -172,30 +171,24 @@ def cublas_version() -> int:
     return int(cuda_library.library().cublas_version())
 
 
-def cublas_product(a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, fast: bool) -> jax.Array:
-    """Multiplies a @ b^T by cuBLASLt: FP8 with a scale per tensor, or in blocks of 1x128 and 128x128."""
+def product(
+    a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, capability: tuple[int, int], fast: bool
+) -> jax.Array:
+    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
-    numbers = [format_numbers(format) for format in (a_format, b_format)]
+    version, name = cublas_version(), jnp.dtype(dtype).name
+    chosen = plan(a_format, b_format, m, n, k, capability=capability, cublas=version, dtype=name, fast=fast)
     out, _ = _call(
-        "product",
-        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((_WORKSPACE,), jnp.uint8)],
+        "product" if chosen.own else "product_by_cublas",
+        [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
         a.codes,
         b.codes,
-        _product_scales(a.scales, a_format),
-        _product_scales(b.scales, b_format),
-        a_element=numbers[0][0],
-        b_element=numbers[1][0],
-        a_block_rows=numbers[0][1],
-        b_block_rows=numbers[1][1],
-        fast=fast,
+        a.scales.reshape(1) if a_format.per_tensor else a.scales,
+        b.scales.reshape(1) if b_format.per_tensor else b.scales,
+        _absent(jnp.int32),
+        _absent(jnp.float32),
+        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out
-
-
-def _product_scales(scales: jax.Array, format: Format) -> jax.Array:
-    """Lays out scales for cuBLASLt: of 1x128 with the rows side by side, of 128x128 filled up to four blocks along k."""
-    if format.per_tensor:
-        return scales.reshape(1)
-    return scales.mT if format.block == (1, 128) else layout.pad_scales(scales, 1, 4)

@@ -67,7 +67,7 @@ def _excess(cotangent: jax.Array, primal: Axes | None, axes: tuple[str, ...]) ->
 class VaryingAxes:
     """The mesh axes that the primals of a linear layer vary over; kept for its backward."""
 
-    x: Axes
+    x: Axes | None
     carrier: Axes | None
     bias: Axes | None
     state: Axes | None
@@ -76,4 +76,4 @@ class VaryingAxes:
     def of(cls, x, carrier, bias, state) -> VaryingAxes:
         """The types of a call's arguments; None stays None."""
         history = None if state is None else state.gradient_amax_history
-        return cls(varying(x), *(None if a is None else varying(a) for a in (carrier, bias, history)))
+        return cls(*(None if a is None else varying(a) for a in (x, carrier, bias, history)))

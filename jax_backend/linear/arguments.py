@@ -11,6 +11,7 @@ from jax.core import Tracer
 from blockfp.formats import Format
 from blockfp.kernels.routes import exact_in_bfloat16
 from blockfp.recipes import Recipe
+from blockfp.sharding.experts import why_not_sent
 
 from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
@@ -22,8 +23,9 @@ from .products import Matrix
 
 def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
     """Raises TypeError or ValueError where these aren't arrays that `linear` (`grouped_linear`) multiplies."""
-    if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"x must be an array in high precision, got {type(x).__name__}")
+    if not isinstance(x, jax.Array | np.ndarray) and not (grouped and isinstance(x, QuantizedArray)):
+        wanted = "an array in high precision" + (", or what dispatch gave" if grouped else "")
+        raise TypeError(f"x must be {wanted}, got {type(x).__name__}")
     if not isinstance(weight, QuantizedArray | jax.Array | np.ndarray):
         raise TypeError(f"weight must be an array or a QuantizedArray, got {type(weight).__name__}")
     for name, array in (("x", x), ("weight", weight)):
@@ -39,6 +41,22 @@ def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
     if bias is not None and (bias.ndim != weight.ndim - 1 or not jnp.issubdtype(bias.dtype, jnp.floating)):
         wanted = "[groups, out]" if grouped else "[out]"
         raise ValueError(f"bias must be a float array of shape {wanted}, got {bias.dtype} {tuple(bias.shape)}")
+
+
+def check_quantized_input(x: QuantizedArray, recipe: Recipe) -> None:
+    """Raises ValueError where rows that are quantized already aren't what a recipe makes of an input.
+
+    Raises:
+        ValueError: another format than that of the recipe's input, or one whose rows are not quantized one by one.
+    """
+    cast = recipe.input
+    if cast.format is not x.format or cast.rotate or cast.stochastic or why_not_sent(x.format):
+        raise ValueError(
+            f"x is in {x.format}, and recipe {recipe} takes {cast} as its input: pass what dispatch gave with this recipe, or "
+            "x in high precision"
+        )
+    if x.sharding is not None or x.origin != (0, 0):
+        raise ValueError("x is a part of a sharded array: pass what dispatch gave")
 
 
 def check_state(recipe: Recipe, state, key, compute: str = "quantized") -> None:

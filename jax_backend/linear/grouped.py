@@ -20,18 +20,18 @@ from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
-from .arguments import check_state, check_tensors, stored_weight
+from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState
 from .grouped_products import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
-from .tiles import Scaling, Tiles, gather_rows, largest_amax, quantize_tiles, tile_rows
+from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows
 
 
 def grouped_linear(
-    x: jax.Array,
+    x: jax.Array | QuantizedArray,
     weight: jax.Array | QuantizedArray,
     group_sizes: jax.Array,
     bias: jax.Array | None = None,
@@ -54,7 +54,8 @@ def grouped_linear(
     each rank has whole matrices of some (of the spec P(expert_axis, ..)), and x holds the tokens of these.
 
     Args:
-        x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..
+        x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..; or quantized, as
+            `dispatch` gives them: these codes are multiplied, and wgrad's operand is quantized of their values.
         weight: [groups, out, in], quantized matrix by matrix (`quantize_params`), or with scales that all groups share (as
             `quantize` of all of it gives, and PyTorch's `GroupedLinear` has); or in high precision.
         group_sizes: int32 [groups], rows of each; their sum is at most tokens (checked unless traced). Rows beyond give zeros.
@@ -75,6 +76,9 @@ def grouped_linear(
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
+    if isinstance(x, QuantizedArray):
+        check_quantized_input(x, recipe)
+        x = x if x.carrier is None else x.with_carrier()
     placement = LayerPlacement.of(weight, data_axes, False)
     _check_axes(placement, expert_axis)
     out, features = placement.gathered_shape(weight)
@@ -124,8 +128,14 @@ class _GroupedLinear(Layer):
 
     def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
         scaling = self._scaling(None if state is None else state.input_scale, tiles)
-        row = quantize_tiles(x, tiles, self.recipe.input, scaling, ROWWISE) if rowwise else None
-        return row, quantize_tiles(x, tiles, self.recipe.input_columnwise, scaling, COLUMNWISE) if columnwise else None
+        row = None
+        if rowwise:
+            quantized = isinstance(x, QuantizedArray)
+            row = move_tiles(x, tiles) if quantized else quantize_tiles(x, tiles, self.recipe.input, scaling, ROWWISE)
+        if not columnwise:
+            return row, None
+        x = x.dequantize() if isinstance(x, QuantizedArray) else x
+        return row, quantize_tiles(x, tiles, self.recipe.input_columnwise, scaling, COLUMNWISE)
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
         scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key)

@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from blockfp.recipes import Cast, Recipe
 
+from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
@@ -60,12 +61,12 @@ class Layer(ABC):
         return either(partial(_plain, self), partial(_differentiable, self), x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
-    def tiles(self, x: jax.Array, sizes: Any) -> Any:
+    def tiles(self, x: Matrix, sizes: Any) -> Any:
         """Divides the rows of groups of these sizes into tiles; None for a layer of one matrix."""
 
     @abstractmethod
     def input_operands(
-        self, x: jax.Array, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
+        self, x: Matrix, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
     ) -> Pair:
         """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
 
@@ -145,8 +146,11 @@ def _state_after(layer: Layer, x: jax.Array, tiles: Any, state: DelayedState | N
 
 
 def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
-    carriers = carriers_of(LayerInputs(x, carrier, bias, state))
-    types = replication.VaryingAxes.of(x, carrier, bias, state)
+    point = x
+    if isinstance(x, QuantizedArray):
+        x, point = x.without_carrier(), x.carrier
+    carriers = carriers_of(LayerInputs(point, carrier, bias, state))
+    types = replication.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
     tiles = layer.tiles(x, sizes)
     # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.

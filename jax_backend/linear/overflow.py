@@ -27,5 +27,13 @@ def propagate(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
     """Makes all values of q NaN where its source isn't `finite`: bool (), or [stack] for each matrix of a stack."""
     if q.tensor_scale is not None:
         return q.replace(tensor_scale=jnp.where(finite, q.tensor_scale, jnp.nan))
-    nan = jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)
-    return q.replace(scales=jnp.where(finite[..., None, None], q.scales, nan))
+    return q.replace(scales=jnp.where(finite[..., None, None], q.scales, _nan(q)))
+
+
+def propagate_rows(q: QuantizedArray, finite: jax.Array) -> QuantizedArray:
+    """Makes the values NaN of rows whose source isn't finite: bool [rows], of q in blocks of one row."""
+    return q.replace(scales=jnp.where(finite[:, None], q.scales, _nan(q)))
+
+
+def _nan(q: QuantizedArray) -> jax.Array:
+    return jnp.asarray(_E8M0_NAN if q.scales.dtype == jnp.uint8 else jnp.nan, q.scales.dtype)

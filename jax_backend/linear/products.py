@@ -8,6 +8,7 @@ from jax import lax
 
 from blockfp.definition import layout
 from blockfp.definition.numerics import Quantized
+from blockfp.kernels.products import BLOCK_SCALES, HOPPER, TENSOR_SCALES
 from blockfp.kernels.routes import Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
@@ -17,9 +18,6 @@ from ..implementations import choice, cuda, replication
 from . import partitioned
 
 Matrix = jax.Array | QuantizedArray
-
-TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
-"""The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
 
 
 def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
@@ -53,6 +51,11 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
     return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
 
 
+def least_cublas(version: int) -> int:
+    """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
+    return 0 if _capability() == HOPPER else version
+
+
 def _capability() -> tuple[int, int]:
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
@@ -78,8 +81,8 @@ def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.
 
 def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     # XLA would write the product in fp32 and read it again to scale it.
-    if choice.missing_product(TENSOR_SCALES) is None:
-        return _by_cublas(a, b, dtype, fast)
+    if choice.missing_product(least_cublas(TENSOR_SCALES)) is None:
+        return _by_library(a, b, dtype, fast)
     codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
@@ -88,18 +91,19 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     """Multiplies FP8 blocks of 128, which XLA has no product for."""
-    missing = choice.missing_product(BLOCK_SCALES)
+    missing = choice.missing_product(least_cublas(BLOCK_SCALES))
     if missing is None:
         # Fast accumulation is not offered.
-        return _by_cublas(a, b, dtype, False)
+        return _by_library(a, b, dtype, False)
     working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
     return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
 
 
-def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
+def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
-    return replication.vary(cuda.cublas_product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
+    out = cuda.product(*operands[0], *operands[1], dtype, capability=_capability(), fast=fast)
+    return replication.vary(out, frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:

@@ -23,7 +23,7 @@ from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
 from blockfp.recipes import Cast, Recipe
 
-from ..arrays.array import wrap_parts
+from ..arrays.array import QuantizedArray, wrap_parts
 from ..implementations import ops
 from ..implementations.materialize import materialize
 from . import overflow
@@ -162,10 +162,19 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
     """
     x = tiles.split(x)
     q = _quantized(x, tiles, cast, scaling, direction)
-    if cast.format is None:
-        return q
-    finite = jnp.isfinite(x).all(axis=(1, 2)).astype(jnp.int32)
-    of_groups = jax.ops.segment_min(finite, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
+    return q if cast.format is None else _showing_overflow(q, jnp.isfinite(x), tiles)
+
+
+def move_tiles(x: QuantizedArray, tiles: Tiles) -> QuantizedArray:
+    """Moves rows that are quantized one by one, [tokens, size], to tiles [tiles, rows, size]."""
+    q = x.replace(codes=tiles.split(x.codes), scales=tiles.split(x.scales), tangent=None)
+    return _showing_overflow(q, jnp.isfinite(q.dequantize()), tiles)
+
+
+def _showing_overflow(q: QuantizedArray, finite: jax.Array, tiles: Tiles) -> QuantizedArray:
+    """Makes the tiles of groups NaN that aren't `finite`, bool [tiles, .., ..], throughout."""
+    of_tiles = finite.all(axis=(1, 2)).astype(jnp.int32)
+    of_groups = jax.ops.segment_min(of_tiles, tiles.group, num_segments=tiles.sizes.shape[0], indices_are_sorted=True)
     return overflow.propagate(q, of_groups[tiles.group] == 1)
 
 

@@ -73,6 +73,26 @@ uint32_t largest_number(const Elements<T>& x, int64_t row, int64_t rows, int64_t
   return most;
 }
 
+// Largest magnitude pattern of each column of some rows.
+template <class T>
+void largest_of_columns(const Elements<T>& x, int64_t row, int64_t rows, int64_t columns, typename T::Raw* __restrict__ largest) {
+  using Raw = typename T::Raw;
+  // Eight rows at a time: what is largest so far is read and written once for all of them.
+  const int64_t end = row + rows;
+  const auto larger = [](Raw a, Raw b) { return a > b ? a : b; };
+  for (int64_t r = row; r < end; r += 8) {
+    const auto at = [&](int64_t k) { return x.row(r + k < end ? r + k : end - 1); };
+    const Raw *p0 = at(0), *p1 = at(1), *p2 = at(2), *p3 = at(3), *p4 = at(4), *p5 = at(5), *p6 = at(6), *p7 = at(7);
+    for (int64_t c = 0; c < columns; ++c) {
+      const auto pair = [c, larger](const Raw* p, const Raw* q) {
+        return larger(p[c] & T::kRawMagnitude, q[c] & T::kRawMagnitude);
+      };
+      const Raw most = larger(larger(pair(p0, p1), pair(p2, p3)), larger(pair(p4, p5), pair(p6, p7)));
+      largest[c] = r == row ? most : larger(largest[c], most);
+    }
+  }
+}
+
 // amax bits and NaN flags of one row of blocks, which is `rows` rows of the tile from `row` on.
 template <class T>
 void amax_of_blocks(const Elements<T>& x, int64_t row, int64_t rows, int64_t columns, int64_t phase, int64_t block,
@@ -81,14 +101,7 @@ void amax_of_blocks(const Elements<T>& x, int64_t row, int64_t rows, int64_t col
   const Raw* values = x.row(row);
   if (rows > 1) {
     Raw* largest = static_cast<Raw*>(scratch);
-    for (int64_t c = 0; c < columns; ++c) largest[c] = values[c] & T::kRawMagnitude;
-    for (int64_t r = row + 1; r < row + rows; ++r) {
-      const Raw* next = x.row(r);
-      for (int64_t c = 0; c < columns; ++c) {
-        const Raw magnitude = next[c] & T::kRawMagnitude;
-        largest[c] = magnitude > largest[c] ? magnitude : largest[c];
-      }
-    }
+    largest_of_columns(x, row, rows, columns, largest);
     values = largest;
   }
   int64_t column = 0;

@@ -13,6 +13,10 @@ namespace {
 // A tile is read twice: it stays in the second-level cache. Its rows are as long as that allows, for the prefetcher's sake.
 constexpr int64_t kTileBytes = 1 << 18;
 constexpr int64_t kLongestRow = 1 << 13;
+// Blocks of many rows would leave short ones. Long rows from the third-level cache are faster, where the tiles are still enough
+// for all threads.
+constexpr int64_t kBandBytes = 1 << 22;
+constexpr int64_t kBandsPerThread = 4;
 
 int64_t batches_of(const Input& x) {
   int64_t batches = 1;
@@ -55,7 +59,13 @@ Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t 
   t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
   // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
   const bool cut = code_row_bytes(format.element, 4) == 4 || t.column_phase % 4 == 0;
-  const int64_t widest = std::clamp<int64_t>(kTileBytes / (block_rows * element_bytes) / 128 * 128, 128, kLongestRow);
+  const auto widest_of = [&](int64_t bytes) {
+    return std::clamp<int64_t>(bytes / (block_rows * element_bytes) / 128 * 128, 128, kLongestRow);
+  };
+  int64_t widest = widest_of(kTileBytes);
+  if (columns > widest && widest < kLongestRow && batches * t.grid_rows >= kBandsPerThread * thread_limit()) {
+    widest = widest_of(kBandBytes);
+  }
   const int64_t whole = up(t.column_phase + columns, 128) * 128;
   t.tile_columns = std::max<int64_t>(cut ? std::min(widest, whole) : whole, 128);
   t.tile_rows = std::max<int64_t>(kTileBytes / (t.tile_columns * element_bytes) / block_rows, 1) * block_rows;

@@ -39,18 +39,20 @@ void expect_writes(void* data, int64_t bytes) {
 #endif
 }
 
+int thread_limit() {
+  const int limit = most_threads.load();
+  return limit > 0 ? limit : allowed_cores();
+}
+
 int set_threads(int threads) {
   most_threads = threads;
-  return threads > 0 ? threads : allowed_cores();
+  return thread_limit();
 }
 
 void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes,
                const std::function<void(int64_t task, int64_t next, void* scratch)>& body) {
   int64_t threads = std::min(tasks, work / kBytesPerThread);
-  if (threads > 1) {
-    const int limit = most_threads.load();
-    threads = std::min<int64_t>(threads, limit > 0 ? limit : allowed_cores());
-  }
+  if (threads > 1) threads = std::min<int64_t>(threads, thread_limit());
   threads = std::max<int64_t>(threads, 1);
   const int64_t stride = (scratch_bytes + 63) / 64 * 64;
   const std::unique_ptr<char[]> memory(new char[threads * stride + 64]);

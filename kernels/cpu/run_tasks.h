@@ -16,6 +16,9 @@ void run_tasks(int64_t tasks, int64_t work, int64_t scratch_bytes,
 // more than quantizing. Only a hint, and memory that has been written to already stays as it is.
 void expect_writes(void* data, int64_t bytes);
 
+// As many threads as a call may run on.
+int thread_limit();
+
 // At most this many threads a call from now on; 0: as many as the process may run on. Returns the limit in use.
 int set_threads(int threads);
 

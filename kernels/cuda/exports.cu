@@ -32,24 +32,12 @@
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
-// products/product_exports.cu.
+// products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
-  const Format f = format_of(element, block_rows, block_columns, rule);
-  const bool fp8 = element <= E5M2::kId && f.rule <= ScaleRule::kPow2;
-  const bool mx = f.rule == ScaleRule::kE8m0Ceil || f.rule == ScaleRule::kE8m0Floor;
-  const bool known = (fp8 && (block_columns == 0 || block_columns == 128)) || (mx && block_columns == 32) ||
-                     (element == E2M1::kId && f.two_levels() && block_columns == 16);
-  check(known && (block_rows == block_columns || block_rows == 1),
-        "this library has FP8 per tensor and in blocks of 128, MX in blocks of 32, and NVFP4 in blocks of 16; the format has element ",
-        element, ", scale rule ", rule, " and blocks of ", block_rows, "x", block_columns);
-  return f;
-}
 
 Window window_of(const Format& f, int64_t x_rows, int64_t x_columns, int64_t row, int64_t column, int64_t rows,
                  int64_t columns) {

@@ -15,10 +15,10 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     ViTConfig,
@@ -131,10 +131,11 @@ def test_a_head_that_the_model_will_tie_again_is_tied():
     assert isinstance(other.lm_head, bfp.Linear)
 
 
-def test_experts_that_are_no_layers_are_named():
-    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    model = made(lambda: MixtralForCausalLM(MixtralConfig(**WORDS, **sizes)))
-    with pytest.warns(UserWarning, match=r"left \d\d% .*experts\.gate_up_proj \[4, 192, 64\]: .*bfp\.GroupedLinear holds"):
+def test_experts_that_multiply_in_their_own_way_are_named():
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config = Llama4TextConfig(**WORDS, **sizes, intermediate_size_mlp=96, interleave_moe_layer_step=1)
+    model = made(lambda: Llama4ForCausalLM(config))
+    with pytest.warns(UserWarning, match=r"left \d\d% .*experts\.gate_up_proj \[4, 64, 192\]: .*bfp\.GroupedLinear holds"):
         bfp.convert(model, "mxfp8")
     summary = bfp.summary(model)
     experts = sum(param.numel() for name, param in model.named_parameters() if "experts" in name and param.ndim == 3)

@@ -18,7 +18,8 @@ CORE = (
     {"files"},
     {"blockfp", "check"},
     {"jax_backend", "torch_backend"},
-    {"jax", "torch", "cli"},
+    {"jax", "torch", "commands"},
+    {"cli"},
 )
 """The rooms of the core, from the bottom up; those of one floor don't know each other. `blockfp` is `__init__.py`."""
 
@@ -30,6 +31,7 @@ TORCH = (
     "quantized_tensor",
     "weights",
     "linear",
+    "experts",
     "modules",
     "optimizer",
     "check",
@@ -40,6 +42,7 @@ TORCH = (
 
 LATE = {
     "blockfp.check.plot": "takes matplotlib",
+    "blockfp.files.contents": "takes safetensors, which an extra brings",
     "blockfp.files.modelfile": "takes safetensors, which an extra brings",
     "blockfp.files.quantized_model": "takes safetensors, which an extra brings",
     "blockfp.jax_backend.implementations.pallas.arrays": "takes Mosaic, which is slow to import",
@@ -171,7 +174,9 @@ def test_the_architecture_shows_the_rooms_in_their_order(house, prefix, heading)
             there[room(name, depth)].add(name.split(".")[depth + 1])
     if prefix == "blockfp":
         there = {
-            name: files for name, files in there.items() if floor(name, CORE) < floor("jax_backend", CORE) or name == "cli"
+            name: files
+            for name, files in there.items()
+            if floor(name, CORE) < floor("jax_backend", CORE) or name in ("commands", "cli")
         }
         assert not {f"{name}/{file}" for name, files in there.items() for file in files - shown.get(name, set())}
     assert set(shown) == set(there)

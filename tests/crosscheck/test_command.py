@@ -18,6 +18,7 @@ import blockfp
 from blockfp import cli
 from blockfp.check import backends
 from blockfp.check.crosscheck import Definition
+from blockfp.commands import console
 from blockfp.definition import numerics
 from blockfp.files import quantized_model
 from blockfp.files.modelfile import Entry, open_model, write_safetensors
@@ -56,7 +57,7 @@ def wrong_kernels(monkeypatch):
                 q.codes[-1, 5] ^= 1
             return q
 
-    monkeypatch.setitem(cli.BACKENDS, "kernels", Wrong)
+    monkeypatch.setitem(backends.BACKENDS, "kernels", Wrong)
 
 
 def refused(result, *messages):
@@ -68,12 +69,12 @@ def refused(result, *messages):
 def test_info():
     result = run("info")
     assert result.exit_code == 0
-    for word in ("blockfp", blockfp.__version__, "numpy", np.__version__, "apache-tvm-ffi", *cli.BACKENDS):
+    for word in ("blockfp", blockfp.__version__, "numpy", np.__version__, "apache-tvm-ffi", *backends.BACKENDS):
         assert word in result.stdout
 
 
 def test_info_says_what_is_not_here(monkeypatch):
-    monkeypatch.setitem(cli.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    monkeypatch.setitem(backends.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
     result = run("info")
     assert "not here: no_such_library is not installed" in plain(result.stdout)
 
@@ -170,7 +171,7 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
     named = ("--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "numpy")
     assert "only one backend" in plain(run("check", model, *named).stdout)
     with monkeypatch.context() as patch:
-        patch.setattr(cli.os, "access", lambda path, mode: mode != os.W_OK)
+        patch.setattr(console.os, "access", lambda path, mode: mode != os.W_OK)
         refused(run("check", model, *named, "--report", tmp_path / "r.json"), "r.json:", "can't be written to")
 
     def full(*_):
@@ -185,7 +186,7 @@ def test_what_cannot_be_written(model, tmp_path, monkeypatch):
 
 
 def test_a_backend_that_is_not_here(model, monkeypatch):
-    monkeypatch.setitem(cli.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
+    monkeypatch.setitem(backends.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
     refused(run("check", model, "--backend", "jax"), "--backend jax: not here: no_such_library is not installed")
     result = run("check", model, "--format", "mxfp8_e4m3")
     assert result.exit_code == 0
@@ -308,7 +309,7 @@ def test_quantize_refuses_what_it_cannot_store(model, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metadata": {}}, "is not quantized by blockfp"),
+        ({"metadata": {}}, "has no quantized tensors"),
         ({"metadata": {"blockfp": "not json"}}, "metadata 'blockfp' is not what blockfp writes"),
         ({"metadata": {"blockfp": '{"version": 9, "tensors": {}}'}}, "is of version 9"),
         ({"format": "mxfp9"}, "tensor 'w': its description in the metadata is wrong: format 'mxfp9' is not known"),

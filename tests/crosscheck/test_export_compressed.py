@@ -11,7 +11,7 @@ from exported import SHAPES, run, save, unsharded  # noqa: E402
 from resumed import model_of  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
-from blockfp.files import compressed_tensors  # noqa: E402
+from blockfp.files.layouts import compressed_tensors  # noqa: E402
 from blockfp.formats import FORMATS, Format  # noqa: E402
 
 

@@ -150,3 +150,15 @@ def test_given_amax(format):
     pairs = zip(native.amax(x, format), native.amax(other, format), strict=True)
     reduced = numerics.Amax(*(None if a is None else np.maximum(a, b) for a, b in pairs))
     assert_quantized(x, format, amax=reduced)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("fp8_e4m3_128x128", (520, 1300)), ("mxfp4_e2m1_32x32", (140, 4300))])
+def test_tiles_are_wider_where_there_are_enough_for_all_threads(name, shape):
+    for dtype in ("bfloat16", "float32"):
+        x = sample("special", shape, dtype)
+        parts = numerics.quantize(x, name)
+        values = numerics.dequantize(*parts, name, dtype, columns=shape[1])
+        for threads in (1, 64):
+            native.set_threads(threads)
+            assert_same_bits(native.quantize(x, name), parts)
+            assert_same_bits(native.dequantize(*parts, name, dtype, columns=shape[1]), values)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockfp.files.names import LAYER_BUFFERS, SUFFIXES
+from blockfp.files.names import SUFFIXES
 
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.module_state import InParts
+from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_names, stored_parts
 from . import model_names, ranks
 from .uneven import replicate_uneven
@@ -49,7 +48,7 @@ def high_precision_state_dict(
     left_out = {name for name, param in params.items() for name in stored_names(name, param)} - params.keys()
     for path, module in model_names.modules(model).items():
         if isinstance(module, InParts):
-            left_out |= {f"{path}.{name}".removeprefix(".") for name in chain(*LAYER_BUFFERS)}
+            left_out |= {f"{path}.{name}".removeprefix(".") for name in state_names(module)}
     keeps = not cpu_offload or ranks.rank_and_world(None)[0] == 0
     found: dict[str, Tensor] = {}
     whole: dict[int, Tensor] = {}

@@ -6,6 +6,7 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -79,8 +80,8 @@ def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = 
 
 
 @lru_cache(maxsize=4096)
-def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
-    """fp32 bits of eps and of the largest multiplier."""
+def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """Returns fp32 bits of eps and of the largest multiplier, as the library takes them."""
     return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
 
 
@@ -153,7 +154,7 @@ def quantize_both(
 
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
@@ -202,44 +203,68 @@ def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scal
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
 
 
-def quantize_scaled(
-    x: Array,
-    format: Format | str,
-    *,
-    amax: Array | None = None,
-    multiplier: Array | None = None,
-    rows: bool = True,
-    columns: bool = False,
-    eps: float = 0.0,
-) -> tuple[Both, Array | None]:
-    """`quantize` of a matrix in a format with one scale per tensor whose amax or multiplier is known, from one read.
+def reader(
+    x: torch.Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool = False, eps: float = 0.0, given: bool = False
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[list[torch.Tensor], torch.Tensor | None]]:
+    """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
 
     Args:
-        x: torch CUDA tensor [rows, columns] with adjacent columns.
-        amax: int32 [1], fp32 bits.
-        multiplier: float32 of one element, instead of an amax (delayed scaling).
-        rows, columns: the directions wanted; the codes of the other are None.
-        format, eps: as for `quantize`.
+        x: one of them, [.., rows, columns].
+        format: the format.
+        rows, columns: the directions wanted.
+        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
+        eps: as for `quantize`.
+        given: whether the amax or a multiplier is given, of a format with one scale per tensor.
 
     Returns:
-        Both directions, and with a multiplier the amax of x as int32 [1], else None.
+        A function of a matrix, what is given (int32 [1], the amax, or float32 of one element, the multiplier) or None, and keys,
+        int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix, int32 [1],
+        where the scales needed it or a multiplier stood for it; else None.
     """
     _check(x)
-    check_beside(x, "x", amax=amax, multiplier=multiplier)
-    format, run = Format.parse(format), library()
-    given = multiplier if amax is None else amax
-    if not format.per_tensor or given is None or (amax is not None and multiplier is not None):
-        raise ValueError(f"a format with one scale per tensor and either its amax or a multiplier are wanted, got {format}")
-    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
-    shape = tuple(x.shape)
-    codes, scales = _outputs(x, shape, format) if rows else (None, None)
-    codes_t, scales_t = _outputs(x, shape[::-1], format) if columns else (None, None)
-    recorded = None if multiplier is None else x.new_zeros(1, dtype=torch.int32)
-    run.quantize(
-        x, given.reshape(1), recorded, None, codes, scales, None, codes_t, scales_t, *format_numbers(format),
-        False, eps_bits, largest, False, 0, 0, 0, 0,
-    )  # fmt: skip
-    return Both(Quantized(codes, scales, None), Quantized(codes_t, scales_t, None)), recorded
+    device, run, two_level = x.device, library().quantize, format.scale.two_level
+    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
+    *leading, height, width = x.shape
+    sizes: list[Any] = [None] * 4
+    if rows:
+        sizes[:2] = layout.parts((*leading, height, width), format)[:2]
+    if columns:
+        sizes[2:] = layout.parts((*leading, width, height), format)[:2]
+    outputs = [None if one is None else (one[0], getattr(torch, one[1])) for one in sizes]
+    measure = not given and (format.per_tensor or two_level)
+    amaxes = (2,) if rotate else (1,)
+    numbers = (*format_numbers(format), measure, eps_bits, largest, rotate, 0, 0, 0, 0)
+    empty = torch.empty
+
+    def read(x, known=None, keys=None):
+        amax = recorded = tensor_scale = None
+        if measure:
+            known = amax = empty(amaxes, dtype=torch.int32, device=device)
+        elif known is not None:
+            if known.device != device:
+                name = "multiplier" if known.dtype is torch.float32 else "amax"
+                check_beside(x, "x", **{name: known})
+            if known.dtype is torch.float32:
+                amax = recorded = torch.zeros(1, dtype=torch.int32, device=device)
+            else:
+                amax = known
+            known = known.view(1)
+        if two_level:
+            tensor_scale = empty(amaxes, dtype=torch.float32, device=device)
+        made: list[Any] = []
+        for one in outputs:
+            made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
+        codes, scales, codes_t, scales_t = made
+        run(x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers)
+        parts = []
+        if rows:
+            parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])
+        if columns:
+            # Results of an op share no memory.
+            parts += (codes_t, scales_t) if tensor_scale is None else (codes_t, scales_t, tensor_scale[-1].clone())
+        return parts, amax[:1] if rotate and amax is not None else amax
+
+    return read
 
 
 def encode(
@@ -290,17 +315,33 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    check_beside(codes, "codes", scales=scales)
-    check_square(format)
-    check_codes(codes, columns, format)
-    run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
-    out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
-    run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
-    if format.per_tensor:
+    key = (id(format), codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
+    plan = _turns.get(key)
+    if plan is None:
+        check_beside(codes, "codes", scales=scales)
+        check_square(format)
+        check_codes(codes, columns, format)
+        leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
+        shape = (*leading, *layout.codes_shape((columns, rows), format))
+        flipped = (*scales.shape[:-2], scales.shape[-1], scales.shape[-2])
+        bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
+        if len(_turns) >= _MOST_TURNS:
+            _turns.clear()
+        plan = _turns[key] = (shape, format.element.bits, rows, flipped, bits_of_scales)
+    shape, size, rows, flipped, bits_of_scales = plan
+    run, out = library(), codes.new_empty(shape)
+    run.transpose(codes.contiguous(), out, size, rows, columns)
+    if not bits_of_scales:
         return out, scales.mT
-    flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
-    run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
-    return out, flipped
+    turned = scales.new_empty(flipped)
+    run.transpose(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
+    return out, turned
+
+
+_turns: dict[Any, tuple[Any, ...]] = {}
+"""What `transpose` works out once for tensors of a kind."""
+
+_MOST_TURNS = 4096
 
 
 def transpose_words(x: Array) -> Array:

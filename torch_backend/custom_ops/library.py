@@ -14,6 +14,8 @@ from torch import Tensor
 from blockfp.definition import layout
 from blockfp.formats import Format
 
+from ..torch_internals import dispatch_modes
+
 # A Library with Python functions costs two thirds of `torch.library.custom_op`'s host time.
 _library = torch.library.Library("blockfp", "DEF")
 
@@ -54,3 +56,11 @@ def is_real(tensor: Tensor) -> bool:
     Other tensors have to go through an op, so that it is traced, or its fake runs.
     """
     return type(tensor) is Tensor and not tensor.is_meta
+
+
+def runs_now(tensor: Tensor) -> bool:
+    """Says whether an operation on a tensor runs at once and nobody watches: the tensor is real, and no mode is on.
+
+    Modes are FLOP counters, selective checkpointing and tracers: they see operations that go through the dispatcher.
+    """
+    return type(tensor) is Tensor and not tensor.is_meta and not dispatch_modes()

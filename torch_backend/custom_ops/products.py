@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.definition import layout
 from blockfp.formats import Format
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
-from ..torch_internals import scaled_mm
-from . import cuda, kernels
-from .dtypes import view_codes, view_scales
-from .kernels import kernels_for
+from . import kernels
+from .dtypes import name_of, view_codes, view_scales
 from .library import define, fake, impl
 from .ops import dequantize_parts
 
@@ -54,12 +54,14 @@ class Matrix(NamedTuple):
         format: of the codes; None for values.
         origin: (row, column) of its first element in the matrix whose blocks are counted.
         transposed: whether it is stored as [contracted, size].
+        ordered: whether its scales of 1x128 come as the CUDA library's product reads them, [blocks, size filled up to fours].
     """
 
     parts: Sequence[Tensor]
     format: Format | None
     origin: tuple[int, int] = (0, 0)
     transposed: bool = False
+    ordered: bool = False
 
     @property
     def is_one_tensor(self) -> bool:
@@ -115,8 +117,8 @@ def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n
     """The route of a product on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
-    capability = torch.cuda.get_device_capability(device)
-    return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order)
+    capability, library = torch.cuda.get_device_capability(device), cuda_library.available()
+    return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order, library=library)
 
 
 @impl(product)
@@ -175,21 +177,17 @@ def multiply_parts(
     chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)))
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(a, b, n, k, bias, dtype, chosen)
-    return _MODES[chosen.mode](a, _transposed(b, n) if b.transposed else b, bias, dtype, fast_accum)
+    if b.transposed:
+        b = _turned(b, n)
+    if chosen.mode in ("tensor", "block"):
+        return _on_codes(a, b, n, k, bias, dtype, fast_accum)
+    return _BLACKWELL[chosen.mode](a, b, bias, dtype)
 
 
 def _cut(x: Matrix) -> bool:
     """Says whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
     return bool(x.origin[0] % rows or x.origin[1] % columns)
-
-
-def _transposed(b: Matrix, n: int) -> Matrix:
-    """Turns b, stored as [k, n], into [n, k]."""
-    assert b.format is not None
-    codes, scales, *tensor_scale = b.parts
-    codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
-    return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
 
 
 def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
@@ -217,30 +215,115 @@ def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtyp
     return (out if bias is None else out + bias).to(dtype)
 
 
-def _per_tensor(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    (left, right), _ = _elements(a, b)
-    # cuBLAS adds a bias of 16 bits only.
-    fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
-    out = scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
-    return out if bias is None or fused is not None else (out + bias).to(dtype)
+def _on_codes(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Multiplies FP8 with one scale or in blocks of 128, by the CUDA library."""
+    codes, m = a.parts[0], a.parts[0].shape[0]
+    assert a.format is not None
+    assert b.format is not None
+    added = None if bias is None else bias.dtype
+    plan = _plan(codes.device, a.format, b.format, m, n, k, dtype, added, ordered=(a.ordered, b.ordered), fast=fast_accum)
+    out = codes.new_empty((m, n), dtype=dtype)
+    _multiply_codes(plan, a, b, None, bias if plan.adds_bias else None, out)
+    return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
 
 
-def _block(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes, formats = _elements(a, b)
-    kinds, scales = [], []
-    for x, format in zip((a, b), formats, strict=True):
-        if format.block == (1, 128):
-            kinds.append(ScalingType.BlockWise1x128)
-            # Strides (1, m).
-            by_kernel = kernels_for(x.parts[1]) is cuda
-            scales.append((cuda.transpose_words(x.parts[1]) if by_kernel else x.parts[1].t().contiguous()).t())
-        else:
-            kinds.append(ScalingType.BlockWise128x128)
-            # Padded to four blocks along k, and k first.
-            scales.append(layout.pad_scales(x.parts[1], 1, 4).t())
-    # Fast accumulation is not offered.
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype)
-    return out if bias is None else (out + bias).to(dtype)
+def multiplies_groups(device: torch.device, a: Format, b: Format) -> bool:
+    """Returns True where `multiply_groups` takes codes of these formats."""
+    return route_on(device, a, b, 0, 0, 0).mode in ("tensor", "block")
+
+
+def multiply_groups(
+    a: Matrix,
+    b: Matrix,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Multiplies group after group on codes, outside of a graph; `multiplies_groups` says where.
+
+    Of rows: a [m, k], b [groups, n, k], the result [m, n]; rows past the last end are zeros, or in a given `out` as they were.
+    Along k: a [m, padded], b [n, padded], whose columns of a group begin at a multiple of 128, with zero codes up to there
+    (`kernels.products.padded_rows`); the result is [groups, m, n]. Groups without rows give zeros there.
+
+    Args:
+        a, b: FP8 with one scale, one for each group ([groups]), or in blocks of 1x128 or 128x128. b decides which kind it is.
+        ends: int32 [groups] on the device, ascending: the row after each group's last.
+        bias: [groups, n], or None; of rows only.
+        dtype: of the result; that of `out` where it is given.
+        out: contiguous, to write to.
+        accumulate: adds the product to what `out` holds.
+    """
+    along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
+    codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
+    m = codes.shape[0]
+    if out is None:
+        assert dtype is not None
+        out = codes.new_zeros((groups, m, n) if along_k else (m, n), dtype=dtype)
+    if out.numel() == 0 or k == 0:
+        return out
+    assert a.format is not None
+    assert b.format is not None
+    plan = _plan(
+        codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
+        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate,
+    )  # fmt: skip
+    _multiply_codes(plan, a, b, ends, bias, out)
+    return out
+
+
+def _multiply_codes(plan: Plan, a: Matrix, b: Matrix, ends: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    """Calls the library's product, which writes `out`."""
+    (left, left_scales), (right, right_scales) = (_readable(x) for x in (a, b))
+    workspace = out.new_empty(plan.workspace, dtype=torch.uint8) if plan.workspace else None
+    if bias is not None:
+        bias = bias.contiguous()
+    cuda_library.library().product(left, right, left_scales, right_scales, ends, bias, out, workspace, *plan.numbers)
+
+
+def _readable(x: Matrix) -> tuple[Tensor, Tensor]:
+    """Codes and scales as the library's product takes them: contiguous codes that begin on multiples of 16 bytes."""
+    codes, scales = x.parts[0].contiguous(), x.parts[1].contiguous()
+    if codes.data_ptr() % 16:
+        codes = codes.clone()
+    return codes, scales
+
+
+def _turned(b: Matrix, n: int) -> Matrix:
+    """Turns b, stored as [k, n], into [n, k]."""
+    assert b.format is not None
+    codes, scales, *tensor_scale = b.parts
+    codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
+    return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device,
+    a: Format,
+    b: Format,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    bias: torch.dtype | None,
+    **options: Any,
+) -> Plan:
+    """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are."""
+    return plan(
+        a,
+        b,
+        m,
+        n,
+        k,
+        capability=torch.cuda.get_device_capability(device),
+        cublas=int(cuda_library.library().cublas_version()),
+        dtype=name_of(dtype),
+        bias=None if bias is None else name_of(bias),
+        **options,
+    )
 
 
 def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
@@ -258,7 +341,7 @@ def _interleaved(x: Matrix) -> Tensor:
     return layout.interleave_scales(scales)
 
 
-def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes, formats = _elements(a, b)
     scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
     kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
@@ -266,7 +349,7 @@ def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accu
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes, formats = _elements(a, b)
     scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
@@ -275,4 +358,4 @@ def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_a
     return out if bias is None else (out + bias).to(dtype)
 
 
-_MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
+_BLACKWELL = {"mx": _mx, "nvfp4": _nvfp4}

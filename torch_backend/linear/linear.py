@@ -12,14 +12,18 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
+from ..custom_ops.linear_ops import casts_of
+from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import functorch_is_active, unsafe_view
+from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
-from .linear_function import LinearFunction
+from .grouped_function import GroupedFunction, counts_of, ends_of, takes
+from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
+from .shared_function import SharedFunction
 
 
 class LinearState(NamedTuple):
@@ -95,25 +99,78 @@ def apply(
     state: LinearState | None = None,
     key: Key | None = None,
     counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
     parallel: Parallel | None = None,
     transposed: bool = False,
 ) -> Tensor:
     """Computes `linear` with a recipe from `recipes.for_linear`.
 
     With `counts`, weight is [groups, out, in], bias [groups, out], and group g multiplies the next counts[g] rows of
-    x [tokens, in]; each group's rows are a tensor of their own. With `parallel`, tensors are what this rank holds of them.
-    With `transposed`, weight is [in, out], in a format whose transpose is exact.
+    x [tokens, in]; each group's rows are a tensor of their own. `offs` says the same as the groups' ends, int32 [groups] on x's
+    device. With `parallel`, tensors are what this rank holds of them. With `transposed`, weight is [.., in, out], in a format
+    whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    _check_tensors(x, weight, bias, grouped=counts is not None, transposed=transposed)
+    traced = torch.compiler.is_compiling()
+    transforms = not traced and functorch_is_active()
+    known = call = None
+    grouped = counts is not None or offs is not None
+    if not grouped and parallel is None and not transforms and not traced:
+        known = _known_by(x, weight, bias, recipe, state, key, transposed)
+        call = _calls.get(known)
+    if call is None:
+        _check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
     # Not reshape: of no elements it can't infer a length.
-    rows = x.flatten(0, -2) if x.ndim > 1 else x[None]
-    y = _run(rows, weight, bias, recipe, state or LinearState(), key, counts, shared, transposed)
+    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
+    if transforms:
+        run = lambda x, weight, bias: _run(  # noqa: E731
+            x, weight, bias, _call_of(x, weight, bias, recipe, state, key, grouped, shared), state, key, counts, offs, transposed
+        )
+        y = transformed(rows, weight, bias, run)
+    else:
+        if call is None:
+            call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
+            if known is not None:
+                kept(_calls, known, call)
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed)
+    if x.ndim == 2:
+        return y
     leading = list(x.shape[:-1])
     if parallel is not None and shared is not None and shared.sequence:
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
-    return y if x.ndim == 2 else unsafe_view(y, [*leading, y.shape[-1]])
+    return unsafe_view(y, [*leading, y.shape[-1]])
+
+
+# Calls whose arguments were checked, by all that the checks look at. A dictionary: compiled code calls no cache of functools.
+_calls: dict[Any, Call] = {}
+
+_wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _known_by(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    state: LinearState | None,
+    key: Key | None,
+    transposed: bool,
+) -> tuple[Any, ...]:
+    """All that a call of one rank without groups is checked for, and that its `Call` is made of."""
+    device = x.device
+    kind = device.type
+    # A recipe lives as long as the calls that are known by its number: they hold it.
+    return (
+        *(id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad),
+        *(type(weight), weight.shape, weight.dtype, weight.device, _wants_grad(weight), id(getattr(weight, "format", None))),
+        None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
+        torch.is_grad_enabled(),
+        torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
+        None if state is None else (state.rank, *[tensor is None for tensor in state]),
+        key is None,
+        transposed,
+    )
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
@@ -123,9 +180,9 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         if tensor is not None and tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {tensor.dtype}")
     if x.ndim < 1 or weight.ndim != 2 + grouped or x.shape[-1] != weight.shape[-2 if transposed else -1]:
-        lies = "[groups, out, in]" if grouped else "[in, out]" if transposed else "[out, in]"
+        lies = f"[{'groups, ' * grouped}{'in, out' if transposed else 'out, in'}]"
         raise ValueError(f"x [.., in] and weight {lies} must share in, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (outputs := weight.shape[-1:] if transposed else weight.shape[:-1]):
+    if bias is not None and bias.shape != (outputs := (*weight.shape[:-2], weight.shape[-1 if transposed else -2])):
         raise ValueError(f"bias must have shape {tuple(outputs)}, got {tuple(bias.shape)}")
     if x.device != weight.device or (bias is not None and x.device != bias.device):
         lie = f"x on {x.device}, weight on {weight.device}" + (f", bias on {bias.device}" if bias is not None else "")
@@ -135,54 +192,80 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         )
 
 
-def _run(
+def _call_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     recipe: Recipe,
-    state: LinearState,
+    state: LinearState | None,
     key: Key | None,
-    counts: Sequence[int] | None,
+    grouped: bool,
     parallel: Parallel | None,
-    transposed: bool,
-) -> Tensor:
-    device = x.device.type
-    if not torch.compiler.is_compiling() and functorch_is_active():
-        run = lambda x, weight, bias: _run(x, weight, bias, recipe, state, key, counts, parallel, transposed)  # noqa: E731
-        return transformed(x, weight, bias, run)
+) -> Call:
+    """Checks what `_check_tensors` doesn't, and returns the constants of the call."""
+    kind, state = x.device.type, state or LinearState()
     # torch has none for meta.
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    x = x.to(dtype)
+    autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
     stored = None
     if isinstance(weight, QuantizedTensor):
         # What a DTensor holds has no attributes in compiled code; the product looks at its format.
         stored = weight.format if parallel is None else recipe.weight.format
     if stored is not None and stored is not recipe.weight.format:
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
-    if transposed:
-        weight = weight.mT
-    if autocast:
-        bias = None if bias is None else bias.to(dtype)
-        weight = weight.to(dtype) if recipe.weight.format is None else weight
-    elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
-        other = weight.dtype if weight.dtype != dtype else bias is not None and bias.dtype
-        raise TypeError(f"x is {dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
+    if autocast is None and (weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)):
+        other = weight.dtype if weight.dtype != x.dtype else bias is not None and bias.dtype
+        raise TypeError(f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
     _check_state(recipe, state, key, any(needs))
-    words = state.rng_key if key is None else key_tensor(key, x.device)
-    call = Call(recipe, stored, counts is not None, needs, training, None if key is not None else state.rank, parallel)
-    delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
-    tensors = delayed if recipe.delayed else (None,) * 4
-    arguments = (call, counts, *tensors, words, state.step, state.observed)
-    if not autocast:
-        outputs: Any = LinearFunction.apply(x, weight, bias, *arguments)
+    rank = None if key is not None else state.rank
+    made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
+    traced = torch.compiler.is_compiling()
+    direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
+    static = (casts_of(recipe), made, direct, traced, autocast)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, *static)
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: Call,
+    state: LinearState | None,
+    key: Key | None,
+    counts: Sequence[int] | None,
+    offs: Tensor | None,
+    transposed: bool,
+) -> Tensor:
+    recipe, dtype = call.recipe, call.dtype
+    if transposed:
+        weight = weight.mT
+    if dtype is not None:
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        weight = weight.to(dtype) if recipe.weight.format is None else weight
+    tensors: tuple[Tensor | None, ...] = ()
+    if state is not None or key is not None:
+        state = state or LinearState()
+        delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
+        words = state.rng_key if key is None else key_tensor(key, x.device)
+        tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
+    if call.parallel is None and not call.grouped:
+        function, arguments = LinearFunction.apply, (call, *tensors)
+        if not call.traced and not functorch_is_active():
+            function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
+    elif call.grouped and takes(call, tensors):
+        offs = ends_of(counts, x) if offs is None else offs
+        function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
+    else:
+        counts = counts_of(offs, x) if counts is None and offs is not None else counts
+        function, arguments = SharedFunction.apply, (call, counts, *(tensors or NO_STATE))
+    if dtype is None:
+        outputs: Any = function(x, weight, bias, *arguments)
     else:
         # Products choose their dtypes themselves.
-        with torch.autocast(device, enabled=False):
-            outputs = LinearFunction.apply(x, weight, bias, *arguments)
+        with torch.autocast(x.device.type, enabled=False):
+            outputs = function(x, weight, bias, *arguments)
     # Beside y there may be what gradients of gradients need.
     return outputs[0] if isinstance(outputs, tuple) else outputs
 

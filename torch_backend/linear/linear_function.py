@@ -1,116 +1,69 @@
-"""The autograd function behind `linear`, of one rank or of a tensor-parallel group.
+"""The autograd function behind `linear` of one rank: one op forward, one backward (`custom_ops/linear_ops`).
 
     forward   y  = x w^T     x rowwise      weight rowwise
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
     wgrad     dw = g^T x     g columnwise   x columnwise: made in the forward, from the same read as rowwise, and saved
 
-It runs over the custom ops of operand_ops.py and products.py, so that eager and compiled code carry out the same ones. What it
-saves for the backward is the codes and scales of x columnwise, and the weight. A group (`Parallel`) shares the products:
-
-                  weight [out, in]   input              output              gradient of the output
-    column        rows cut           whole              columns cut         columns cut
-      + sequence                     rows cut: gathered
-    row           columns cut        columns cut        terms: all-reduced  whole
-      + sequence                                        reduce-scattered    rows cut: gathered
-    experts       groups cut         each rank has the tokens of its own experts
-
-Operands are quantized as parts of the whole (operands.py), so every rank multiplies codes and scales that one process would.
-What is gathered travels as codes: rowwise in the forward, columnwise (for the weight's gradient) in the backward, begun before
-the products that don't need it and freed after the last that does. Sums of terms over the ranks are begun as soon as their
-product is done, and waited for last.
+What it saves for the backward is the codes and scales of x columnwise, and the weight. Layers that a tensor-parallel group
+shares have a function of their own (`shared_function`), with collectives between casts and products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.recipes import HIGH_PRECISION, Product, Recipe
+from ..custom_ops import linear_ops
+from ..custom_ops.library import runs_now
+from ..torch_internals import apply_of
+from .call import Call, bias_gradient, keys_of_gradient
+from .delayed import record
+from .observe import observe_again
+from .operands import amax_where_compiled
+from .second_order import backward_with_graph, plus, taken
 
-from ..custom_ops.collectives import max_reduce_together
-from ..custom_ops.products import Matrix, multiply
-from ..sharded.shard import TensorParallelShard
-from . import outputs
-from .call import Call, bias_gradient, groups_of, keys_of_gradient
-from .operands import (
-    Scaling,
-    columnwise_weight,
-    gathered_gradient,
-    gathered_input,
-    kept_inputs,
-    quantized,
-    regathered_input,
-    weight_operand,
-)
-from .parallel import Parallel
-from .second_order import backward_with_graph, plus, taken, without_derivative
+NO_STATE = (None,) * 7
 
 
 class LinearFunction(torch.autograd.Function):
+    """y from x, weight, bias, a `Call` and, of recipes with state, the seven tensors of `LinearState`."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: Call,
-        counts: Sequence[int] | None,
-        input_amax_history: Tensor | None,
-        input_scale: Tensor | None,
-        gradient_amax_history: Tensor | None,
-        gradient_scale: Tensor | None,
-        key: Tensor | None,
-        step: Tensor | None,
-        observed: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *state: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        recipe, parallel = call.recipe, call.parallel
-        scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
-        columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
-        shard = None if parallel is None else parallel.cut_input
-        gathers = parallel is not None and parallel.gathers_input
-        # What terms add up to gets its bias once.
-        added = None if parallel is not None and parallel.style == "row" else bias
-        size = (weight.shape[-2], weight.shape[-1])
-        w = weight_operand(weight, call.stored, recipe.weight, parallel)
-        kept: list[Tensor] = []
-        ctx.x_origin = (0, 0)
-        terms = []
-        for index, group in groups_of(x, counts):
-            if parallel is not None and gathers:
-                row, columns = gathered_input(group, recipe.input, columnwise, scaling, parallel.tokens)
-                kept = columns if call.needs[1] else kept
-            else:
-                row, columns = quantized(group, "input", recipe.input, columnwise, scaling, shard)
-                if columns is not None:
-                    ctx.x_origin = columns.origin
-                    kept += columns.parts
-            own = added if added is None or index is None else added[index]
-            terms.append(multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
-            del row, columns
-        if call.needs[1] and columnwise.format is None and not gathers:
+        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
+        recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
+        compiled = call.traced
+        column = recipe.input_columnwise if needs_weight else None
+        format = None if column is None else column.format
+        multiplier = scale if recipe.input.format is not None or format is not None else None
+        plain = column is None or not column.rotate
+        amax = amax_where_compiled(x, recipe.input.format, format, plain, multiplier) if compiled else None
+        run = linear_ops.forward if call.direct and runs_now(x) else linear_ops.linear_forward
+        w = _taken_apart([weight], call) if call.direct else (weight, None, None, (0, 0))
+        made = run(x, *w[:3], bias, amax, multiplier, call.casts, recipe.eps, needs_weight, w[3])
+        if multiplier is not None and history is not None and call.training:
+            record(history, made[-1])
+        if ctx.observed is not None:
+            observe_again(ctx.observed, "input", x, recipe.input, column, recipe.eps, amax=amax, multiplier=multiplier)
+        y, count = made[0], 1 + call.quantizes_weight
+        parts, kept = made[1:count] or [weight], made[count : len(made) - (multiplier is not None)]
+        if needs_weight and format is None:
             kept = [x]
-        y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
-        del terms
-        if parallel is not None and parallel.style == "row":
-            y = _summed_output(y, bias, counts, parallel)
-        parts = w.parts if call.needs[0] else []
-        ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
-        ctx.format, ctx.origin = w.format, w.origin
+        parts = parts if needs_x else []
+        ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
+        ctx.format = recipe.weight.format if count > 1 else call.stored
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
-        # Not saved: another microbatch's backward may write into them before this one's.
-        ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = gradient_amax_history, gradient_scale, key, step, observed
-        if parallel is not None:
-            ctx.x_shape = (x.shape[0], x.shape[1])
-        if parallel is not None or torch.compiler.is_compiling():
+        if compiled:
             ctx.save_for_backward(*kept, *parts)
             return y
         # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
-        ctx.weight_beside = bool(parts) and call.stored is None and w.format is not None
+        ctx.weight_beside = needs_x and count > 1
         beside = [weight] if ctx.weight_beside else []
-        if not (call.needs[0] and call.needs[1]):
+        if not (needs_x and needs_weight):
             ctx.save_for_backward(*kept, *parts, *beside)
             return y
         anchor = x.new_empty(0)
@@ -120,143 +73,61 @@ class LinearFunction(torch.autograd.Function):
         return y, anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):
+    def backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
         call: Call = ctx.call
-        recipe, parallel, (needs_x, needs_weight, needs_bias) = call.recipe, call.parallel, call.needs
+        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        compiled = torch.compiler.is_compiling()
+        rest = (None,) * (len(ctx.needs_input_grad) - 3)
         if gradient is None:
-            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), *([None] * 11)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if parallel is None:
-                return backward_with_graph(ctx, gradient)
-            return without_derivative(
-                LinearFunction.backward,
-                ctx,
-                gradient,
-                "a tensor-parallel layer has no gradient of its gradient: take it of a layer that is not cut, or leave out "
-                "create_graph",
-            )
+            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
+        if not compiled and torch.is_grad_enabled():
+            return *backward_with_graph(ctx, gradient), *rest
         saved = list(ctx.saved_tensors)
-        kept, w = saved[: ctx.kept], Matrix(saved[ctx.kept : ctx.kept + ctx.parts], ctx.format, ctx.origin)
+        kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
         del saved
-        if not torch.compiler.is_compiling():
+        if not compiled:
             # From here on each copy lives until its product is done.
             ctx.maybe_clear_saved_tensors()
-        pending = None
-        if parallel is not None and parallel.gathers_input and needs_weight:
-            pending = regathered_input(kept, ctx.x_shape, recipe.input_columnwise, parallel.tokens, gradient)
-        inputs = [] if pending is not None else kept_inputs(kept, recipe.input_columnwise.format, ctx.counts, ctx.x_origin)
-        del kept
-        rowwise = recipe.gradient if needs_x else HIGH_PRECISION
-        columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
-        keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
-        scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
-        d_bias = _shared_bias_gradient(gradient, ctx, parallel) if needs_bias and parallel is not None else None
-        shard = None if parallel is None else parallel.cut_gradient
-        gathers = parallel is not None and parallel.gathers_gradient
-        # One rank frees x first. A group's sum is under way while the weight's gradient is made.
-        order: tuple[Product, ...] = ("wgrad", "dgrad") if parallel is None else ("dgrad", "wgrad")
-        d_weight = gradient.new_empty(ctx.shape, dtype=ctx.dtype) if needs_weight and call.grouped else None
-        d_inputs: list[Tensor] = []
-        pending_sum = None
-        groups = groups_of(gradient, ctx.counts) if needs_x or needs_weight else []
-        overflows = [None] * len(groups) if parallel is None else _overflows([group for _, group in groups], parallel)
-        for (index, group), overflow in zip(groups, overflows, strict=True):
-            key = None if keys is None else keys[index or 0]
-            if parallel is not None and gathers:
-                wanted = (rowwise if needs_x else None, columnwise if needs_weight else None)
-                row, column = gathered_gradient(group, *wanted, scaling, parallel.scattered(ctx.x_shape[0]), key)
-            else:
-                row, column = quantized(group, "gradient", rowwise, columnwise, scaling, shard, key)
-            for name in order:
-                if name == "wgrad" and needs_weight:
-                    column = Matrix([group.mT], None) if column is None else column
-                    x = inputs.pop(0) if pending is None else pending.finish(scaling)
-                    size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
-                    each = multiply(column, x, size, None, ctx.dtype, fast_accum="wgrad" in recipe.fast_accum)
-                    del column, x
-                    each = each if overflow is None else _passing_overflow(each, overflow)
-                    if d_weight is None:
-                        d_weight = each
-                    else:
-                        d_weight[index].copy_(each)
-                    del each
-                if name == "dgrad" and needs_x:
-                    each = _dgrad(row, w, ctx, recipe, group.dtype, index)
-                    d_inputs.append(each if overflow is None else _passing_overflow(each, overflow))
-                    del row, each
-                    if parallel is not None and parallel.style == "column" and ctx.counts is None:
-                        pending_sum = outputs.begin(d_inputs.pop(), _summed_by(parallel), parallel.reduce_format)
-        d_x = None
-        if parallel is not None and pending_sum is not None:
-            to = _summed_by(parallel)
-            d_x = outputs.finish(pending_sum, to, ctx.shape[-1], gradient.dtype, parallel.reduce_format)
-        elif needs_x:
-            d_x = _joined(d_inputs) if d_inputs else gradient.new_empty(ctx.x_shape)
-            if parallel is not None and parallel.style == "column":
-                d_x = _summed(d_x, parallel)
-            if carried is not None:
+        d_x = d_weight = d_bias = None
+        if needs_x or needs_weight:
+            row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
+            formats = (None if row is None else row.format, None if column is None else column.format)
+            stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
+            keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
+            multiplier = None if formats == (None, None) else ctx.scale
+            plain = keys is None and (column is None or not column.rotate)
+            amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
+            run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
+            w = (None, None, None, (0, 0))
+            if parts:
+                w = _taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
+            del parts
+            if ctx.observed is not None:
+                known = {"amax": amax, "multiplier": multiplier, "keys": keys}
+                observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
+            options = (recipe.eps, needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
+            results = run(gradient, kept, *w[:3], amax, multiplier, keys, call.casts, *options)
+            if multiplier is not None and ctx.history is not None:
+                record(ctx.history, results[-1])
+            d_weight = results[int(needs_x)] if needs_weight else None
+            d_x = results[0] if needs_x else None
+            if d_x is not None and carried is not None:
                 d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
-        if needs_bias and parallel is None:
-            d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
-        return d_x, d_weight, d_bias, *([None] * 9)
+        if needs_bias:
+            d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
+        return d_x, d_weight, d_bias, *rest
 
 
-def _joined(groups: list[Tensor]) -> Tensor:
-    return groups[0] if len(groups) == 1 else torch.cat(groups)
+def _taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+    """Codes, scales and tensor scale of the weight, and its origin; of values, these alone."""
+    if len(parts) > 1:
+        return parts[0], parts[1], parts[2] if len(parts) > 2 else None, (0, 0)
+    weight: Any = parts[0]
+    if call.stored is None:
+        return weight, None, None, (0, 0)
+    geometry = weight.geometry
+    return weight.codes, weight.scales, weight.tensor_scale, geometry.origin or geometry.start
 
 
-def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype, index: int | None) -> Tensor:
-    columnwise = recipe.weight_columnwise
-    if w.format is None and columnwise.format is not None:
-        # A weight whose rowwise operand is in high precision has no codes yet.
-        weight = w.parts[0] if index is None else w.parts[0][index]
-        w, index = columnwise_weight(weight, columnwise, ctx.call.parallel), None
-    else:
-        w = w._replace(transposed=True)
-    size = (ctx.shape[-1], ctx.shape[-2])
-    return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
-
-
-def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
-    """The destination of a sum over the ranks, as `outputs.begin` takes it."""
-    return parallel.tokens if parallel.sequence else parallel.group
-
-
-def _summed(terms: Tensor, parallel: Parallel) -> Tensor:
-    """The sum of the ranks' terms: all of it, or this rank's tokens."""
-    to = _summed_by(parallel)
-    pending = outputs.begin(terms, to, parallel.reduce_format)
-    return outputs.finish(pending, to, terms.shape[1], terms.dtype, parallel.reduce_format)
-
-
-def _summed_output(terms: Tensor, bias: Tensor | None, counts: Sequence[int] | None, parallel: Parallel) -> Tensor:
-    y = _summed(terms, parallel)
-    if torch.compiler.is_compiling():
-        # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
-        y = y.clone()
-    if bias is None:
-        return y
-    return y + (bias if counts is None else torch.cat([b.expand(n, -1) for b, n in zip(bias, counts, strict=True)]))
-
-
-def _overflows(groups: list[Tensor], parallel: Parallel) -> list[Tensor | None]:
-    """For each group a bool () that says whether its whole float16 gradient holds an Inf.
-
-    Each rank's loss scaler looks at its own part alone. None where every rank sees an Inf in the scales (`overflow.mark`), and
-    for dtypes that need no loss scale.
-    """
-    if not groups or groups[0].dtype is not torch.float16 or not (parallel.gathers_gradient or parallel.cut_gradient):
-        return [None] * len(groups)
-    own = [group.isinf().any().int() for group in groups]
-    return [overflow > 0 for overflow in max_reduce_together(own, (parallel.group,))]
-
-
-def _passing_overflow(product: Tensor, overflow: Tensor) -> Tensor:
-    return torch.where(overflow, torch.full_like(product, torch.nan), product)
-
-
-def _shared_bias_gradient(gradient: Tensor, ctx: Any, parallel: Parallel) -> Tensor:
-    if not parallel.gathers_gradient:
-        return bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
-    # The bias is added to this rank's tokens alone.
-    return outputs.all_reduce(gradient.sum(0, dtype=torch.float32), parallel.group).to(ctx.bias_dtype)
+run_linear = apply_of(LinearFunction)
+"""`LinearFunction.apply` where nothing is traced or transformed."""

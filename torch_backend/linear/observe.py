@@ -6,19 +6,17 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from blockfp.recipes import Cast
+from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from ..custom_ops.operand_ops import Directions, quantize_operand
 from ..torch_internals import mark_static_address
 from .recipe_layer import RecipeLayer
-
-if TYPE_CHECKING:
-    from ..custom_ops.operand_ops import Directions
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
 """The rows of a layer's figures."""
@@ -95,7 +93,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         ...     for record in observation.step():
         ...         print(record.module, record.operand, record.sqnr)
 
-    It reads each operand once more and dequantizes it. A compiled model is compiled again for it.
+    It quantizes each operand once more and dequantizes it. A compiled model is compiled again for it.
 
     Raises:
         ValueError: no layer of the model quantizes anything, or the model is observed already.
@@ -107,14 +105,37 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         raise ValueError("model is observed already")
     try:
         for module in modules.values():
-            device = next(module.parameters(recurse=False)).device
-            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=device)
+            weight = module.held_weight()
+            assert weight is not None
+            module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=weight.device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
             mark_static_address(module.observed)
         yield Observation(modules)
     finally:
         for module in modules.values():
             module.__dict__["observed"] = None
+
+
+def observe_again(
+    observed: Tensor, operand: str, x: Tensor, rowwise: Cast | None, columnwise: Cast | None, eps: float, **known: Any
+) -> None:
+    """Quantizes an operand as a layer's op did, which keeps its parts to itself, and adds its figures to those of the layer.
+
+    Args:
+        observed, operand, x: see `observe_operand`.
+        rowwise, columnwise: its casts, None where that direction wasn't wanted.
+        eps: of the recipe.
+        known: `amax`, `multiplier` and `keys` (int32 [2, 2]) that the op got, as far as there are any.
+    """
+    row, column = rowwise or HIGH_PRECISION, columnwise or HIGH_PRECISION
+    if row.format is None and column.format is None:
+        return
+    keys = known.pop("keys", None)
+    if keys is not None:
+        known["row_key"] = keys[0] if row.stochastic else None
+        known["column_key"] = keys[1] if column.stochastic else None
+    found = quantize_operand(x, row.format, column.format, rotate=column.rotate, eps=eps, **known)
+    observe_operand(observed, operand, x, found, row, column)
 
 
 def observe_operand(observed: Tensor, operand: str, x: Tensor, found: Directions, rowwise: Cast, columnwise: Cast) -> None:

@@ -77,15 +77,8 @@ def quantized(
         return Matrix([x], None), None
     row_key = keys[0] if keys is not None and rowwise.stochastic else None
     column_key = keys[1] if keys is not None and columnwise.stochastic else None
-    amax = None
-    if x.is_cuda and torch.compiler.is_compiling() and x.numel():
-        # There the compiler finds it while it makes x.
-        per_tensor = {format.per_tensor for format in (row, column) if format is not None}
-        # The kernel that takes an amax rounds to nearest, and rotated values have another one.
-        plain = row_key is column_key is None and not columnwise.rotate
-        scaled_by_it = per_tensor == {True} and plain and scaling.multiplier is None
-        if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
-            amax = tensor_amax(x)
+    plain = row_key is column_key is None and not columnwise.rotate
+    amax = amax_where_compiled(x, row, column, plain, scaling.multiplier)
     found = quantize_operand(
         x,
         row,
@@ -102,6 +95,27 @@ def quantized(
     if scaling.observed is not None:
         observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
     return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
+
+
+def amax_where_compiled(
+    x: Tensor, row: Format | None, column: Format | None, plain: bool, multiplier: Tensor | None
+) -> Tensor | None:
+    """The amax of an operand, int32 [1], where a compiler finds it while it makes x and the kernels have a use for it.
+
+    Args:
+        x: the operand.
+        row, column: formats, or None.
+        plain: whether x is neither rotated nor rounded stochastically: the kernel that takes an amax rounds to nearest, and
+            rotated values have another one.
+        multiplier: of delayed scaling, or None.
+    """
+    if not (torch.compiler.is_compiling() and x.is_cuda and x.numel()):
+        return None
+    per_tensor = {format.per_tensor for format in (row, column) if format is not None}
+    scaled_by_it = per_tensor == {True} and plain and multiplier is None
+    if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
+        return tensor_amax(x)
+    return None
 
 
 def _quantized_part(

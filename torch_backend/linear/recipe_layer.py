@@ -25,3 +25,7 @@ class RecipeLayer(nn.Module):
     gradient_scale: Tensor | None
     rng_key: Tensor | None
     step: Tensor | None
+
+    def held_weight(self) -> Tensor | None:
+        """Returns the weight as it is held now: whole, sharded or gathered."""
+        return self._parameters.get("weight")

@@ -106,7 +106,7 @@ def layers_of(optimizer: Optimizer) -> list[RecipeLayer]:
 
 def _weights(layer: RecipeLayer, known: _Watched) -> list[Tensor]:
     """The weight as the layer holds it now, and as an optimizer does: FSDP2 changes the first between forward and backward."""
-    weights = [layer._parameters.get("weight"), known.sharded]
+    weights = [layer.held_weight(), known.sharded]
     return [weight for weight in weights if weight is not None]
 
 

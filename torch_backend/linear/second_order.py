@@ -98,7 +98,7 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
 
 
 def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Runs the backward of `LinearFunction` so that its gradients can be differentiated."""
+    """Runs the backward of `linear` so that its gradients of x, weight and bias can be differentiated, and returns these."""
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
@@ -128,7 +128,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     if d_x is not None and needs_weight:
         d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
     d_bias = bias_gradient(gradient, ctx.counts, ctx.bias_dtype) if needs_bias else None
-    return d_x, d_weight, d_bias, *([None] * 9)
+    return d_x, d_weight, d_bias
 
 
 def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:

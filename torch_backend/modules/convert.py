@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
+from .experts import Experts
 from .in_place import become
-from .kinds import base_kind, check_layer, quantized_class
-from .linear import Linear
+from .kinds import Kind, base_kind, check_layer, quantized_class, quantized_names, weight_names
 from .quantized_layer import QuantizedLayer, Weights
 from .summary import Summary, summary, tied_elsewhere
-from .transposed_linear import TransposedLinear
+
+Made = QuantizedLayer | Experts
 
 
 class _Chosen(NamedTuple):
     path: str
     recipe: Recipe
-    kind: type[Linear] | type[TransposedLinear]
+    kind: Kind
 
 
 def convert(
@@ -40,6 +41,10 @@ def convert(
     `Linear` (for a `Conv1D` from a layer that multiplies so) and from their own. A layer stays the same object: its hooks, its
     attributes, its bias and whatever refers to it stay, and its weight is a new parameter. `summary` says what was done, and
     what was left and why.
+
+    Experts are converted too, where transformers (5) or torchtitan holds those of a layer in 3-D parameters: these keep their
+    names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
+    by groups, whatever `config._experts_implementation` says.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
@@ -122,51 +127,59 @@ def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool)
                 owners.setdefault(param, f"{path}.{name}".lstrip("."))
     tied = {}
     for layer, one in chosen.items():
-        weight = layer._parameters.get("weight")
-        elsewhere = named.get(f"{one.path}.weight") if weight is None else owners.get(weight, named.get(f"{one.path}.weight"))
-        if elsewhere is not None:
-            tied[one.path] = elsewhere
+        for name in weight_names(one.kind, layer):
+            weight, known = layer._parameters.get(name), named.get(f"{one.path}.{name}")
+            elsewhere = known if weight is None else owners.get(weight, known)
+            if elsewhere is not None:
+                tied[one.path] = elsewhere
     return tied
 
 
-def _made(
-    chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool
-) -> dict[nn.Module, QuantizedLayer]:
+def _made(chosen: dict[nn.Module, _Chosen], weights: Weights, compute: Compute, keep_init: bool) -> dict[nn.Module, Made]:
     """Makes a new layer for each; those that share a weight share the new one. The model stays as it is."""
-    made: dict[nn.Module, QuantizedLayer] = {}
-    by_weight: dict[Tensor, QuantizedLayer] = {}
+    made: dict[nn.Module, Made] = {}
+    by_weight: dict[Tensor, tuple[Made, str]] = {}
     for layer, one in chosen.items():
-        options = {"weights": weights, "compute": compute, "keep_init": keep_init}
+        options: Any = {"weights": weights, "compute": compute, "keep_init": keep_init}
         try:
-            new = one.kind.from_linear(layer, one.recipe, **options)  # pyright: ignore[reportArgumentType]
+            new = _new_layer(layer, one, options)
         except ValueError as error:
             raise ValueError(f"{one.path!r}: {error}") from None
-        first = by_weight.setdefault(layer.get_parameter("weight"), new)
-        if first.recipe.weight != new.recipe.weight or first.transposed != new.transposed:
-            raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
-        new.weight = first.weight
+        for name in quantized_names(new):
+            first, first_name = by_weight.setdefault(layer.get_parameter(name), (new, name))
+            if first.recipe.weight != new.recipe.weight or first.transposed != new.transposed:
+                raise ValueError(f"layers that share a weight need one weight format, got {first.recipe} and {new.recipe}")
+            new._parameters[name] = first.get_parameter(first_name)
         # A class that can't be derived from raises here, before anything is changed.
         quantized_class(type(layer), one.kind)
         made[layer] = new
     return made
 
 
-def _commit(made: dict[nn.Module, QuantizedLayer]) -> None:
+def _new_layer(layer: Any, one: _Chosen, options: Any) -> Made:
+    if issubclass(one.kind, Experts):
+        return one.kind.from_experts(layer, one.recipe, **options)
+    return one.kind.from_linear(layer, one.recipe, **options)
+
+
+def _commit(made: dict[nn.Module, Made]) -> None:
     """Turns each layer into the one that was made for it, where it stands: references, hooks and attributes stay."""
     for layer, new in made.items():
-        old = layer.get_parameter("weight")
+        old = {name: layer.get_parameter(name) for name in quantized_names(new)}
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
         become(layer, quantized_class(type(layer), type(new)))
-        layer._parameters["weight"] = new.weight
+        layer._modules.update(new._modules)
         layer._buffers.update(new._buffers)
         layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)
-        for name, value in vars(old).items():
-            # Marks of other libraries, such as that a weight is initialized or takes no weight decay.
-            vars(new.weight).setdefault(name, value)
-        if old.grad is not None and new.weight.grad is None:
-            new.weight.grad = old.grad
-        assert isinstance(layer, QuantizedLayer)
+        for name, weight in old.items():
+            layer._parameters[name] = taken = new.get_parameter(name)
+            for mark, value in vars(weight).items():
+                # Marks of other libraries, such as that a weight is initialized or takes no weight decay.
+                vars(taken).setdefault(mark, value)
+            if weight.grad is not None and taken.grad is None:
+                taken.grad = weight.grad
+        assert isinstance(layer, QuantizedLayer | Experts)
         hooks = dict(layer._state_dict_hooks)
         layer._state_dict_hooks.clear()
         layer.register_hooks()
@@ -186,7 +199,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 
 
 def _quantized(module: nn.Module) -> bool:
-    return any(isinstance(inner, QuantizedLayer) for inner in module.modules())
+    return any(quantized_names(inner) for inner in module.modules())
 
 
 def _warn(done: Summary, tied: dict[str, str]) -> None:
@@ -205,8 +218,9 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
         warnings.warn(
             f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices as they are, "
             f"which nobody asked for: {each}{more}. blockfp.torch.summary(model) shows all of it. Only layers are converted "
-            "(those that filter_fn= is asked about): torch.nn.Linear, its subclasses with its own forward, and transformers' "
-            "Conv1D. Experts that are parameters of one module can be held by bfp.GroupedLinear, or by a layer for each.",
+            "(those that filter_fn= is asked about): torch.nn.Linear, its subclasses with its own forward, transformers' "
+            "Conv1D, and experts of transformers and torchtitan. Other experts can be held by bfp.GroupedLinear, or by a layer "
+            "for each.",
             UserWarning,
             stacklevel=3,
         )

@@ -12,19 +12,24 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
+from .experts import OWN, PRODUCT, Experts
+from .experts_kinds import KINDS, experts_kind
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .transposed_linear import TransposedLinear
+
+Kind = type[Linear] | type[TransposedLinear] | type[Experts]
+"""What a layer becomes."""
 
 HOOKS_THAT_MAKE_WEIGHTS = ("WeightNorm", "SpectralNorm", "BasePruningMethod")
 """Names of torch's hooks that compute a weight of other parameters before each forward."""
 
 
-def base_kind(layer: nn.Module) -> type[Linear] | type[TransposedLinear] | None:
+def base_kind(layer: nn.Module) -> Kind | None:
     """Returns blockfp's layer that multiplies as this one does; None where there is none.
 
-    That is `Linear` for `torch.nn.Linear` and its subclasses with its own forward, and `TransposedLinear` for transformers'
-    `Conv1D`, likewise. Whether the weight is one that can be quantized is not asked.
+    That is `Linear` for `torch.nn.Linear` and its subclasses with its own forward, `TransposedLinear` for transformers'
+    `Conv1D`, likewise, and a class of `experts_kinds` for experts. Whether the weight can be quantized is not asked.
     """
     if isinstance(layer, QuantizedLayer | NonDynamicallyQuantizableLinear):
         return None
@@ -33,7 +38,31 @@ def base_kind(layer: nn.Module) -> type[Linear] | type[TransposedLinear] | None:
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     if conv1d is not None and isinstance(layer, conv1d) and type(layer).forward is conv1d.forward:
         return TransposedLinear
-    return None
+    return experts_kind(layer)
+
+
+def weight_names(kind: Kind, layer: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters of a layer that its kind quantizes."""
+    found = kind.found_in(layer) if issubclass(kind, Experts) else None
+    return ("weight",) if found is None else tuple(found[0])
+
+
+def quantized_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters of a converted module that are quantized; none of any other."""
+    if isinstance(module, Experts):
+        return tuple(module.biases)
+    return ("weight",) if isinstance(module, QuantizedLayer) else ()
+
+
+def bias_names(module: nn.Module) -> tuple[str | None, ...]:
+    """Returns the names of a module's biases, which may be of two axes where it has one for each expert."""
+    if isinstance(module, Experts):
+        return tuple(module.biases.values())
+    if isinstance(module, QuantizedLayer | nn.Linear):
+        return ("bias",)
+    kind = experts_kind(module)
+    found = None if kind is None else kind.found_in(module)
+    return () if found is None else tuple(found[0].values())
 
 
 def why_not(module: nn.Module, param: Tensor) -> str:
@@ -54,7 +83,7 @@ def why_not(module: nn.Module, param: Tensor) -> str:
 EMBEDDING = "an embedding is looked up, not multiplied"
 
 
-def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[TransposedLinear]) -> None:
+def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:
     """Checks that a layer that has a kind can become it, with nothing of it lost.
 
     Raises:
@@ -76,18 +105,8 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
                 f"{where} has a {type(hook).__name__} hook, which computes its weight of other parameters before each forward: "
                 f"remove it first (torch.nn.utils.remove_weight_norm, .. or prune.remove), {leave}"
             )
-    weight = layer._parameters.get("weight")
-    if not isinstance(weight, Tensor):
-        raise ValueError(f"{where} has no parameter named weight: make it one, {leave}")
-    if isinstance(weight, nn.UninitializedParameter):
-        raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
-    if type(weight) is not nn.Parameter:
-        raise ValueError(
-            f"the weight of {where} is a {type(weight).__name__}: convert the model before it is sharded or its weights are "
-            f"replaced, {leave}"
-        )
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-        raise ValueError(f"the weight of {where} has hooks, which a new parameter loses: register them after convert, {leave}")
+    for name in weight_names(kind, layer):
+        _check_weight(where, name, layer._parameters.get(name), leave)
     bound = [name for name, value in vars(layer).items() if getattr(value, "__self__", None) is layer or name == "forward"]
     if bound:
         raise ValueError(
@@ -101,15 +120,32 @@ def check_layer(path: str, layer: nn.Module, kind: type[Linear] | type[Transpose
         raise ValueError(f"{where} has {', '.join(taken)}, which are names of a {kind.__name__}'s: rename them, {leave}")
 
 
+def _check_weight(where: str, name: str, weight: Any, leave: str) -> None:
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"{where} has no parameter named {name}: make it one, {leave}")
+    if isinstance(weight, nn.UninitializedParameter):
+        raise ValueError(f"{where} has no shape yet: run the model once before it is converted, {leave}")
+    if type(weight) is not nn.Parameter:
+        raise ValueError(
+            f"the {name} of {where} is a {type(weight).__name__}: convert the model before it is sharded or its weights are "
+            f"replaced, {leave}"
+        )
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        raise ValueError(f"the {name} of {where} has hooks, which a new parameter loses: register them after convert, {leave}")
+
+
 @cache
-def _names(kind: type[Linear] | type[TransposedLinear]) -> frozenset[str]:
+def _names(kind: Kind) -> frozenset[str]:
     """Returns the names that a kind has and its torch base lacks."""
+    if issubclass(kind, Experts):
+        products = {name + PRODUCT for name in kind.names}
+        return frozenset({*OWN, *products, *dir(kind)} - {*kind.__annotations__, *dir(nn.Module), "forward", "extra_repr"})
     like = kind(1, 1, recipe="mxfp8", device="meta")
     plain = nn.Linear(1, 1, device="meta")
     return frozenset({*vars(like), *like._buffers, *dir(kind)} - {*vars(plain), *dir(nn.Linear)})
 
 
-def _own(cls: type, kind: type[QuantizedLayer]) -> set[str]:
+def _own(cls: type, kind: Kind) -> set[str]:
     """Returns the names that a class adds to torch's."""
     return {name for base in cls.__mro__ if base not in kind.__mro__ for name in vars(base)}
 
@@ -126,13 +162,13 @@ class Derived:
         return _rebuild_layer, (self.made_of,), self.__getstate__()
 
 
-def quantized_class(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
+def quantized_class(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
     """Returns the new class of a layer: the kind itself for torch's own, else a class derived from both, the kind first."""
-    return kind if cls is nn.Linear else _derived(cls, kind)
+    return Linear if cls is nn.Linear else _derived(cls, kind)
 
 
 @once
-def _derived(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[QuantizedLayer]:
+def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Experts]:
     members: dict[str, Any] = {"made_of": cls, "__module__": cls.__module__}
     reset: Any = getattr(cls, "reset_parameters", None)
     if reset is not None and reset is not nn.Linear.reset_parameters:
@@ -146,6 +182,6 @@ def _derived(cls: type[nn.Module], kind: type[QuantizedLayer]) -> type[Quantized
 
 
 def _rebuild_layer(cls: type[nn.Module]) -> nn.Module:
-    kind = Linear if issubclass(cls, nn.Linear) else TransposedLinear
-    made = quantized_class(cls, kind)
+    experts = next((kind for kind in KINDS if kind.knows(cls)), None)
+    made = quantized_class(cls, experts or (Linear if issubclass(cls, nn.Linear) else TransposedLinear))
     return made.__new__(made)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from blockfp.recipes import Recipe
+
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from .kinds import EMBEDDING, base_kind, why_not
-from .quantized_layer import QuantizedLayer
+from .experts import Experts
+from .kinds import EMBEDDING, base_kind, bias_names, quantized_names, weight_names, why_not
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class QuantizedWeight:
     """A layer's weight that is quantized, now or when it is used or gathered.
 
     Attributes:
-        path: of the layer.
+        path: of the layer; of experts, whose module has several weights, of the parameter.
         kind: name of its class.
         recipe: its recipe, as text.
         stored: the format that it is stored in, or its dtype, as text.
@@ -71,7 +74,7 @@ class Summary:
     Attributes:
         layers: the quantized weights.
         left: all others of two or more axes.
-        others: how many parameters there are in vectors (biases, norms).
+        others: how many parameters there are in vectors (biases, of experts too, and norms).
         other_bytes: of these.
     """
 
@@ -158,10 +161,10 @@ def summary(model: nn.Module) -> Summary:
     for param, where in owners.items():
         path, module = where[0]
         sizes = ((), 0, 0) if is_lazy(param) else (tuple(param.shape), param.numel(), nbytes(param))
-        if isinstance(module, QuantizedLayer) and param is module.weight and module.recipe.weight.format is not None:
-            layer = path.removesuffix("weight").rstrip(".")
-            layers.append(QuantizedWeight(layer, type(module).__name__, str(module.recipe), _stored(param), *sizes))
-        elif sum(length > 1 for length in sizes[0]) < 2:
+        if path.rpartition(".")[2] in quantized_names(module) and _recipe(module).weight.format is not None:
+            layer = path if isinstance(module, Experts) else path.removesuffix("weight").rstrip(".")
+            layers.append(QuantizedWeight(layer, type(module).__name__, str(_recipe(module)), _stored(param), *sizes))
+        elif sum(length > 1 for length in sizes[0]) < 2 or path.rpartition(".")[2] in bias_names(module):
             others, other_bytes = others + sizes[1], other_bytes + sizes[2]
         else:
             reason, unasked = _reason(param, where, named)
@@ -185,16 +188,21 @@ def _reason(param: Tensor, where: list[tuple[str, nn.Module]], named: dict[str, 
     others = [other for other, _ in where[1:]] or [named.get(path, "")]
     if len({type(owner) for _, owner in where}) > 1 or path in named:
         return f"{', '.join(others)} shares it, and quantizing it would untie them", False
-    if isinstance(module, QuantizedLayer):
+    if quantized_names(module):
         return "its recipe keeps weights in high precision", False
     if parametrize.is_parametrized(module) or ".parametrizations." in f".{path}":
         return "a parametrization computes the weight of it", False
-    if base_kind(module) is None:
+    kind = base_kind(module)
+    if kind is None:
         reason = why_not(module, param)
         return reason, reason != EMBEDDING
-    if path.rpartition(".")[2] != "weight":
+    if path.rpartition(".")[2] not in weight_names(kind, module):
         return f"it is not the weight that a {type(module).__name__} multiplies with", False
     return "filter_fn or recipe left it, or it came after convert", False
+
+
+def _recipe(module: Any) -> Recipe:
+    return module.recipe
 
 
 def _stored(param: Tensor) -> str:

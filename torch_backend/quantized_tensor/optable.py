@@ -19,7 +19,7 @@ from torch import Tensor
 from blockfp.definition import layout, numerics
 from blockfp.formats import Format
 
-from ..custom_ops import ops, products
+from ..custom_ops import grouped_ops, linear_ops, ops, products
 from ..custom_ops.dtypes import DTYPES
 from ..custom_ops.library import is_real
 from ..custom_ops.products import Matrix
@@ -60,14 +60,97 @@ def _weight_product(
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
 ) -> Tensor:
-    if weight.format.name != format:
-        raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+    _check_format(weight, Format.parse(format))
     if not is_real(weight.codes):
         options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
     left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
     right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
     return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index)
+
+
+@implements(linear_ops.linear_forward)
+def _linear_forward(
+    x: Tensor,
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    bias: Tensor | None,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    eps: float,
+    keep: bool,
+    origin: Sequence[int],
+) -> list[Tensor]:
+    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
+    run = linear_ops.forward if is_real(weight.codes) else linear_ops.linear_forward
+    parts = (weight.codes, weight.scales, weight.tensor_scale)
+    return run(x, *parts, bias, amax, multiplier, casts, eps, keep, weight.origin)
+
+
+@implements(linear_ops.linear_backward)
+def _linear_backward(
+    gradient: Tensor,
+    x: Sequence[Tensor],
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    casts: str,
+    *options: Any,
+) -> list[Tensor]:
+    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
+    run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
+    parts = (weight.codes, weight.scales, weight.tensor_scale)
+    # The last option is the origin of a plain weight.
+    return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options[:-1], weight.origin)
+
+
+def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
+    if weight.format is not format:
+        raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+
+
+@implements(grouped_ops.forward)
+def _grouped_forward(
+    x: Tensor,
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    offs: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    keep: bool,
+) -> list[Tensor]:
+    return grouped_ops.forward(x, *_experts(weight, casts), offs, bias, multiplier, casts, keep)
+
+
+@implements(grouped_ops.backward)
+def _grouped_backward(
+    gradient: Tensor,
+    words: Tensor,
+    x: Sequence[Tensor],
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    casts: str,
+    *options: Any,
+) -> list[Tensor]:
+    return grouped_ops.backward(gradient, words, list(x), *_experts(weight, casts), multiplier, keys, casts, *options)
+
+
+def _experts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The parts of a weight of groups, whose matrices are whole."""
+    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
+    if weight.origin != (0, 0):
+        raise ValueError(f"weights of groups must be whole matrices, and these begin at {weight.origin}")
+    return weight.codes, weight.scales, weight.tensor_scale
 
 
 # ---- the same tensor again

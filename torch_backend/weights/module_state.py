@@ -31,7 +31,12 @@ class InParts(nn.Module):
 
     This rank's part of `weight` can be read under the names that state dicts give its parts: `weight_codes`, `weight_scale`,
     `weight_tensor_scale` and `weight_format_FORMAT`. torch and accelerate look each name of a state dict up in the module.
+    Classes with other quantized parameters have these names of theirs from `part_properties`.
     """
+
+
+class RecipeState(nn.Module):
+    """A module without parameters in which another keeps a recipe's state for one of its weights."""
 
 
 def keep_in_parts(module: nn.Module) -> None:
@@ -47,23 +52,34 @@ def keep_in_parts(module: nn.Module) -> None:
     module.register_load_state_dict_post_hook(loading.load)
 
 
-def _part(suffix: str) -> property:
+def part_properties(name: str) -> dict[str, property]:
+    """Returns properties by which this rank's part of a quantized parameter is read under each name in state dicts."""
+    return {name + suffix: _part(name, suffix) for suffix in (*SUFFIXES.values(), *(f"{FORMAT}{format}" for format in FORMATS))}
+
+
+def _part(name: str, suffix: str) -> property:
     def part(module: InParts) -> Tensor:
-        local = sharding.local_of(module.get_parameter("weight"))
+        local = sharding.local_of(module.get_parameter(name))
         found = None
         if isinstance(local, QuantizedTensor):
             held = (local.codes, local.scales, local.tensor_scale)
             own = dict(zip(SUFFIXES.values(), held, strict=True)) | {f"{FORMAT}{local.format}": empty_entry(local, local.shape)}
             found = own.get(suffix)
         if found is None:
-            raise AttributeError(f"{type(module).__name__} has no weight{suffix}: its weight is {local!r}")
+            raise AttributeError(f"{type(module).__name__} has no {name}{suffix}: its {name} is {local!r}")
         return found.detach()
 
-    return property(part, doc=f"This rank's part of the quantized weight that state dicts call weight{suffix}.")
+    return property(part, doc=f"This rank's part of the quantized {name} that state dicts call {name}{suffix}.")
 
 
-for _suffix in (*SUFFIXES.values(), *(f"{FORMAT}{format}" for format in FORMATS)):
-    setattr(InParts, f"weight{_suffix}", _part(_suffix))
+for _name, _property in part_properties("weight").items():
+    setattr(InParts, _name, _property)
+
+
+def state_names(module: nn.Module) -> set[str]:
+    """Returns the names of the buffers that recipes may need in a module, and in what it keeps for each of its weights."""
+    paths = [path for path, inner in module.named_modules() if inner is module or isinstance(inner, RecipeState)]
+    return {f"{path}.{name}".removeprefix(".") for path in paths for name in chain(*LAYER_BUFFERS)}
 
 
 def _show_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -106,7 +122,7 @@ class _LoadHooks:
 
     def take_out(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         self.taken = taken = _Taken(prefix, bool(metadata.get("assign_to_params_buffers")))
-        buffers = {prefix + name for name in chain(*LAYER_BUFFERS)}
+        buffers = {prefix + name for name in state_names(module)}
         plain = False
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             key = prefix + name

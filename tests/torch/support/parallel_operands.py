@@ -10,8 +10,9 @@ from functools import cache
 
 import threaded
 import torch
-from blockfp.torch_backend.custom_ops.products import multiply
-from blockfp.torch_backend.linear import linear_function
+from blockfp.torch_backend.custom_ops import linear_ops
+from blockfp.torch_backend.custom_ops.products import multiply, multiply_parts
+from blockfp.torch_backend.linear import shared_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
@@ -46,6 +47,13 @@ def record_products(monkeypatch):
     """What each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
+    def alone(a, b, n, k, *arguments):
+        # The list of what the forward kept is emptied when it has been multiplied.
+        left = (list(a.parts), a.format, a.origin, k)
+        right = (list(b.parts), b.format, b.origin, n if b.transposed else k)
+        seen.setdefault(threading.get_ident(), []).append((left, right))
+        return multiply_parts(a, b, n, k, *arguments)
+
     def recorded(a, b, size, bias, dtype, **options):
         out = multiply(a, b, size, bias, dtype, **options)
         n, k = size
@@ -58,7 +66,8 @@ def record_products(monkeypatch):
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
-    monkeypatch.setattr(linear_function, "multiply", recorded)
+    monkeypatch.setattr(shared_function, "multiply", recorded)
+    monkeypatch.setattr(linear_ops, "multiply_parts", alone)
     return seen
 
 

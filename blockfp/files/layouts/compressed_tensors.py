@@ -1,4 +1,4 @@
-"""Export to the layout of compressed-tensors, which vLLM and transformers read.
+"""The layout of compressed-tensors, which vLLM and transformers read.
 
 | format | `quantization_config` says | weight | weight_scale |
 |---|---|---|---|
@@ -16,25 +16,17 @@ Scales of square blocks of 16 and 32 are repeated for each row. FP8 and MX value
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ..definition import layout
-from ..errors import BadFile
-from ..formats import E2M1, E4M3, Format
-from . import saving
-from .atomic import replacing
-from .export import Contents, Progress, Weight, write
-from .modelfile import Tensor
-
-_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+from ...formats import E2M1, E4M3, FORMATS, Format
+from ..contents import Contents, Weight
+from ..modelfile import Tensor
+from .layout import FP8, Layout, codes_as, is_weight, nan_scales, nearest, scales_of_rows
 
 
 @dataclass(frozen=True)
@@ -76,71 +68,49 @@ def scheme(format: Format) -> Scheme | None:
     return None
 
 
-def export(model: Contents, folder: Path, file_bytes: int | None, done: Progress) -> None:
-    """Writes model.safetensors and config.json, whose "quantization_config" belongs into the model's own config.json.
+class CompressedTensors(Layout):
+    """Weights in compressed-tensors' entries, and "quantization_config" in config.json."""
 
-    Args:
-        model: what to write.
-        folder: where to.
-        file_bytes: as for `blockfp.save`.
-        done: called with each tensor.
+    name = "compressed-tensors"
 
-    Raises:
-        BadFile: compressed-tensors has no layout for a weight, for its format, its shape, its name (which must be "..weight")
-            or scales that the layout can't hold, or a tensor can't be stored; nothing is written then.
-    """
-    schemes = {name: _checked(model, weight) for name, weight in model.weights.items()}
-    tensors = dict(model.others)
-    for name, weight in model.weights.items():
-        tensors |= {tensor.name: tensor for tensor in _laid_out(name, weight, schemes[name])}
-    path = folder / "model.safetensors"
-    saving.entries_of(path, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    write(path, tensors, file_bytes, done, {"format": "pt"})
-    with replacing(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps({"quantization_config": _config(schemes)}, indent=1) + "\n")
+    def problem(self, weight: Weight) -> str | None:
+        known = scheme(weight.format)
+        if known is None:
+            return f"has no layout for {weight.format}"
+        if len(weight.shape) != 2 or not is_weight(weight.name):
+            return f"quantizes matrices called '..weight'; this one has shape {weight.shape}"
+        if known.group and weight.shape[1] % known.group:
+            return f"needs rows of a multiple of {known.group} columns, got {weight.shape[1]}"
+        return None
 
+    def trouble(self, weight: Weight) -> str | None:
+        if weight.tensor_scale is not None and not np.isfinite(_inverse(weight.tensor_scale)):
+            scale = weight.tensor_scale.read()
+            return f"tensor_scale {scale} has no finite inverse, by which compressed-tensors divides: its values are too small"
+        return nan_scales(weight, self.name)
 
-def _checked(model: Contents, weight: Weight) -> Scheme:
-    known = scheme(weight.format)
-    problem = None
-    if known is None:
-        problem = f"compressed-tensors has no layout for {weight.format}: export it in blockfp's, or in high precision"
-    elif len(weight.shape) != 2 or weight.name.rpartition(".")[2] != "weight":
-        problem = f"compressed-tensors quantizes matrices called '..weight'; this one has shape {weight.shape}"
-    elif known.group and weight.shape[1] % known.group:
-        problem = f"compressed-tensors needs rows of a multiple of {known.group} columns, got {weight.shape[1]}"
-    elif weight.format.scale.nan_code is not None and (weight.scales.read() == weight.format.scale.nan_code).any():
-        problem = "has NaN scales, which compressed-tensors would read as numbers"
-    elif weight.tensor_scale is not None and not np.isfinite(_inverse(weight.tensor_scale)):
-        scale = weight.tensor_scale.read()
-        problem = f"tensor_scale {scale} has no finite inverse, by which compressed-tensors divides: its values are too small"
-    if known is None or problem:
-        raise BadFile(model.path, problem, weight.name)
-    return known
+    def nearest(self, format: Format) -> Format:
+        return nearest(format, (format for format in FORMATS if scheme(format)))
 
+    def laid_out(self, weight: Weight) -> list[Tensor]:
+        known = scheme(weight.format)
+        assert known is not None
+        name, (rows, columns) = weight.name, weight.shape
+        scales, tensor_scale = weight.scales, weight.tensor_scale
+        laid = [codes_as(f"{name}_packed" if known.packed else name, weight)]
+        if known.group is None:
+            shape = (1,) if weight.format.block is None else scales.shape
+            return [*laid, Tensor(f"{name}_scale", scales.dtype, shape, lambda: scales.read().reshape(shape))]
+        dtype = FP8 if tensor_scale is not None else scales.dtype
+        laid.append(scales_of_rows(f"{name}_scale", weight, dtype, (rows, columns // known.group)))
+        if tensor_scale is not None:
+            inverse = partial(_inverse, tensor_scale)
+            laid.append(Tensor(f"{name}_global_scale", np.dtype(np.float32), (1,), inverse))
+        return laid
 
-def _laid_out(name: str, weight: Weight, known: Scheme) -> list[Tensor]:
-    """The entries of a weight."""
-    rows, columns = weight.shape
-    codes, scales, tensor_scale = weight.codes, weight.scales, weight.tensor_scale
-    byte = np.dtype(np.uint8) if known.packed else _FP8
-    where = f"{name}_packed" if known.packed else name
-    laid = [Tensor(where, byte, codes.shape, lambda: codes.read().view(byte))]
-    if known.group is None:
-        shape = (1,) if weight.format.block is None else scales.shape
-        return [*laid, Tensor(f"{name}_scale", scales.dtype, shape, lambda: scales.read().reshape(shape))]
-    dtype = _FP8 if tensor_scale is not None else scales.dtype
-    block_rows = (weight.format.block or (1, 1))[0]
-
-    def repeated() -> np.ndarray:
-        return np.asarray(layout.repeat_scales(scales.read(), block_rows, rows)).view(dtype)
-
-    laid.append(Tensor(f"{name}_scale", dtype, (rows, columns // known.group), repeated))
-    if tensor_scale is not None:
-        inverse = partial(_inverse, tensor_scale)
-        laid.append(Tensor(f"{name}_global_scale", np.dtype(np.float32), (1,), inverse))
-    return laid
+    def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
+        schemes = {name: known for name, weight in model.weights.items() if (known := scheme(weight.format))}
+        return {"config.json": {"quantization_config": _config(schemes)}}
 
 
 def _inverse(tensor_scale: Tensor) -> np.ndarray:

@@ -1,0 +1,207 @@
+"""`blockfp check`: every tensor through every backend, a quantized model against its source, or two reports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from .. import __version__
+from ..check import backends
+from ..check.backends import BACKENDS
+from ..check.comparison import Comparison, read_report
+from ..check.comparison import compare as compare_reports
+from ..check.crosscheck import check
+from ..check.report import Findings, comparison_table, format_table, tensor_table, to_json
+from ..check.source import against_source
+from ..files import saving, untrusted
+from ..files.atomic import replacing
+from ..files.modelfile import Model, open_model
+from ..files.quantized_model import contents_of
+from ..formats import FORMATS
+from .console import check_output, format_of, progress, refused, say
+
+
+def versions() -> dict[str, str]:
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    libraries = {name: metadata.version(name) for name in ("numpy", "ml_dtypes", "apache-tvm-ffi")}
+    return {"blockfp": __version__, "python": python, **libraries}
+
+
+FormatOption = Annotated[list[str], typer.Option("--format", help="A format's name, or all; may be repeated.")]
+OWN = "package.module:attribute for one of your own (blockfp.check.crosscheck.Backend)"
+BackendOption = Annotated[
+    list[str] | None,
+    typer.Option("--backend", help=f"Of {', '.join(BACKENDS)}, or {OWN}; may be repeated. Default: all that are here."),
+]
+CompareOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option("--compare", metavar="A.json B.json", help="Compare two reports, of two machines or releases, instead."),
+]
+
+
+def check_command(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE...", help="A .safetensors, .npy or .npz file.", show_default=False)
+    ] = None,
+    format: FormatOption = ["all"],  # noqa: B006
+    backend: BackendOption = None,
+    compare: CompareOption = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="Hold FILE, a quantized model of any layout, against this one instead.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write everything found to this .json file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw errors and scales into this .png file.")] = None,
+    per_tensor: Annotated[bool, typer.Option("--per-tensor", help="A table line for each tensor and format.")] = False,
+) -> None:
+    """Quantizes every tensor with every backend and compares codes, scales and values, bit by bit.
+
+    With --source it holds a quantized model against the one that it was made from: the noise of its values, and whether its
+    bits are those that blockfp makes. With --compare it compares what two reports (--report) say of the same tensors instead,
+    by SHA-256. Exits with 0 if all bits are equal, 1 on any difference, 2 on bad input, also where no tensor can be
+    quantized.
+    """
+    if compare:
+        given = {"FILE": files, "--backend": backend, "--report": report, "--plot": plot, "--per-tensor": per_tensor}
+        given |= {"--format": format != ["all"], "--source": source}
+        if any(given.values()):
+            raise refused(f"--compare compares two reports, and takes no {' or '.join(n for n, v in given.items() if v)}")
+        raise typer.Exit(_print_comparison(compare_reports(*map(read_report, compare))))
+    if not files:
+        raise refused("FILE: name a .safetensors, .npy or .npz file, or two reports with --compare")
+    if source:
+        given = {"more than one FILE": files[1:], "--backend": backend, "--report": report, "--plot": plot}
+        given["--format"] = format != ["all"]
+        if any(given.values()):
+            raise refused(f"--source holds one FILE against it, and takes no {' or '.join(n for n, v in given.items() if v)}")
+        raise typer.Exit(_print_source(files[0], source))
+    formats = list(FORMATS) if "all" in format else list(dict.fromkeys(map(format_of, format)))
+    for path, suffix, option in ((report, ".json", "--report"), (plot, ".png", "--plot")):
+        if path:
+            check_output(path, suffix, option)
+    models = {path: open_model(path) for path in files}
+    findings = Findings(backends.load(backend), formats)
+    _run_checks(models, findings)
+
+    for line in tensor_table(findings) if per_tensor else format_table(findings):
+        say(line, "red" if " NO (" in line else "")
+    _print_skipped(findings, None if per_tensor else 8)
+    _print_verdict(findings)
+    if report:
+        with replacing(report) as temporary:
+            temporary.write_text(json.dumps(to_json(findings, versions()), indent=1, allow_nan=False) + "\n")
+        say(f"report: {report}")
+    if plot:
+        from ..check.plot import draw
+
+        with replacing(plot) as temporary:
+            draw(findings, temporary)
+        say(f"picture: {plot}")
+    raise typer.Exit(2 if findings.empty else 0 if findings.identical else 1)
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """Yields a pool with a thread for each core; an exception drops the work that hasn't begun."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_checks(models: dict[Path, Model], findings: Findings) -> None:
+    total = sum(not tensor.skipped for model in models.values() for tensor in model.tensors) * len(findings.formats)
+    # NumPy, XLA and the kernels work without Python's lock, so two formats of a tensor go side by side.
+    with progress() as bar, _pool() as pool:
+        task = bar.add_task("", total=total)
+        for path, model in models.items():
+            findings.files[path] = []
+            findings.skipped[path] = [tensor for tensor in model.tensors if tensor.skipped]
+            for tensor in model.tensors:
+                if tensor.skipped:
+                    continue
+                bar.update(task, description=escape(untrusted.printable(tensor.name)))
+                x = tensor.read()
+                findings.inputs[path, tensor.name] = hashlib.sha256(x.tobytes()).hexdigest()
+                running = [pool.submit(check, x, format, findings.backends) for format in findings.formats]
+                checks = []
+                for future in running:
+                    checks.append(future.result())
+                    bar.advance(task)
+                findings.files[path].append((tensor, checks))
+
+
+def _print_skipped(findings: Findings, shown: int | None) -> None:
+    for path, tensors in findings.skipped.items():
+        reasons: dict[str, list[str]] = {}
+        for tensor in tensors:
+            reasons.setdefault(tensor.skipped or "", []).append(tensor.name)
+        for reason, names in reasons.items():
+            more = f" and {len(names[shown:])} more (--per-tensor lists them)" if shown and names[shown:] else ""
+            say(f"skipped in {path.name}, {reason}: {', '.join(names[:shown])}{more}")
+
+
+def _print_verdict(findings: Findings, shown: int = 20) -> None:
+    differences = findings.differences()
+    for path, tensor, format, difference in differences[:shown]:
+        say(f"{path}, {tensor.name}, {format}: {difference}", "red")
+    if len(differences) > shown:
+        say(f"and {len(differences) - shown} more", "red")
+    tensors = sum(len(tensors) for tensors in findings.files.values())
+    names = ", ".join(backend.name for backend in findings.backends)
+    what = f"{tensors} tensors in {len(findings.formats)} formats through {names}"
+    if findings.empty:
+        say(f"{what}: nothing to check, which takes float32, float16 or bfloat16 of two or more axes", "red")
+    elif differences:
+        say(f"{what}: bits differ", "red")
+    elif len(findings.backends) == 1:
+        say(f"{what}: only one backend, nothing to compare it with", "yellow")
+    else:
+        say(f"{what}: all bits equal", "green")
+
+
+def _print_comparison(comparison: Comparison, shown: int = 20) -> int:
+    """Prints the differences of two reports and returns the exit code."""
+    for remark in comparison.remarks:
+        say(f"A and B differ in {remark}")
+    for line in comparison_table(comparison):
+        say(line, "red" if " NO (" in line else "")
+    for difference in comparison.differences[:shown]:
+        say(difference, "red")
+    if len(comparison.differences) > shown:
+        say(f"and {len(comparison.differences) - shown} more", "red")
+    what = f"{sum(comparison.compared.values())} tensors in {len(comparison.compared)} formats, counted in each"
+    if not comparison.compared:
+        say("the reports have no tensor in common in any format", "red")
+        return 2
+    say(f"{what}: {'all bits equal' if comparison.equal else 'reports differ'}", "green" if comparison.equal else "red")
+    return 0 if comparison.equal else 1
+
+
+def _print_source(path: Path, source: Path) -> int:
+    """Prints what is found of a quantized model beside its source, and returns the exit code."""
+    model = contents_of(saving.open_whole(path))
+    if not model.weights:
+        raise refused(f"FILE {path}: has no quantized weights")
+    differing = 0
+    for name, format, equal, sqnr in against_source(model, saving.open_whole(source)):
+        differing += not equal
+        if format is not None:
+            made = "blockfp's bits of it" if equal else "NO (other bits than blockfp makes of it)"
+            say(f"{name}: {format}, SQNR {sqnr:.1f} dB, {made}", "" if equal else "red")
+        elif not equal:
+            say(f"{name}: NO (differs from the source)", "red")
+    what = f"{len(model.weights)} quantized weights and {len(model.others)} other tensors against {source}"
+    say(f"{what}: {'all bits equal' if not differing else f'{differing} differ'}", "red" if differing else "green")
+    return 1 if differing else 0

@@ -1,0 +1,55 @@
+"""What the commands share: lines and errors on a terminal, and the checks of their arguments."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from ..files import saving, untrusted
+from ..formats import Format
+
+out = Console()
+err = Console(stderr=True)
+
+
+def say(text: str, style: str = "", console: Console = out) -> None:
+    """Prints a line as it is: without markup, wrapping or control characters, so that it can be searched for."""
+    console.print(Text(untrusted.printable(text), style), soft_wrap=True)
+
+
+def format_of(name: str) -> Format:
+    try:
+        return Format.parse(name)
+    except ValueError as error:
+        raise refused(f"--format: {error}") from error
+
+
+def refused(why: object) -> typer.Exit:
+    """Says why the input is refused; returns the exit to raise."""
+    say(f"error: {why}", "red", err)
+    return typer.Exit(2)
+
+
+def progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=err, transient=True)
+
+
+def check_output(path: Path, suffix: str, option: str, *, force: bool = True) -> None:
+    """Refuses, before any work, what could not be written after it."""
+    if path.suffix != suffix:
+        raise refused(f"{option} {path}: the name must end in {suffix}")
+    if not path.parent.is_dir():
+        raise refused(f"{option} {path}: {path.parent} is not a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise refused(f"{option} {path}: {path.parent} can't be written to")
+    if path.is_dir():
+        raise refused(f"{option} {path}: is a folder")
+    for there in (path, path.with_name(path.name + saving.INDEX)):
+        if there.exists() and not force:
+            raise refused(f"{option} {there}: exists already; --force overwrites it")

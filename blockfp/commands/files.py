@@ -1,0 +1,195 @@
+"""The commands that write models: quantize, dequantize, convert, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from ..array import QuantizedArray
+from ..check import backends
+from ..check.measure import measure
+from ..definition.numerics import Quantized
+from ..files import export, manifest, saving, untrusted
+from ..files.contents import Weight
+from ..files.layouts.known import LAYOUTS, in_formats_of
+from ..files.layouts.layout import write_layout
+from ..files.modelfile import Model, Tensor, open_model
+from ..files.quantized_model import contents_of, dequantize_model, quantize_model
+from ..formats import Format
+from .console import check_output, format_of, progress, refused, say
+
+Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT if it exists.")]
+Source = Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors, .npy or .npz file.")]
+Target = Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.")]
+
+
+def quantize_command(
+    source: Source,
+    target: Target,
+    format: Annotated[str, typer.Option("--format", help="A format's name.")],
+    force: Force = False,
+) -> None:
+    """Writes a model's codes and scales; tensors of fewer than two axes or another type are copied."""
+    parsed = format_of(format)
+    check_output(target, ".safetensors", "OUT", force=force)
+    model = open_model(source)
+    _convert(model, target, lambda done: quantize_model(model, parsed, target, done))
+
+
+def _convert(model: Model, target: Path, convert: Callable[[Callable[[Tensor], None]], None]) -> None:
+    with progress() as bar:
+        task = bar.add_task(escape(target.name), total=len(model.tensors))
+        with saving.in_one_file(target):
+            convert(lambda _: bar.advance(task))
+    say(f"wrote {target}")
+
+
+def dequantize_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="What blockfp quantize or export wrote, in one file or several.")
+    ],
+    target: Target,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, float16 or bfloat16. Default: each tensor's original one.")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Writes the values of a quantized model."""
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
+    check_output(target, ".safetensors", "OUT", force=force)
+    model = saving.open_whole(source)
+    _convert(model, target, lambda done: dequantize_model(model, target, dtype, done))
+
+
+def _check_file_bytes(file_bytes: int | None) -> None:
+    if file_bytes is not None and file_bytes < 1:
+        raise refused(f"--file-bytes {file_bytes}: must be 1 or more")
+
+
+def _check_folder(target: Path, force: bool) -> None:
+    """Refuses a folder that holds something, unless it may be overwritten."""
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not force)):
+        raise refused(f"OUT {target}: must be a new or empty folder; --force overwrites files of the same names")
+
+
+FileBytes = Annotated[
+    int | None, typer.Option("--file-bytes", help="Begin another file where one would get larger, and write an index.")
+]
+
+
+def convert_command(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A quantized model: a .safetensors file, its index, or a folder with them.")
+    ],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write; for blockfp's layout a .safetensors file.")
+    ],
+    layout: Annotated[str, typer.Option("--layout", help=f"One of blockfp, {', '.join(LAYOUTS)}.")],
+    file_bytes: FileBytes = None,
+    force: Force = False,
+) -> None:
+    """Writes a quantized model in another library's layout, or a released one in blockfp's.
+
+    Codes and scales stay as they are where the layout has their format; what has to be requantized is named, with its SQNR.
+    """
+    if layout != "blockfp" and layout not in LAYOUTS:
+        raise refused(f"--layout {layout}: must be one of blockfp, {', '.join(LAYOUTS)}")
+    _check_file_bytes(file_bytes)
+    if layout == "blockfp":
+        check_output(target, ".safetensors", "OUT", force=force)
+    else:
+        _check_folder(target, force)
+    model = contents_of(saving.open_whole(source))
+    if not model.weights:
+        raise refused(f"IN {source}: has no quantized weights; blockfp quantize makes them")
+    noise: dict[str, tuple[Format, Format, float]] = {}
+
+    def requantized(weight: Weight, values: np.ndarray, q: QuantizedArray) -> None:
+        parts = Quantized(q.codes, q.scales, q.tensor_scale)
+        noise[weight.name] = weight.format, q.format, measure(values, parts, q.dequantize(), q.format).sqnr_db
+
+    with progress() as bar:
+        task = bar.add_task(escape(target.name), total=None)
+
+        def done(_: Tensor) -> None:
+            bar.advance(task)
+
+        if layout == "blockfp":
+            export.export_quantized(model, target, file_bytes, done)
+        else:
+            write_layout(LAYOUTS[layout], in_formats_of(LAYOUTS[layout], model, requantized), target, file_bytes, done)
+    for name, (before, after, sqnr) in noise.items():
+        say(f"requantized {untrusted.printable(name)}: {before} to {after}, SQNR {sqnr:.1f} dB", "yellow")
+    kept = len(model.weights) - len(noise)
+    say(f"wrote {target}: {kept} quantized weights as they are, {len(noise)} requantized, {len(model.others)} other tensors")
+
+
+TARGETS = ("quantized", "high-precision", *LAYOUTS)
+
+
+def export_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A run's folder, one of its checkpoints, or any DCP folder.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The .safetensors file; a folder for other libraries' layouts.")
+    ],
+    to: Annotated[str, typer.Option("--to", help=f"One of {', '.join(TARGETS)}.")] = "quantized",
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="For high-precision: float32, float16 or bfloat16. Default: each weight's own."),
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run. Default: the last.")] = None,
+    file_bytes: FileBytes = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option("--prefix", help="What the model's names begin with in the checkpoint, which they lose. Default: model."),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Writes the model of a training checkpoint: its codes as they are, or values from the optimizer's fp32 weights."""
+    if to not in TARGETS:
+        raise refused(f"--to {to}: must be one of {', '.join(TARGETS)}")
+    if dtype not in (None, "float32", "float16", "bfloat16"):
+        raise refused(f"--dtype {dtype}: must be float32, float16 or bfloat16")
+    if dtype and to != "high-precision":
+        raise refused(f"--dtype {dtype}: goes with --to high-precision; codes have no dtype to choose")
+    _check_file_bytes(file_bytes)
+    if to in LAYOUTS:
+        _check_folder(target, force)
+    else:
+        check_output(target, ".safetensors", "OUT", force=force)
+    try:
+        open_checkpoint = backends.find("torch", "torch_backend.checkpoint.dcp_model", "open_checkpoint")
+    except ImportError as error:
+        raise refused(f"a checkpoint of PyTorch can't be read: {error}") from error
+    of_codes: list[str] = []
+    with progress() as bar:
+        model = export.contents(open_checkpoint(source, step), prefix)
+        each = (1 if to == "high-precision" else len(weight.parts) for weight in model.weights.values())
+        task = bar.add_task(escape(target.name), total=len(model.others) + sum(each))
+
+        def done(_: Tensor) -> None:
+            bar.advance(task)
+
+        if to in LAYOUTS:
+            write_layout(LAYOUTS[to], model, target, file_bytes, done)
+        elif to == "quantized":
+            export.export_quantized(model, target, file_bytes, done)
+        else:
+            of_codes = export.export_values(model, target, dtype, file_bytes, done)
+    if not (model.path / manifest.MANIFEST).exists():
+        say(f"{model.path} has no checksums: its files may have changed since they were saved", "yellow")
+    if of_codes:
+        say(f"values of codes, since the checkpoint has no fp32 weight: {_some(of_codes, 'weights')}")
+    if model.left_out:
+        say(f"left out, since only training needs it: {_some(model.left_out, 'tensors')}")
+    say(f"wrote {target}: {len(model.weights)} quantized weights and {len(model.others)} other tensors of {model.path.name}")
+
+
+def _some(names: list[str], what: str) -> str:
+    return f"{len(names)} {what} ({', '.join(names[:4])}{' ..' if len(names) > 4 else ''})"

@@ -1,0 +1,109 @@
+"""MX operands aligned: one power of two for each 128 elements that a product contracts, instead of one for each 32.
+
+FP8 matrix units that promote their sums every 128 elements multiply such operands; they multiply none of MX on Hopper. Within
+128 elements every block's codes are shifted to one exponent. FP6 and FP4 codes become E4M3 codes. The result is an array of
+FP8 blocks of 1x128 as any other, but it is the layout of an operand: it is made for a product, and never stored or sent.
+
+The shift is chosen by the largest magnitude, which lands in the highest binade that holds it; NaN and Inf count as their
+block's MAX there. Codes change where they fall below the smallest spacing, by half of it at most:
+
+    target   from          |change| / largest magnitude   no change up to
+    E4M3     E4M3          1 / (240 * 2^10) = 2^-17.9     (codes change that are subnormal once shifted, if their last bits are set)
+    E4M3     E2M3          1 / (240 * 2^10) = 2^-17.9     11 binades between the blocks' scales
+    E4M3     E3M2, E2M1    2^-18                          9 and 14 binades
+    E5M2     E5M2          2^-32                          (as E4M3)
+"""
+
+from __future__ import annotations
+
+from array_api_compat import array_namespace
+
+from ..formats import E5M2, INT8, Format
+from . import bits, decoding, layout, scaling
+from .bits import Array
+from .checks import check_codes, check_scales
+from .numerics import Quantized
+from .rounding import round_to_element
+
+_GROUP = 4
+"""Blocks of 32 that share an exponent."""
+
+# A significand above that of the target's largest value needs a binade more. (Of E5M2 none is.)
+_LARGEST_SIGNIFICAND = 0xE00000
+
+
+def can_align(format: Format) -> bool:
+    """Tells whether FP8 codes can stand for those of a format: MX with elements of up to 4 significant bits."""
+    return format.scale.e8m0 and format.element is not INT8
+
+
+def aligned_format(format: Format | str) -> Format:
+    """The format of what `align` makes of another: FP8 blocks of 1x128 with power-of-two scales.
+
+    Raises:
+        ValueError: the format can't be aligned.
+    """
+    format = Format.parse(format)
+    if not can_align(format):
+        raise ValueError(f"only MXFP8, MXFP6 and MXFP4 are aligned to 128 elements, got {format}")
+    return Format.parse("fp8_e5m2_1x128" if format.element is E5M2 else "fp8_e4m3_1x128")
+
+
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> Quantized:
+    """The codes and scales of an MX array, shifted to one scale for each row and 128 columns.
+
+    In 32x32 blocks the 32 rows of a block share the exponent, so their scales are equal.
+
+    Args:
+        codes: uint8 [..., rows, bytes], packed along the last axis.
+        scales: uint8 E8M0, one for each block.
+        format: a `Format` or its name: MXFP8, MXFP6 or MXFP4.
+        columns: length of the last axis.
+
+    Returns:
+        Codes uint8 [..., rows, columns] and scales float32 [..., rows, ceil(columns / 128)], in `aligned_format(format)`. Every
+        NaN has a NaN code, those of a scale that is NaN too.
+
+    Raises:
+        TypeError, ValueError: the format can't be aligned, or codes and scales don't fit it.
+    """
+    format = Format.parse(format)
+    target = aligned_format(format).element
+    check_codes(codes, columns, format)
+    shape = (*codes.shape[:-1], columns)
+    check_scales(scales, None, shape, format)
+    xp, element = array_namespace(codes), format.element
+    assert format.block is not None
+    if 0 in shape:
+        empty = {"dtype": xp.float32, **layout.on_device_of(codes)}
+        grid = layout.scales_shape(shape, aligned_format(format))
+        return Quantized(layout.unpack(codes, element.bits, columns), xp.zeros(grid, **empty), None)
+
+    code = xp.astype(layout.unpack(codes, element.bits, columns), xp.int32)
+    code = layout.split_blocks(code, (format.block[0], 32 * _GROUP))
+    # [.., row blocks, rows, groups, blocks, 32]
+    code = code.reshape((*code.shape[:-1], _GROUP, 32))
+    stored = xp.astype(layout.pad_scales(scales, 1, _GROUP), xp.int32)
+    stored = stored.reshape((*stored.shape[:-1], stored.shape[-1] // _GROUP, _GROUP))
+
+    magnitude = code & ((1 << (element.bits - 1)) - 1)
+    value = decoding.magnitude_bits(magnitude, element)
+    finite = decoding.magnitude_bits(bits.at_most(magnitude, element.max_code), element)
+    # Zero has an exponent below all others, under any scale.
+    significand, exponent = bits.split(xp.max(finite, axis=(-4, -1)))
+    highest = exponent + xp.astype(significand > _LARGEST_SIGNIFICAND, xp.int32)
+    highest = xp.where(stored == 0xFF, -1024, highest + stored)
+    shared = bits.at_least(xp.max(highest, axis=-1) - target.emax, 0)
+
+    significand, exponent = bits.split(value)
+    exponent = exponent + (stored - shared[..., None])[..., :, None, :, :, None]
+    aligned = round_to_element(significand, exponent, target)
+    aligned = aligned | ((code >> (element.bits - 1)) << 7)
+    nan = (value > bits.INFINITY) | (stored == 0xFF)[..., :, None, :, :, None]
+    aligned = xp.where(nan, target.nan_code, aligned)
+    if element is E5M2:
+        aligned = xp.where(value == bits.INFINITY, (aligned & 0x80) | 0x7C, aligned)
+    aligned = aligned.reshape((*aligned.shape[:-2], 32 * _GROUP))
+    aligned = layout.join_blocks(aligned, shape)
+    powers = scaling.e8m0_bits(shared).view(xp.float32)
+    return Quantized(xp.astype(aligned, xp.uint8), layout.repeat_scales(powers, format.block[0], shape[-2]), None)

@@ -1,0 +1,63 @@
+"""The table of layouts, and models brought into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ...array import QuantizedArray, quantize
+from ...formats import Format
+from ..contents import Contents, Weight, quantized_entries
+from ..modelfile import Tensor
+from .compressed_tensors import CompressedTensors
+from .fine_grained_fp8 import FineGrainedFP8
+from .layout import Layout
+from .modelopt import ModelOpt
+from .mxfp4 import MXFP4
+
+LAYOUTS: dict[str, Layout] = {known.name: known for known in (CompressedTensors(), FineGrainedFP8(), ModelOpt(), MXFP4())}
+
+Requantized = Callable[[Weight, np.ndarray, QuantizedArray], None]
+"""Called with a weight, its values before, and what it became."""
+
+
+def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents:
+    """Returns a model whose weights the layout holds: those in other formats are requantized when they are read.
+
+    A weight that the layout can't hold for another reason than its format stays as it is, for `write_layout` to refuse.
+    """
+    weights = {}
+    for name, weight in model.weights.items():
+        if known.problem(weight) is not None:
+            other = _requantized(weight, known.nearest(weight.format), done)
+            weight = weight if known.problem(other) is not None else other
+        weights[name] = weight
+    return Contents(model.path, weights, model.others, model.masters, model.left_out)
+
+
+def _requantized(weight: Weight, format: Format, done: Requantized) -> Weight:
+    @cache
+    def made() -> QuantizedArray:
+        values = weight.values()
+        q = quantize(values, format)
+        done(weight, values, q)
+        return q
+
+    def part(of: Callable[[QuantizedArray], np.ndarray | None], last: bool) -> Callable[[], np.ndarray]:
+        def read() -> np.ndarray:
+            array = np.asarray(of(made()))
+            if last:
+                # A model's weights come one after another: none of them is kept when its last part is written.
+                made.cache_clear()
+            return array
+
+        return read
+
+    _, *entries = quantized_entries(weight.name, weight.shape, weight.dtype, format)
+    of = (lambda q: q.codes, lambda q: q.scales, lambda q: q.tensor_scale)
+    read = [part(which, i == len(entries) - 1) for i, which in enumerate(of[: len(entries)])]
+    tensors = [Tensor(weight.name, entry.dtype, entry.shape, get) for entry, get in zip(entries, read, strict=True)]
+    codes, scales, *rest = tensors
+    return Weight(weight.name, format, weight.shape, weight.dtype, codes, scales, rest[0] if rest else None)

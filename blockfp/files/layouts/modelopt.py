@@ -1,0 +1,44 @@
+"""The layout of NVIDIA's ModelOpt for NVFP4, which TensorRT-LLM, vLLM and SGLang read.
+
+NAME holds two codes a byte, NAME_scale (F8_E4M3) one scale for each 16 of a row, NAME_scale_2 (F32) that of the tensor. The
+product of the three is the value, as in blockfp, so that every bit stays what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...formats import Format
+from ..contents import Contents, Weight
+from ..modelfile import Tensor
+from .layout import FP8, Layout, codes_as, is_weight, scales_of_rows, unquantized_layers
+
+
+class ModelOpt(Layout):
+    """NVFP4 codes, scales and tensor scales."""
+
+    name = "modelopt"
+
+    def problem(self, weight: Weight) -> str | None:
+        if not weight.format.scale.two_level:
+            return f"has no layout for {weight.format}, only for NVFP4"
+        if len(weight.shape) != 2 or not is_weight(weight.name):
+            return f"quantizes matrices called '..weight'; this one has shape {weight.shape}"
+        return f"needs rows of a multiple of 16 columns, got {weight.shape[1]}" if weight.shape[1] % 16 else None
+
+    def nearest(self, format: Format) -> Format:
+        return Format.parse("nvfp4_16x16" if format.square else "nvfp4")
+
+    def laid_out(self, weight: Weight) -> list[Tensor]:
+        name, (rows, columns), factor = weight.name, weight.shape, weight.tensor_scale
+        assert factor is not None
+        scales = scales_of_rows(f"{name}_scale", weight, FP8, (rows, columns // 16))
+        return [codes_as(name, weight), scales, Tensor(f"{name}_scale_2", factor.dtype, (), factor.read)]
+
+    def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
+        ignored = unquantized_layers(model)
+        told = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ignored}
+        return {
+            "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": told},
+            "config.json": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignored}},
+        }

@@ -1,0 +1,179 @@
+"""Weights of released models: codes and scales as other libraries lay them in .safetensors files.
+
+A layout is known by its own marks, the names and dtypes beside each other; b stands for a block of the format:
+
+| who writes it | codes | scales | scale of the tensor | format |
+|---|---|---|---|---|
+| DeepSeek, Qwen, transformers | NAME F8_E4M3 | NAME_scale_inv F32, b 128x128 | | fp8_e4m3_128x128_fp32 |
+| the same | NAME F8_E4M3 | NAME_scale_inv F8_E8M0, b 128x128 | | fp8_e4m3_128x128 |
+| DeepSeek's experts in FP4 | NAME I8, two a byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
+| compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale, one | | fp8_e4m3, fp8_e5m2 |
+| compressed-tensors | NAME F8_E4M3, F8_E5M2 | NAME_scale F32, b 128x128 or 1x128 | | fp8_.._fp32 |
+| compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp8_.. |
+| compressed-tensors | NAME_packed U8 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp4_e2m1 |
+| compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale F32, which divides | nvfp4 |
+| ModelOpt | NAME U8 | NAME_scale F8_E4M3, b 1x16 | NAME_scale_2 F32 | nvfp4 |
+| gpt-oss | NAME_blocks U8 [.., b, 16] | NAME_scales U8, b 1x32 | | mxfp4_e2m1 |
+
+Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
+two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
+2 ulp). What was quantized in another way, such as with zero points or a scale for each row, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..definition.layout import scales_shape
+from ..definition.views import DTYPES
+from ..errors import BadFile
+from ..formats import E2M1, E4M3, E5M2, ElementFormat, Format
+from . import untrusted
+from .contents import Weight
+from .modelfile import Tensor
+
+
+class Marks(NamedTuple):
+    """The endings of the names under which a layout keeps a weight.
+
+    Attributes:
+        codes, scales: of the blocks.
+        tensor_scale: of the scale above them, or None.
+        divides: whether values are divided by that.
+    """
+
+    codes: str
+    scales: str
+    tensor_scale: str | None = None
+    divides: bool = False
+
+
+FINE_GRAINED_FP8 = Marks("", "_scale_inv")
+MODELOPT = Marks("", "_scale", "_scale_2")
+PACKED = Marks("_packed", "_scale", "_global_scale", divides=True)
+GPT_OSS = Marks("_blocks", "_scales")
+
+_BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT)
+_ELEMENTS = {np.dtype(getattr(ml_dtypes, element.native_dtype)): element for element in (E4M3, E5M2)}
+_BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_NUMBERS = tuple(DTYPES.values())
+
+_OTHERS = {
+    "_zero_point": "zero points",
+    ".qzeros": "GPTQ's or AWQ's integers",
+    ".quant_state.bitsandbytes__nf4": "bitsandbytes' NF4",
+    ".quant_state.bitsandbytes__fp4": "bitsandbytes' FP4",
+    ".SCB": "bitsandbytes' integers",
+}
+"""Endings of names that tell of a way to quantize which no format has."""
+
+
+def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
+    """The quantized weights among the tensors of a file, by name.
+
+    Raises:
+        BadFile: one is quantized in a way that blockfp has no format for; the message says which.
+    """
+    for name in tensors:
+        for ending, what in _OTHERS.items():
+            if name.endswith(ending):
+                raise BadFile(path, f"tells of {what}, which no format of blockfp has", name)
+    found: dict[str, Weight] = {}
+    dtype: np.dtype | None = None
+    for name, scales in tensors.items():
+        for marks in _BY_SCALES:
+            weight = name.removesuffix(marks.scales)
+            codes = tensors.get(weight + marks.codes)
+            if weight == name or codes is None or weight in found or not _are_codes(codes):
+                continue
+            dtype = dtype or _nominal(path)
+            above = tensors.get(weight + marks.tensor_scale) if marks.tensor_scale else None
+            found[weight] = _weight(path, weight, marks, codes, scales, above, dtype)
+            break
+    return found
+
+
+def _are_codes(tensor: Tensor) -> bool:
+    # Integers of 32 bits hold several codes of other quantizers.
+    return tensor.dtype in _ELEMENTS or tensor.dtype in (*_BYTES, np.dtype(np.int32))
+
+
+def _nominal(path: Path) -> np.dtype:
+    """The dtype that values have: what config.json beside the file says, or bfloat16."""
+    try:
+        config = untrusted.read_json(path.with_name("config.json"))
+        named = config.get("dtype") or config.get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        named = None
+    return DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
+
+
+def _weight(
+    path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, dtype: np.dtype
+) -> Weight:
+    shape = codes.shape
+    if marks is GPT_OSS and len(shape) > 2 and shape[-1] == 16:
+        shape = (*shape[:-2], shape[-2] * 16)
+    element = _ELEMENTS.get(codes.dtype, E2M1)
+    if element is E2M1:
+        shape = (*shape[:-1], 2 * shape[-1])
+    format = None if codes.dtype == np.int32 else _format(element, shape, scales, above)
+    if format is None:
+        raise BadFile(path, f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}{_reason(scales)}", name)
+    stored = (*shape[:-1], -(-shape[-1] * element.bits // 8))
+    kept = Tensor(name, np.dtype(np.uint8), stored, _read(codes, lambda x: x.view(np.uint8).reshape(stored)))
+    grid = scales_shape(shape, format)
+    own = Tensor(name, np.dtype(format.scale.dtype), grid, _read(scales, lambda x: _as_stored(x, format).reshape(grid)))
+    entries = (codes.name, scales.name) if above is None else (codes.name, scales.name, above.name)
+    factor = None
+    if above is not None:
+
+        def tensor_scale(x: np.ndarray) -> np.ndarray:
+            with np.errstate(divide="ignore", over="ignore"):
+                return (np.float32(1) / x if marks.divides else x).reshape(())
+
+        factor = Tensor(name, np.dtype(np.float32), (), _read(above, tensor_scale))
+    return Weight(name, format, shape, dtype, kept, own, factor, entries)
+
+
+def _reason(scales: Tensor) -> str:
+    rows = len(scales.shape) > 1 and scales.shape[-1] == 1 and scales.dtype in _NUMBERS
+    return f": {'a scale for each row' if rows else 'a way to quantize'} that no format of blockfp has"
+
+
+def _format(element: ElementFormat, shape: tuple[int, ...], scales: Tensor, above: Tensor | None) -> Format | None:
+    """The format of codes whose scales look so; None where there is none."""
+    if len(shape) < 2:
+        return None
+    fp8, mx = f"fp8_{element}", f"{'mxfp4' if element is E2M1 else 'mxfp8'}_{element}"
+    if above is not None:
+        fits = element is E2M1 and scales.dtype == _dtype_of(E4M3) and above.elements == 1 and above.dtype == np.float32
+        names = ["nvfp4"] if fits else []
+    elif scales.dtype in _NUMBERS:
+        names = [] if element is E2M1 else [f"{fp8}_128x128_fp32", f"{fp8}_1x128_fp32", fp8]
+    elif scales.dtype == _E8M0:
+        names = [mx] if element is E2M1 else [mx, f"{fp8}_128x128"]
+    else:
+        names = [mx] if scales.dtype == np.uint8 else []
+    for format in map(Format.parse, names):
+        if scales.elements == 1 if format.per_tensor else scales.shape == scales_shape(shape, format):
+            return format
+    return None
+
+
+def _dtype_of(element: ElementFormat) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, element.native_dtype))
+
+
+def _as_stored(scales: np.ndarray, format: Format) -> np.ndarray:
+    return scales.view(np.uint8) if format.scale.dtype == "uint8" else scales.astype(np.float32)
+
+
+def _read(tensor: Tensor, then: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Any]:
+    return lambda: then(tensor.read())

@@ -1,0 +1,149 @@
+"""The way of tokens to their experts and back, between the ranks of a mesh axis or within one: which row goes where.
+
+Rows arrive in the order of experts; of one expert in the order of ranks, then of tokens: as they would lie if one rank held all
+tokens. Every step is a gather by indices that are worked out once, so no sum depends on an order, in either direction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..implementations import choice, replication
+from .tiles import gather_rows
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("fits", "order", "place", "sent", "received", "there", "back", "arrived", "left"),
+    meta_fields=("tokens", "choices", "axis"),
+)
+@dataclass(frozen=True)
+class Route:
+    """The route of one rank's tokens, from `dispatch`; `combine` takes it.
+
+    A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are those of expert 0, of expert 1, ..
+
+    Attributes:
+        fits: bool (), whether every rank's rows found room in its bound, and every choice is an expert or -1. Where it is False
+            no row travels, and `combine` gives NaN.
+        order: int32 [pairs], the pair that each sorted pair is.
+        place: int32 [pairs], where each pair is among the sorted ones.
+        sent, received: int32 [ranks], rows for and from each rank.
+        there, back: int32 [ranks], where this rank's rows begin among those that each rank receives, on the way there and back.
+        arrived: int32 [bound], of each row in the order of experts the number with which it arrived; -1 for none.
+        left: int32 [bound], the inverse.
+        tokens, choices: of this rank; each token's.
+        axis: the mesh axis, or None.
+    """
+
+    fits: jax.Array
+    order: jax.Array
+    place: jax.Array
+    sent: jax.Array
+    received: jax.Array
+    there: jax.Array
+    back: jax.Array
+    arrived: jax.Array
+    left: jax.Array
+    tokens: int
+    choices: int
+    axis: str | None
+
+    @classmethod
+    def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Route, jax.Array]:
+        """Works out the route of tokens with these choices.
+
+        Args:
+            chosen: int32 [tokens, choices], experts; -1 for none.
+            experts: how many there are on all ranks.
+            axis: the mesh axis that divides the experts, or None.
+            bound: rows that a rank has room for.
+
+        Returns:
+            (route, int32 [experts of this rank], the rows of each).
+        """
+        tokens, choices = chosen.shape
+        pairs = chosen.reshape(-1)
+        known = (pairs >= 0) & (pairs < experts)
+        pairs = jnp.where(known, pairs, experts)
+        order = jnp.argsort(pairs, stable=True).astype(jnp.int32)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+        own = jnp.bincount(pairs, length=experts).astype(jnp.int32)
+        wrong = ((chosen.reshape(-1) != -1) & ~known).any().astype(jnp.int32)
+        ranks, rank, counts = 1, 0, jnp.append(own, wrong)[None]
+        if axis is not None:
+            ranks, rank = lax.axis_size(axis), replication.axis_index(axis)
+            counts = lax.all_gather(counts[0], axis)
+        counts, wrong = counts[:, :-1].reshape(ranks, ranks, -1), counts[:, -1]
+        # [from, to], and the places of each rank's rows among those that another receives.
+        rows = counts.sum(axis=-1)
+        fits = (rows.sum(axis=0) <= bound).all() & (wrong == 0).all()
+        counts, rows = jnp.where(fits, counts, 0), jnp.where(fits, rows, 0)
+        there, back = _before(rows, axis=0)[rank], _before(rows, axis=1)[:, rank]
+        mine = counts[:, rank]
+        # A segment is what one rank sent to one expert: rows arrive rank by rank, and lie expert by expert.
+        arrived = _segments(mine.T.reshape(-1), _starts(mine).T.reshape(-1), bound)
+        left = _segments(mine.reshape(-1), _starts(mine.T).T.reshape(-1), bound)
+        route = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
+        return route, mine.sum(axis=0)
+
+    def send(self, rows: jax.Array, *, of_tokens: bool) -> jax.Array:
+        """Sends rows of tokens [tokens, ..] to each of their experts, or those of pairs [pairs, ..]; gives [bound, ..]."""
+        rows = gather_rows(rows, self.order // self.choices if of_tokens else self.order)
+        return gather_rows(self._travelled(rows, self.sent, self.received, self.there, self.left.shape[0]), self.arrived)
+
+    def give_back(self, rows: jax.Array) -> jax.Array:
+        """Returns the experts' rows [bound, ..] to where they came from; gives [pairs, ..], zeros for a pair without expert."""
+        rows = gather_rows(rows, self.left)
+        return gather_rows(self._travelled(rows, self.received, self.sent, self.back, self.order.shape[0]), self.place)
+
+    def _travelled(self, rows: jax.Array, sent: jax.Array, received: jax.Array, places: jax.Array, room: int) -> jax.Array:
+        """Sends the first sent[0] rows to rank 0, the next to rank 1, ..; gives what arrives likewise, zeros up to `room`."""
+        if self.axis is None:
+            index = jnp.arange(room, dtype=jnp.int32)
+            return gather_rows(rows, jnp.where(index < jnp.minimum(sent[0], rows.shape[0]), index, -1))
+        bucket = min(self.order.shape[0], self.left.shape[0])
+        padded = partial(_in_buckets, room=room, bucket=bucket, axis=self.axis)
+        operands = rows, sent, received, places
+        if not choice.has_gpu():
+            return padded(*operands)
+        return lax.platform_dependent(*operands, cuda=partial(_ragged, room=room, axis=self.axis), default=padded)
+
+
+def _before(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.cumsum(x, axis=axis) - x
+
+
+def _starts(counts: jax.Array) -> jax.Array:
+    """Where each segment of [a, b] begins if they lie one after the other, those of a row side by side."""
+    flat = counts.reshape(-1)
+    return _before(flat, axis=0).reshape(counts.shape)
+
+
+def _segments(sizes: jax.Array, starts: jax.Array, room: int) -> jax.Array:
+    """int32 [room]: the numbers of segments' elements, one segment after the other; -1 behind the last."""
+    ends = jnp.cumsum(sizes)
+    index = jnp.arange(room, dtype=jnp.int32)
+    segment = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sizes.shape[0] - 1)
+    inside = index - (ends - sizes)[segment]
+    return jnp.where(index < ends[-1], starts[segment] + inside, -1).astype(jnp.int32)
+
+
+def _in_buckets(rows, sent, received, places, *, room: int, bucket: int, axis: str) -> jax.Array:
+    """Sends as many rows to each rank as any could get, filled up with zeros."""
+    place = jnp.arange(bucket, dtype=jnp.int32)[None]
+    index = jnp.where(place < sent[:, None], _before(sent, axis=0)[:, None] + place, -1)
+    buckets = gather_rows(rows, index.reshape(-1)).reshape(*index.shape, *rows.shape[1:])
+    buckets = lax.all_to_all(buckets, axis, split_axis=0, concat_axis=0)
+    ranks = jnp.arange(received.shape[0], dtype=jnp.int32)
+    return gather_rows(buckets.reshape(-1, *rows.shape[1:]), _segments(received, ranks * bucket, room))
+
+
+def _ragged(rows, sent, received, places, *, room: int, axis: str) -> jax.Array:
+    out = replication.vary(jnp.zeros((room, *rows.shape[1:]), rows.dtype), replication.varying(rows) | {axis})
+    return lax.ragged_all_to_all(rows, out, _before(sent, axis=0), sent, places, received, axis_name=axis)

@@ -1,0 +1,262 @@
+"""Plans by which a matrix is quantized rowwise, columnwise or both ways.
+
+All that is static (shapes, strides, dtypes, formats, which kernels run) is worked out when a matrix is the first of its kind.
+What is left for each call is memory for the results, the kernel, and the mark of an Inf (`overflow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import layout, numerics
+from blockfp.definition.bits import constant_bits, dtype_name
+from blockfp.definition.checks import check_input
+from blockfp.definition.numerics import Amax, Quantized
+from blockfp.definition.scaling import eps_for
+from blockfp.formats import Format
+from blockfp.kernels import native, switch
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
+
+from . import cuda, kernels
+from .kernels import kernels_for
+from .overflow import mark, marker
+
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
+"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax where a multiplier is given].
+
+amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
+"""
+
+MOST = 4096
+"""Plans that are kept. One more drops all: lengths that never come again must not fill the memory."""
+
+
+def kept(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    """Keeps a new plan among at most `MOST`, and returns it."""
+    if len(plans) >= MOST:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+# A dictionary: compiled code calls no cache of functools.
+_plans: dict[Any, Run] = {}
+switch.when_turned(_plans.clear)
+
+
+def quantize_matrix(
+    x: Tensor,
+    row: Format | None,
+    column: Format | None,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    random: tuple[bool, bool],
+    rotate: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Quantizes x [.., rows, columns] by the plan of its kind; arguments as for `plan_of` and `Run`."""
+    key = (id(row), id(column), x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps)
+    run = _plans.get(key)
+    if run is None:
+        run = kept(_plans, key, plan_of(x, row, column, amax is not None, multiplier is not None, random, rotate, eps))
+    return run(x, amax, multiplier, keys)
+
+
+def plan_of(
+    x: Tensor,
+    row: Format | None,
+    column: Format | None,
+    knows_amax: bool,
+    multiplied: bool,
+    random: tuple[bool, bool],
+    rotate: bool,
+    eps: float,
+) -> Run:
+    """Makes the plan for matrices that lie as x does.
+
+    Args:
+        x: one of them.
+        row, column: formats of the directions, None for one that isn't wanted.
+        knows_amax: whether the amax of x will be given.
+        multiplied: whether a multiplier will be given instead: delayed scaling.
+        random: whether each direction is rounded stochastically.
+        rotate: whether the random Hadamard transform comes before the columnwise direction.
+        eps: lifts amaxes, of formats where it has a meaning.
+
+    Raises:
+        TypeError, ValueError: x can't be quantized, or no such plan exists.
+    """
+    check_input(x)
+    if multiplied and len({row, column} - {None}) != 1:
+        raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
+    run = kernels_for(x)
+    if run is cuda:
+        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
+    if run is native:
+        return _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
+    return _definition_plan(row, column, random, rotate, eps)
+
+
+def part_count(format: Format) -> int:
+    """Counts the tensors that a format is stored in."""
+    return 3 if format.scale.two_level else 2
+
+
+# ---- the CUDA kernels
+
+
+def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
+    """One launch where both directions share a format and a way of rounding, otherwise one for each."""
+    strided, marked = x.stride(-1) != 1, x.numel() > 0
+    if row is not None and column is row and random[0] == random[1]:
+        wanted = [(row, True, True, random[0])]
+    else:
+        each = ((row, True, False, random[0]), (column, False, True, random[1]))
+        wanted = [one for one in each if one[0] is not None]
+    reads = []
+    for format, rows, columns, stochastic in wanted:
+        given = multiplied or (knows_amax and format.per_tensor)
+        options = {"rows": rows, "columns": columns, "rotate": rotate and columns, "eps": eps_for(format, eps)}
+        read = cuda.reader(x if not strided else x.contiguous(), format, given=given, **options)
+        count = part_count(format)
+        ends = [slice(0, count), slice(count, None)] if rows and columns else [slice(None)]
+        reads.append((read, given, stochastic, ends, marker([format] * len(ends), False)))
+
+    def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        # Gradients of sums come as expanded scalars.
+        x = x.contiguous() if strided else x.detach()
+        parts, recorded = [], None
+        for read, given, stochastic, ends, mark_each in reads:
+            known = (amax if multiplier is None else multiplier) if given else None
+            own, largest = read(x, known, keys if stochastic else None)
+            if multiplier is not None:
+                amax = recorded = largest
+            elif amax is None:
+                amax = largest
+            if marked:
+                mark_each(x, [own[end] for end in ends], amax)
+            parts += own
+        return parts if recorded is None else [*parts, recorded]
+
+    return run
+
+
+# ---- the CPU kernels
+
+
+def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
+    """One direction after the other; square blocks that are rounded to nearest are turned instead."""
+    library, dtype = native.library(), dtype_name(x)
+    contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
+    nothing = torch.empty(0)
+    turns = row is not None and column is row and row.square and not any(random) and not rotate
+    calls = []
+    for i, format in enumerate((row, column)):
+        if format is None or (i and turns):
+            continue
+        across = i == 1
+        shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if across else tuple(x.shape)
+        own = eps_for(format, eps)
+        numbers = (x.ndim, *format_numbers(format), largest_multiplier(format, own, dtype), constant_bits(own))
+        made = [(part, getattr(torch, name)) for part, name in layout.parts(shape, format)]
+        given = multiplied or (knows_amax and format.per_tensor)
+        calls.append((made, given, random[i], i, (*numbers, int(across), int(across and rotate))))
+    empty, quantize, measure = torch.empty, library.quantize_arrays, library.amax
+    mark_each = marker([format for format in (row, column) if format is not None], True)
+    count = 0 if row is None else part_count(row)
+    ends = [slice(0, count), slice(count, None)] if count and column is not None else [slice(None)]
+    amax_numbers = (DTYPE_NUMBERS[dtype], *format_numbers(row or column), 0, 0)
+    columns = x.shape[-1]
+
+    def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        x = x.detach() if contiguous else x.contiguous()
+        if x.data_ptr() % size:
+            x = x.clone()
+        if multiplier is not None:
+            amax = empty(1, dtype=torch.int32)
+            measure(x, amax, None, None, *amax_numbers)
+        parts: list[Tensor] = []
+        for made, given, stochastic, i, numbers in calls:
+            own = []
+            for shape, dtype in made:
+                own.append(empty(shape, dtype=dtype))
+            known = (amax if multiplier is None else multiplier.detach()).view(1) if given else nothing
+            key = keys[i] if stochastic else nothing
+            quantize(x, known, key, own[0], own[1], own[2] if len(own) > 2 else nothing, *numbers)
+            parts += own
+        if turns:
+            codes, scales = kernels.transpose(parts[0], parts[1], row, columns=columns)
+            parts += [codes.clone(memory_format=torch.contiguous_format), scales.clone(), *(part.clone() for part in parts[2:])]
+        if marked:
+            mark_each(x, [parts[end] for end in ends], amax)
+        return parts if multiplier is None else [*parts, amax]
+
+    return run
+
+
+# ---- the definition
+
+
+def _definition_plan(row, column, random, rotate, eps) -> Run:
+    def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        recorded: list[Tensor] = []
+        if multiplier is None:
+            row_key, column_key = (keys[i] if keys is not None and random[i] else None for i in range(2))
+            results = _one_by_one(x, row, column, amax, row_key, column_key, rotate, eps)
+        else:
+            results = _multiplied(x, row, column, multiplier)
+            amax = numerics.amax(x, row or column).blocks.reshape(1)
+            recorded = [amax]
+        directions = _unshared(results)
+        mark(x, directions, amax)
+        return [*(part for _, parts in directions for part in parts), *recorded]
+
+    return run
+
+
+def _one_by_one(x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[tuple[Format, Quantized]]:
+    results = []
+    given = None if amax is None else Amax(amax.reshape(1, 1), None, None)
+    if row is not None:
+        own = given if row.per_tensor else None
+        results.append((row, numerics.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=own)))
+    if column is not None:
+        if row is not None and column is row and row.square and row_key is column_key is None and not rotate:
+            found = results[0][1]
+            codes, scales = numerics.transpose(found.codes, found.scales, row, columns=x.shape[-1])
+            results.append((column, Quantized(codes, scales, found.tensor_scale)))
+        else:
+            turned = kernels.rotate(x.mT) if rotate else x.mT
+            own = given if column.per_tensor else None
+            results.append((column, numerics.quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=own)))
+    return results
+
+
+def _multiplied(x: Tensor, row: Format | None, column: Format | None, multiplier: Tensor) -> list[tuple[Format, Quantized]]:
+    """Quantizes both directions with a given multiplier."""
+    format = row or column
+    assert format is not None
+    quantized = numerics.quantize(x, format, multiplier=multiplier)
+    turned = quantized._replace(codes=quantized.codes.mT)
+    return [(format, result) for result, wanted in ((quantized, row), (turned, column)) if wanted is not None]
+
+
+def _unshared(results: list[tuple[Format, Quantized]]) -> list[tuple[Format, list[Tensor]]]:
+    """Makes each direction's parts outputs of an op, none of which may share memory with another."""
+    directions: list[tuple[Format, list[Tensor]]] = []
+    taken: set[int] = set()
+    for format, result in results:
+        parts = []
+        for part in result:
+            if part is not None:
+                shared = part.untyped_storage().data_ptr() in taken
+                part = part.clone(memory_format=torch.contiguous_format) if shared else part.contiguous()
+                taken.add(part.untyped_storage().data_ptr())
+                parts.append(part)
+        directions.append((format, parts))
+    return directions

@@ -1,0 +1,190 @@
+"""`Experts`: what modules become that hold the weights of all experts in 3-D parameters of their own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from blockfp.formats import Format
+from blockfp.recipes import Compute, Recipe
+
+from ..linear.linear import apply
+from ..quantized_tensor.dtensors import to_local
+from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_properties
+from .quantized_layer import Weights, check_weights, made_weight, moved
+from .stateful_layer import StatefulLayer
+
+OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init")
+"""The attributes that a module gets."""
+
+PRODUCT = "_product"
+"""What follows a weight's name in the name of the module that keeps its recipe's state."""
+
+
+class GroupedProduct(RecipeState, StatefulLayer):
+    """The product of one of the weights of `Experts`, and the recipe's state for it; the weight is its owner's."""
+
+    def __init__(self, recipe: Recipe | str, compute: Compute, device: torch.device):
+        StatefulLayer.__init__(self, recipe, compute)
+        self.set_buffers(device)
+        self.reset_buffers()
+        self.announce()
+
+    def belongs_to(self, owner: nn.Module, name: str) -> None:
+        """Says whose parameter the weight is, and what it is called there."""
+        vars(self)["owner"] = weakref.ref(owner), name
+
+    def held_weight(self) -> Tensor | None:
+        owner, name = vars(self).get("owner", (None, ""))
+        module = None if owner is None else owner()
+        return None if module is None else module._parameters.get(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The owner says it again, of itself, once it is copied or read.
+        return {name: value for name, value in vars(self).items() if name != "owner"}
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *, transposed: bool) -> Tensor:
+        """Returns [tokens, out] for x [tokens, in], whose rows are sorted by expert.
+
+        Args:
+            x: the rows of expert 0, then those of expert 1, and so on.
+            weight: [experts, out, in], or [experts, in, out].
+            bias: [experts, out], or None.
+            offs: the end of each expert's rows, int32 [experts], on the device of x.
+            transposed: whether the weight is [experts, in, out].
+        """
+        return apply(x, weight, bias, self.linear_recipe, state=self.state(), offs=offs, transposed=transposed)
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe}"
+
+
+class Experts(InParts):
+    """Experts whose weights are 3-D parameters of this module; made by `convert` where such a module stands.
+
+    The parameters keep their names and shapes. What a recipe keeps for each is in `NAME_product`.
+
+    Attributes:
+        biases: the name of each weight's bias, or None, by the name of the weight.
+        transposed: whether the weights are [experts, in, out].
+        recipe, weights, keep_init: see `QuantizedLayer`.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """All names that weights may have in modules that this class knows."""
+
+    biases: dict[str, str | None]
+    transposed: bool
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls).get("names", ()):
+            for part, read in part_properties(name).items():
+                setattr(cls, part, read)
+
+    @classmethod
+    def knows(cls, other: type[nn.Module]) -> bool:
+        """Says whether this class's forward is that of a class of modules."""
+        raise NotImplementedError
+
+    @classmethod
+    def found_in(cls, module: nn.Module) -> tuple[dict[str, str | None], bool] | None:
+        """Returns `biases` and `transposed` of a module whose class and weights this class knows; None for any other."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_experts(
+        cls,
+        layer: nn.Module,
+        recipe: Recipe | str,
+        *,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+    ) -> Experts:
+        """Makes what a module is to become: quantized parameters, products, and nothing of its own else.
+
+        Raises:
+            ValueError: weights [experts, in, out] in a format whose transpose isn't exact, or another that can't be quantized.
+        """
+        check_weights(weights)
+        found = cls.found_in(layer)
+        assert found is not None
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.biases, made.transposed = found
+        made.weights, made.compute, made.keep_init = weights, compute, keep_init
+        for name in made.biases:
+            values = layer.get_parameter(name)
+            product = GroupedProduct(recipe, compute, values.device)
+            made.recipe = product.recipe
+            format = product.recipe.weight.format
+            if made.transposed and format is not None and not format.square:
+                raise ValueError(_transpose_error(product.recipe, format, name))
+            requires_grad = values.requires_grad
+            weight = made_weight(values, format, weights, keep_init, requires_grad=requires_grad)
+            made.register_parameter(name, weight)
+            made.add_module(name + PRODUCT, product)
+        return made.train(layer.training)
+
+    def register_hooks(self) -> None:
+        """Makes state dicts show and take the weights as codes, and take values for them."""
+        keep_in_parts(self)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Tells each product that its weight is here."""
+        for name in self.biases:
+            self.product_of(name).belongs_to(self, name)
+
+    def product_of(self, name: str) -> GroupedProduct:
+        """Returns what multiplies with a weight."""
+        found: Any = self._modules[name + PRODUCT]
+        return found
+
+    def multiply(self, name: str, x: Tensor, offs: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns [tokens, out]: x, sorted by expert, multiplied with the weight of this name; its bias is added.
+
+        Args:
+            name: of the weight.
+            x: [tokens, in].
+            offs: see `GroupedProduct`.
+            dtype: what the weight is cast to; None leaves it as it is.
+        """
+        bias = self.biases[name]
+        weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
+        weight = weight if dtype is None else weight.to(dtype)
+        return self.product_of(name)(x, weight, bias, offs, transposed=self.transposed)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("biases", ()):
+            self.product_of(name).note_weight(value)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.adopt()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(partial(moved, fn), recurse)
+
+    def reset_buffers(self) -> None:
+        """Sets delayed scaling and the steps to their start, and draws new random keys."""
+        for name in self.biases:
+            self.product_of(name).reset_buffers()
+
+    def extra_repr(self) -> str:
+        sizes = ", ".join(f"{name}={list(self.get_parameter(name).shape)}" for name in self.biases)
+        return f"{sizes}, recipe={self.recipe}"
+
+
+def _transpose_error(recipe: Recipe, format: Format, name: str) -> str:
+    return (
+        f"recipe {recipe} stores weights in {format}, whose blocks have no exact transpose, and {name} [experts, in, out] "
+        "needs one: use square blocks or one scale per tensor, or leave the experts as they are with filter_fn="
+    )

@@ -1,0 +1,112 @@
+"""The experts of other libraries: which modules of theirs `convert` knows, and their forwards over quantized weights."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .experts import Experts
+
+
+class TransformersExperts(Experts):
+    """Experts of transformers 5: classes under `use_experts_implementation`, whose forwards are one function of their weights.
+
+    gate_up_proj (or up_proj) and down_proj, [experts, out, in] or [experts, in, out], with or without biases. The gate is the
+    class's own. `config._experts_implementation` chooses among forwards that don't quantize, and is not asked.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("gate_up_proj", "up_proj", "down_proj")
+
+    num_experts: int
+    has_gate: bool
+    has_post_expert_norm: bool
+    act_fn: Any
+    post_expert_norm: Any
+    _apply_gate: Any
+
+    @classmethod
+    def knows(cls, other: type[nn.Module]) -> bool:
+        library: Any = sys.modules.get("transformers.integrations.moe")
+        # The decorator's wrapper: a class that was not decorated, or that has another forward, computes something else.
+        return library is not None and getattr(other.forward, "__globals__", None) is vars(library)
+
+    @classmethod
+    def found_in(cls, module: nn.Module) -> tuple[dict[str, str | None], bool] | None:
+        if not cls.knows(type(module)):
+            return None
+        first = "gate_up_proj" if getattr(module, "has_gate", False) else "up_proj"
+        names = (first, "down_proj")
+        if not all(isinstance(module._parameters.get(name), Tensor) for name in names):
+            return None
+        has_bias = bool(getattr(module, "has_bias", False))
+        return {name: f"{name}_bias" if has_bias else None for name in names}, bool(getattr(module, "is_transposed", False))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Returns [tokens, hidden]: the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: the experts of each token, [tokens, k].
+            top_k_weights: their weights, [tokens, k].
+
+        Raises:
+            ValueError: transformers has cut the experts over ranks.
+        """
+        if getattr(self, "_is_expert_parallel", False):
+            raise ValueError(
+                "transformers has cut these experts over ranks by a plan of its own (tp_plan or enable_expert_parallel), which "
+                "quantized experts don't follow: load the model without it"
+            )
+        tokens, k = top_k_index.shape
+        experts, order = top_k_index.flatten().sort(stable=True)
+        offs = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True, out_int32=True)
+        first, last = self.biases
+        y = self.multiply(first, hidden_states[order // k], offs)
+        y = self.multiply(last, self._apply_gate(y) if self.has_gate else self.act_fn(y), offs)
+        if self.has_post_expert_norm:
+            y = self.post_expert_norm(y)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        weighted = y[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(1).to(hidden_states.dtype)
+
+
+class TitanExperts(Experts):
+    """torchtitan's `GroupedExperts`: w1, w3 and w2, [experts, out, in], multiplied in bfloat16."""
+
+    names: ClassVar[tuple[str, ...]] = ("w1_EFD", "w3_EFD", "w2_EDF")
+
+    @classmethod
+    def knows(cls, other: type[nn.Module]) -> bool:
+        theirs: Any = getattr(sys.modules.get("torchtitan.models.common.moe"), "GroupedExperts", None)
+        if theirs is None or not issubclass(other, theirs):
+            return False
+        # Their seam for other products: one that is taken is somebody else's.
+        return other.forward is theirs.forward and other._grouped_mm is theirs._grouped_mm
+
+    @classmethod
+    def found_in(cls, module: nn.Module) -> tuple[dict[str, str | None], bool] | None:
+        if not cls.knows(type(module)):
+            return None
+        return dict.fromkeys(cls.names), False
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Returns [tokens, dim] for rows that are sorted by expert, and how many each expert has."""
+        offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        x, dtype = x_RD.bfloat16(), torch.bfloat16
+        h = F.silu(self.multiply("w1_EFD", x, offs, dtype)) * self.multiply("w3_EFD", x, offs, dtype)
+        return self.multiply("w2_EDF", h, offs, dtype).type_as(x_RD)
+
+
+KINDS: tuple[type[Experts], ...] = (TransformersExperts, TitanExperts)
+
+
+def experts_kind(module: nn.Module) -> type[Experts] | None:
+    """Returns what `convert` makes of a module that holds experts; None for all others."""
+    if isinstance(module, Experts):
+        return None
+    return next((kind for kind in KINDS if kind.found_in(module) is not None), None)

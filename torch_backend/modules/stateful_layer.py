@@ -1,0 +1,137 @@
+"""`StatefulLayer`: a recipe, and its state in buffers, which no cast, move or copy of a module spoils."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from blockfp import recipes
+from blockfp.files.names import LAYER_BUFFERS
+from blockfp.recipes import Compute, Recipe
+
+from ..linear.linear import LinearState
+from ..linear.parallel import Parallel
+from ..linear.pipelines import keep_state
+from ..linear.recipe_layer import RecipeLayer
+from ..linear.scale_watch import note_sharded, watch
+from ..quantized_tensor import sharding
+from ..quantized_tensor.keys import data_rank, random_key
+from ..torch_internals import mark_static_address
+
+
+class StatefulLayer(RecipeLayer):
+    """The products of one weight by a recipe, and the recipe's state in buffers.
+
+    Attributes:
+        recipe: the `Recipe`.
+        compute: "quantized", or "high_precision": products take the dequantized weight and everything else as it is.
+        parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
+        stateful: whether the recipe keeps state in buffers.
+        data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+    """
+
+    compute: Compute
+
+    def __init__(self, recipe: Recipe | str, compute: Compute):
+        # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
+        nn.Module.__init__(self)
+        self.recipe = recipes.parse(recipe)
+        self.linear_recipe = recipes.for_linear(self.recipe, compute)
+        self.compute = compute
+        self.observed = None
+        self.parallel: Parallel | None = None
+        self.data_rank = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Worked out again, not read: a pickle of another version may lack it.
+        self.linear_recipe = recipes.for_linear(self.recipe, self.compute)
+        self.announce()
+
+    def announce(self) -> None:
+        """Registers a layer that was made, copied or unpickled with those that look after its state."""
+        self.stateful = self.linear_recipe.delayed is not None or self._stochastic
+        if self.linear_recipe.delayed is not None:
+            watch(self)
+        if self.stateful:
+            keep_state()
+
+    @property
+    def _stochastic(self) -> bool:
+        return self.linear_recipe.gradient.stochastic or self.linear_recipe.gradient_columnwise.stochastic
+
+    def note_weight(self, weight: Any) -> None:
+        """Takes note of a weight that is put into the layer: FSDP2 does it, sharded and gathered.
+
+        A gathered one may be plain, and know nothing of a mesh. It does it every step: layers without state don't ask.
+        """
+        mesh = sharding.mesh_of(weight) if self.stateful else None
+        if mesh is not None and self.linear_recipe.delayed is not None:
+            note_sharded(self, weight)
+        if mesh is not None and self._buffers.get("rng_key") is not None:
+            # The last axis is tensor parallelism's, if there is any; alone it says nothing of the batch.
+            axes = mesh.ndim - (self.parallel is not None)
+            if axes:
+                self.data_rank = sharding.leading_rank(mesh, axes)
+
+    def set_buffers(self, device: torch.device) -> None:
+        """Makes the buffers that the recipe needs."""
+        delayed, stochastic = self.linear_recipe.delayed, self._stochastic
+        for operand in ("input", "gradient"):
+            history = None if delayed is None else torch.zeros(delayed.history, device=device)
+            self.register_buffer(f"{operand}_amax_history", history)
+            self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
+        self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
+        self._mark_buffers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        state = [(name, self._buffers[name]) for name in chain(*LAYER_BUFFERS)]
+        super()._apply(fn, recurse)
+        for name, before in state:
+            after = self._buffers[name]
+            if before is not None and after is not None and before.dtype != after.dtype:
+                # Amaxes, scales and keys are of the recipe's dtypes, whatever the layer is cast to.
+                self._buffers[name] = before.to(after.device)
+        if any(before is not None and before.is_meta and not self._buffers[name].is_meta for name, before in state):  # pyright: ignore
+            # Memory that nobody else may write into: initializers of other libraries know parameters alone.
+            self.reset_buffers()
+        # Others may be in their place now.
+        self._mark_buffers()
+        return self
+
+    def _mark_buffers(self) -> None:
+        """Tells compilers that buffers stay where they are, which they take for granted in modules, but not in FSDP2's.
+
+        A CUDA graph would write into copies of them otherwise.
+        """
+        for buffer in self.buffers(recurse=False):
+            mark_static_address(buffer)
+
+    def state(self) -> LinearState:
+        """Returns the buffers as `linear` takes them."""
+        return LinearState(
+            self.input_amax_history,
+            self.input_scale,
+            self.gradient_amax_history,
+            self.gradient_scale,
+            self.rng_key,
+            self.step,
+            0 if self.rng_key is None else data_rank(self.data_rank),
+            self.observed,
+        )
+
+    def reset_buffers(self) -> None:
+        """Sets delayed scaling and the step to their start, and draws a new random key."""
+        for buffer in (self.input_amax_history, self.gradient_amax_history, self.step):
+            if buffer is not None:
+                buffer.zero_()
+        for buffer in (self.input_scale, self.gradient_scale):
+            if buffer is not None:
+                buffer.fill_(1)
+        if self.rng_key is not None and not self.rng_key.is_meta:
+            self.rng_key.copy_(random_key())
