@@ -41,7 +41,7 @@ def launches() -> Iterator[None]:
         # Attributes of the class stand before those that torch's C code has for its base.
         for name, value in (("is_cuda", True), ("is_cpu", False)):
             patches.enter_context(_class_attribute(name, value))
-        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: CAPABILITY))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in (

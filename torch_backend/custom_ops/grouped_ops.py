@@ -187,9 +187,7 @@ def _forward_flops(x, weight, *_, **__) -> int:
 
 
 @register_flop_formula(torch.ops.blockfp.grouped_backward)
-def _backward_flops(
-    gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, *_, **__
-):
+def _backward_flops(gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, *_, **__):
     """Counts what torch's counters count of the same products in high precision."""
     return 2 * gradient[0] * gradient[1] * k * (int(needs_x) + int(weight_dtype is not None))
 
@@ -225,7 +223,9 @@ def _rows(x: Tensor, parts: list[Tensor] | None, cast: Cast) -> Matrix:
 # ---- one group after another
 
 
-def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float) -> Directions:
+def _quantized(
+    rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float
+) -> Directions:
     if row.format is None and column.format is None:
         return Directions([], [], None)
     return quantize_operand(
@@ -255,7 +255,9 @@ def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], 
     return [part for part in found if part is not None]
 
 
-def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
+def group_operands(
+    x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int
+) -> list[Matrix]:
     """Lists each group's operand [features, rows], from what the forward kept of x: its columnwise parts, or x itself.
 
     Args:

@@ -82,7 +82,9 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
     return f"torch's grouped_mm takes no lengths of {odd[0]}" if odd else None
 
 
-def multiply_rows(a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def multiply_rows(
+    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
     Args:
@@ -116,7 +118,9 @@ def multiply_rows(a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias:
     return _cleared(y.to(dtype), words, count)
 
 
-def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
+def multiply_columns(
+    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype
+) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:

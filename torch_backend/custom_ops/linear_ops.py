@@ -177,7 +177,9 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, keep: bool) -> _Forward:
+def _plan_forward(
+    x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, keep: bool
+) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     quantize = None
     if row is not None or column is not None:

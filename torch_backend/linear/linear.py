@@ -124,15 +124,7 @@ def apply(
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
-            x,
-            weight,
-            bias,
-            _call_of(x, weight, bias, recipe, state, key, grouped, shared),
-            state,
-            key,
-            counts,
-            offs,
-            transposed,
+            x, weight, bias, _call_of(x, weight, bias, recipe, state, key, grouped, shared), state, key, counts, offs, transposed
         )
         y = transformed(rows, weight, bias, run)
     else:
@@ -222,9 +214,7 @@ def _call_of(
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
     if autocast is None and (weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)):
         other = weight.dtype if weight.dtype != x.dtype else bias is not None and bias.dtype
-        raise TypeError(
-            f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy"
-        )
+        raise TypeError(f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
