@@ -255,7 +255,9 @@ def reader(
         for one in outputs:
             made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
         codes, scales, codes_t, scales_t = made
-        run(x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers)
+        run(
+            x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers
+        )
         parts = []
         if rows:
             parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])

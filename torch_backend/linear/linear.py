@@ -221,7 +221,9 @@ def _call_of(
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
     if autocast is None and (weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)):
         other = weight.dtype if weight.dtype != x.dtype else bias is not None and bias.dtype
-        raise TypeError(f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
+        raise TypeError(
+            f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy"
+        )
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
