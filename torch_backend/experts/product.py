@@ -21,6 +21,7 @@ from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count
 from ..custom_ops.products import Matrix, multiply
 from ..linear.linear import LinearState
+from ..linear.parallel import Parallel
 from ..linear.operands import Scaling, columnwise_weight, quantized, weight_operand
 from ..quantized_tensor.tensor import QuantizedTensor
 from .coded import columnwise, rows_of
@@ -37,6 +38,7 @@ class Call:
         rank: folded into the key.
         needs: whether x, weight and bias want gradients.
         training: whether amaxes are recorded.
+        parallel: how a group shares the weight, or None.
     """
 
     recipe: Recipe
@@ -46,6 +48,7 @@ class Call:
     rank: int
     needs: tuple[bool, bool, bool]
     training: bool
+    parallel: Parallel | None
 
     def spans(self) -> list[tuple[int, int]]:
         """The first row of each expert, and the one after its last."""
@@ -66,6 +69,7 @@ def multiply_groups(
     counts: Sequence[int],
     first: int,
     experts: int,
+    parallel: Parallel | None = None,
 ) -> Tensor:
     """Returns [rows, out] for x [rows, in], values or codes, sorted by expert.
 
@@ -76,6 +80,9 @@ def multiply_groups(
         recipe: from `recipes.for_linear`.
         state: of the layer.
         counts, first, experts: see `Call`.
+        parallel: how a group shares the weight; None where it is of this rank alone.
+
+    Under `torch.autocast` values and bias are cast to its dtype; codes have theirs already.
 
     Raises:
         TypeError: dtypes that differ.
@@ -92,8 +99,13 @@ def multiply_groups(
             f"x must be [rows, in] of {len(counts)} experts with {sum(counts)} rows, and weight [experts, out, in], got "
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise TypeError(f"x is {x.dtype}, weight {weight.dtype}, bias {bias and bias.dtype}: cast them to one dtype")
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = x.dtype if isinstance(x, QuantizedTensor) else torch.get_autocast_dtype(x.device.type)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        weight = weight.to(dtype) if recipe.weight.format is None else weight
+    elif weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        other = weight.dtype if bias is None else f"{weight.dtype}, bias {bias.dtype}"
+        raise TypeError(f"x is {x.dtype}, weight {other}: cast them to one dtype")
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ValueError(f"bias must have shape {tuple(weight.shape[:2])}, got {tuple(bias.shape)}")
     training = torch.is_grad_enabled()
@@ -101,7 +113,7 @@ def multiply_groups(
     stochastic = recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic
     if any(needs) and stochastic and state.rng_key is None:
         raise ValueError(f"recipe {recipe} rounds gradients stochastically: pass key= to dispatch")
-    call = Call(recipe, tuple(counts), first, experts, state.rank, needs, training)
+    call = Call(recipe, tuple(counts), first, experts, state.rank, needs, training, parallel)
     with torch.autocast(x.device.type, enabled=False):
         return GroupedProduct.apply(x, weight, bias, call, state)
 
@@ -117,7 +129,7 @@ class GroupedProduct(torch.autograd.Function):
         recipe = call.recipe
         wanted = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         stored = weight.format if isinstance(weight, QuantizedTensor) else None
-        w, size = weight_operand(weight, stored, recipe.weight, None), (weight.shape[1], weight.shape[2])
+        w, size = weight_operand(weight, stored, recipe.weight, call.parallel), (weight.shape[1], weight.shape[2])
         scaling = Scaling(recipe.eps, state.input_scale, state.input_amax_history if call.training else None, state.observed)
         y = torch.empty((x.shape[0], size[0]), dtype=x.dtype, device=x.device)
         kept: list[Tensor] = []
