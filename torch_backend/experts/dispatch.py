@@ -12,7 +12,6 @@ So a product of the rows multiplies the codes that were sent. Its columnwise ope
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .coded import joined, parted, quantize_rows, tensor_of
-from .product import multiply_groups, takes_codes
+from .product import Call, multiply_groups, takes_codes
 from .route import Group, Route, route
 
 if TYPE_CHECKING:
@@ -58,12 +57,9 @@ class Received:
     route: Route
 
     @property
-    def counts(self) -> list[int]:
-        """How many rows each of this rank's experts has; on one rank the host waits for its device to know."""
-        if self.route.counts is not None:
-            return self.route.counts
-        ends = [0, *self.offs.tolist()]
-        return [end - first for first, end in pairwise(ends)]
+    def counts(self) -> Tensor:
+        """How many rows each of this rank's experts has, int32 [own experts]."""
+        return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
     def multiply(
         self,
@@ -96,8 +92,11 @@ class Received:
             if tensor is not None and mesh_of(tensor) is not None:
                 raise ValueError(f"{name} is a DTensor, and these rows are one rank's: pass {name}.to_local()")
         state = self.state if state is None else state
-        own = {"counts": self.counts, "first": self.route.first, "experts": self.route.experts}
-        return multiply_groups(x, weight, bias, self.recipe, state, **own, parallel=parallel)
+        if x.shape[0] != self.tokens.shape[0]:
+            raise ValueError(f"x must have a row for each of the {self.tokens.shape[0]} tokens that came, got {tuple(x.shape)}")
+        way = self.route
+        call = Call(self.recipe, self.offs, way.counts, way.first, way.experts, parallel)
+        return multiply_groups(x, weight, bias, state, call)
 
 
 def dispatch(

@@ -77,7 +77,6 @@ class TransformersExperts(Experts):
         weighted = y[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-
     def _by_ranks(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         first, last = self.biases
         received = self.dispatched(hidden_states, top_k_index)
