@@ -87,7 +87,7 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, bias, x.dtype)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
@@ -137,7 +137,7 @@ def _backward(
         results = []
         found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, None, dtype))
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
         if weight_dtype is not None:
             a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
             results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
