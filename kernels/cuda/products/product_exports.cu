@@ -8,8 +8,7 @@
 //         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, which lie as blockfp/exports.h says.
 //       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row) or 128 (128x128). Scales are as
 //       they are stored, [.., rows, blocks]; those of 1x128 may be `ordered` for the product, [.., blocks, rows filled up to a multiple
-//       of 4]; those of b of 128x128 may have any strides. 32, of b alone and ordered, by the own kernel: as 1, but every 32 rows from the
-//       first have the same scales, so that the kernel may read one of them.
+//       of 4]; those of b of 128x128 may have any strides.
 //       own: by this library's kernel, on compute capability 9.0, in tiles of the shape `tile` (TileShape of gemm.h; -1 chooses). Else by
 //       cuBLASLt: no groups, k and n multiples of 16, m one of 4 where scales are of 1x128; `fast` lets it keep fewer bits of its sums.
 //       workspace: bytes on a multiple of 256, as many as blockfp/kernels/products.py counts; cuBLASLt has what is left.
@@ -138,12 +137,11 @@ void lay(const OnDevice& on, const Side& x, const Laid& laid) {
   if (laid.scales_to != nullptr) on.done(launch_lay_scales(stored(x), laid.scales_to, on.stream));
 }
 
-void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, bool bands, GemmArguments p, Workspace& memory, int64_t tile) {
+void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArguments p, Workspace& memory, int64_t tile) {
   check(tile >= -1 && tile < static_cast<int64_t>(TileShape::kCount), "tile must be from -1 to ", static_cast<int>(TileShape::kCount) - 1,
         ", and is ", tile);
   const bool tensors = a.block_rows == 0 && b.block_rows == 0;
-  const Scaling of_rows = bands ? Scaling::kBands : Scaling::kRows;
-  const Scaling scaling = tensors ? Scaling::kTensor : (b.block_rows == 128 ? Scaling::kSquares : of_rows);
+  const Scaling scaling = tensors ? Scaling::kTensor : (b.block_rows == 128 ? Scaling::kSquares : Scaling::kRows);
   const bool whole = (a.block_rows != 0 || a.scales.numel() == 1) && (b.block_rows != 0 || b.scales.numel() == 1 || !p.along_k);
   check(tensors || whole, "a scale for each group of one side and blocks of the other don't multiply here: a_scales is ",
         describe(a.scales), " and b_scales ", describe(b.scales));
@@ -152,7 +150,7 @@ void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, bool bands,
   place_codes(a, memory, left);
   place_codes(b, memory, right);
   if (!tensors) place_rows(a, memory, left);
-  if (scaling == of_rows) place_rows(b, memory, right);
+  if (scaling == Scaling::kRows) place_rows(b, memory, right);
   memory.check_size();
   p.k = static_cast<int>(ceil_div(p.k, 16) * 16);
   p.a_step = a.blocks_in_order() > 1, p.b_step = b.blocks_in_order() > 1;
@@ -224,10 +222,7 @@ void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scale
   check(has(ends) || groups == 1, "ends must be there for more than one group, and there are ", groups);
   check_array(ends, "ends", on.device, groups, 32, "an int32 for each group");
   const Side left = side_of("a", "a_scales", a, a_scales, a_element, a_block_rows, a_ordered, groups, on.device);
-  const bool bands = b_block_rows == 32;
-  check(!bands || (own && b_ordered), "b's blocks of 32 rows are ordered, and multiplied by the own kernel; b_ordered is ", b_ordered,
-        " and own ", own);
-  const Side right = side_of("b", "b_scales", b, b_scales, b_element, bands ? 1 : b_block_rows, b_ordered, groups, on.device);
+  const Side right = side_of("b", "b_scales", b, b_scales, b_element, b_block_rows, b_ordered, groups, on.device);
   GemmArguments p{};
   p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(k), p.groups = static_cast<int>(groups);
   p.ends = data_of<const int32_t>(ends), p.along_k = along_k;
@@ -243,7 +238,7 @@ void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scale
   p.accumulate = accumulate;
   Workspace memory(workspace, on.device);
   if (own) {
-    by_own_kernel(on, left, right, bands, p, memory, tile);
+    by_own_kernel(on, left, right, p, memory, tile);
   } else {
     by_cublas(on, left, right, p, memory, fast);
   }
