@@ -49,15 +49,16 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> 
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
         return partitioned.split_product(a, b, run)
-    return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
+    return lax.platform_dependent(a, b, cuda=on("cuda", capability()), default=on("cpu"))
 
 
 def least_cublas(version: int) -> int:
     """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
-    return 0 if _capability() == HOPPER else version
+    return 0 if capability() == HOPPER else version
 
 
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """The compute capability of JAX's first GPU."""
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
 
@@ -114,7 +115,7 @@ def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool, *, alig
     bands = aligned and b.format.square
     if aligned and 0 not in (*a.shape, *b.shape):
         operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
-    out = cuda.product(*operands[0], *operands[1], dtype, capability=_capability(), fast=fast, ordered=aligned, bands=bands)
+    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned, bands=bands)
     return replication.vary(out, frozenset().union(*over))
 
 

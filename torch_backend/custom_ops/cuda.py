@@ -217,9 +217,9 @@ def reader(
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
 
     Returns:
-        A function of a matrix, what is given (int32 [1], the amax, or float32 of one element, the multiplier) or None, and keys,
-        int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix, int32 [1],
-        where the scales needed it or a multiplier stood for it; else None.
+        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
+        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
+        int32 [1], where the scales needed it or a multiplier stood for it; else None.
     """
     _check(x)
     device, run, two_level = x.device, library().quantize, format.scale.two_level
@@ -255,7 +255,9 @@ def reader(
         for one in outputs:
             made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
         codes, scales, codes_t, scales_t = made
-        run(x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers)
+        run(
+            x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers
+        )
         parts = []
         if rows:
             parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])
