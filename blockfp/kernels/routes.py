@@ -97,6 +97,9 @@ RULES: tuple[Rule, ...] = (
 
 _DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
 
+RUN, COMPILED = ((9, 0),), ((8, 0), (8, 9), (10, 0), (12, 0))
+"""Compute capabilities on which the CUDA library's kernels were run, and others for which they were compiled."""
+
 
 def route(
     a: Format | str | None,
@@ -225,6 +228,9 @@ def table() -> list[tuple[str, str, str]]:
             how = "blockfp's kernel or cuBLASLt" if rule.of_library else "scaled_mm"
             how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
             lines.append((device, f"{'/'.join(elements)} {blocks}", f"{how} ({rule.mode}){', ' if units else ''}{units}"))
+    run, compiled = (", ".join(f"{major}.{minor}" for major, minor in some) for some in (RUN, COMPILED))
+    lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
+    lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
