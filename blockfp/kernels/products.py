@@ -93,6 +93,7 @@ def plan(
     pieces = _own_pieces if own else _cublas_pieces
     workspace = sum(_piece(size) for size in pieces(a, b, m, n, k, matrices, ordered)) + (0 if own else _CUBLAS_WORKSPACE)
     kinds = [number for format in (a, b) for number in format_numbers(format)[:2]]
+    kinds[3] = 32 if bands else kinds[3]
     numbers = (*kinds, *ordered, own, _OWN_CHOOSES_TILE, fast, accumulate)
     return Plan(own, workspace, own or adds_bias, tuple(int(number) for number in numbers))
 
