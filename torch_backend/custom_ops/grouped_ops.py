@@ -81,13 +81,13 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
-    reason = why_apart(x, n, row.format, w.format, transposed=False)
+    reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
     if reason is None and _in_squares(column.format):
         reason = f"columns in square blocks, {column.format}"
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype, recipe.exact_products)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
@@ -128,20 +128,20 @@ def _backward(
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     kept_as, again = recipe.input_columnwise.format, recipe.weight_columnwise.format
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
-    w, reason = Matrix([], None), None
+    exact, w, reason = recipe.exact_products, Matrix([], None), None
     if needs_x:
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
-        reason = why_apart(gradient, k, row.format, w.format, transposed=True, again=again)
+        reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype)
+        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact)
     if _on_device(gradient, reason):
         results = []
         found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
             a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
-            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
+            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype, exact))
         if bias_dtype is not None:
             results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
         return [*results, *_present(found.amaxes)]
