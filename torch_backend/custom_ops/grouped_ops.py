@@ -157,7 +157,7 @@ def _backward(
         amaxes += _present(found.amax)
         if d_weight is not None:
             a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
-            options = (k, group.rows, None, weight_dtype, fast["wgrad"], None, recipe.exact_products)
+            options = (k, group.rows, None, d_weight.dtype, fast["wgrad"], None, recipe.exact_products)
             d_weight[number] = multiply_parts(a, inputs[number], *options)
         if d_x is not None:
             one, index = w, number
@@ -253,9 +253,12 @@ def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
 
 
 def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], format: Format, eps: float) -> list[Tensor]:
-    quantized = [Quantized(*parts[:2], parts[2] if len(parts) > 2 else None) for parts in each]
-    found = groups.lay_out(quantized, x, ends, format, columnwise=True, eps=eps_for(format, eps))
+    found = groups.lay_out([_parts_of(parts) for parts in each], x, ends, format, columnwise=True, eps=eps_for(format, eps))
     return [part for part in found if part is not None]
+
+
+def _parts_of(parts: Sequence[Tensor]) -> Quantized:
+    return Quantized(parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
 
 def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
@@ -271,8 +274,7 @@ def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[in
         return []
     if format is None:
         return [Matrix([x[0][group.begin : group.end].mT], None) for group in groups.groups_of(ends, tokens)]
-    whole = Quantized(*x[:2], x[2] if len(x) > 2 else None)
-    each = groups.group_parts(whole, ends, tokens, features, format, columnwise=True)
+    each = groups.group_parts(_parts_of(x), ends, tokens, features, format, columnwise=True)
     return [Matrix([part.contiguous() for part in parts if part is not None], format) for parts in each]
 
 

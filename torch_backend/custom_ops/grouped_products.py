@@ -29,7 +29,7 @@ _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 
 def _mode(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> Mode | None:
-    """The mode of `kernels.routes` in which the library's kernel for Hopper multiplies codes of groups; None where it doesn't."""
+    """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
     if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return None
     mode = route_on(device, a, b, 0, 0, 0, True, exact).mode
@@ -59,7 +59,9 @@ def why_apart(
     return _why_not_dequantized(x, (k, n), (a, w))
 
 
-def _weight_mode(device: torch.device, a: Format | None, w: Format | None, n: int, exact: bool, transposed: bool) -> Mode | None:
+def _weight_mode(
+    device: torch.device, a: Format | None, w: Format | None, n: int, exact: bool, transposed: bool
+) -> Mode | None:
     """`_mode` of rows and a weight, which is turned where it is transposed, and aligned as one matrix of all its rows."""
     mode = _mode(device, a, w, exact)
     if mode is None or w is None or (transposed and not w.square):
@@ -67,9 +69,7 @@ def _weight_mode(device: torch.device, a: Format | None, w: Format | None, n: in
     return None if mode == "aligned" and w.block is not None and n % math.lcm(w.block[0], 4) else mode
 
 
-def why_columns_apart(
-    x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool
-) -> str | None:
+def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
     """Says why columns of groups are not multiplied all at once on a GPU; None where they are.
 
     Args:
@@ -183,7 +183,7 @@ def _in_order(x: Matrix) -> Matrix:
 def _aligned(x: Matrix, columns: int) -> Matrix:
     """MX codes shifted to one scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
     assert x.format is not None
-    codes, scales = cuda.align(*x.parts, x.format, columns=columns)
+    codes, scales = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns)
     return Matrix([codes, scales], alignment.aligned_format(x.format), ordered=True)
 
 
