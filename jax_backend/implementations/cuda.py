@@ -5,7 +5,6 @@ kernels/cuda/exports.cu and products/product_exports.cu document the arguments. 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan
 
-from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
+from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -78,11 +77,7 @@ class CudaLibrary(Backend):
     platform = "cuda"
 
     def missing(self) -> str | None:
-        if jax.default_backend() != "gpu":
-            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
-        if importlib.util.find_spec("jax_tvm_ffi") is None:
-            return "the package jax-tvm-ffi is not installed"
-        return None if cuda_library.available() else cuda_library.status()
+        return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
         return refusal_of_amax(operation, format)

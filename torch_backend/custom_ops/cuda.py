@@ -217,9 +217,9 @@ def reader(
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
 
     Returns:
-        A function of a matrix, what is given (int32 [1], the amax, or float32 of one element, the multiplier) or None, and keys,
-        int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix, int32 [1],
-        where the scales needed it or a multiplier stood for it; else None.
+        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
+        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
+        int32 [1], where the scales needed it or a multiplier stood for it; else None.
     """
     _check(x)
     device, run, two_level = x.device, library().quantize, format.scale.two_level

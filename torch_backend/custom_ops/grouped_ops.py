@@ -5,7 +5,7 @@
 
 A group is a tensor of its own (`definition.groups`). Its end is in device memory: on a GPU nothing waits for it. `words` say
 where groups lie. Operands lie in one array each. A weight [groups, n, k] comes as codes, scales and maybe tensor scale; as one
-`QuantizedTensor`, which the op table takes apart; or as values. `casts` is a recipe as text (`linear_ops.casts_of`). The amaxes
+`QuantizedTensor`, which the op table takes apart; or as values. `casts` is a `Recipe.text`. The amaxes
 of the groups are there where a multiplier is given.
 
 On a CPU groups are quantized and multiplied one after another. So they are on a GPU where `grouped_products` has no product of

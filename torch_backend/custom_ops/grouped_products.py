@@ -22,7 +22,7 @@ from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
 from . import cuda, cuda_groups
-from .ops import dequantize_parts
+from .dequantize_plans import dequantize_parts
 from .products import Matrix, multiply_groups, route_on
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of

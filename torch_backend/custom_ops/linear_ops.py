@@ -1,9 +1,9 @@
-"""The custom ops of a dense layer: one for its forward, one for its backward, each with all casts and products of its direction.
+"""The custom ops of a dense layer: one for its forward, one for its backward, each with its casts and products.
 
     blockfp::linear_forward   (x, weight, .., casts, keep) -> [y, weight .., x columnwise .., amax?]
     blockfp::linear_backward  (gradient, x, weight, .., casts, ..) -> [d_x?, d_weight?, amax?]
 
-`casts` is a recipe as text (`casts_of`). The weight comes as codes, scales and maybe tensor scale; as one `QuantizedTensor`,
+`casts` is a `Recipe.text`. The weight comes as codes, scales and maybe tensor scale; as one `QuantizedTensor`,
 which the op table takes apart after dynamo has gone; or as values, which are quantized here where the recipe says so.
 
 `forward` and `backward` carry the ops out, by plans that are kept for each shape. Eager code calls them as they are, where
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.recipes import PRODUCTS, Cast, Recipe
+from blockfp.recipes import Recipe
 
 from .library import define, empty_parts, fake, impl
 from .products import Matrix, multiply_parts
@@ -30,30 +30,13 @@ from .quantize_plans import Run, kept, plan_of, quantize_matrix
 
 linear_forward = define(
     "linear_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor? bias, Tensor? amax, "
-    "Tensor? multiplier, str casts, float eps, bool keep, SymInt[] origin) -> Tensor[]"
+    "Tensor? multiplier, str casts, bool keep, SymInt[] origin) -> Tensor[]"
 )
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
-    "Tensor? multiplier, Tensor? keys, str casts, float eps, bool needs_x, bool needs_weight, SymInt columns, ScalarType dtype, "
-    "SymInt[] origin) -> Tensor[]"
+    "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
+    "ScalarType dtype, SymInt[] origin) -> Tensor[]"
 )
-
-
-# ---- a recipe as text
-
-
-def casts_of(recipe: Recipe) -> str:
-    """The recipe's casts, the products that accumulate fast and whether all are exact, as the ops take them."""
-    casts = (recipe.input, recipe.weight, recipe.gradient)
-    columnwise = (recipe.input_columnwise, recipe.weight_columnwise, recipe.gradient_columnwise)
-    fast = "+".join([product for product in PRODUCTS if product in recipe.fast_accum])
-    exact = "exact" if recipe.exact_products else ""
-    return ",".join([*[_text(cast) for cast in (*casts, *columnwise)], fast, exact])
-
-
-def _text(cast: Cast) -> str:
-    name = "-" if cast.format is None else cast.format.name
-    return name + ("+stochastic" if cast.stochastic else "") + ("+rotate" if cast.rotate else "")
 
 
 # Dictionaries: compiled code calls no cache of functools.
@@ -61,16 +44,10 @@ _recipes: dict[str, Recipe] = {}
 
 
 def recipe_of(casts: str) -> Recipe:
-    """The recipe, without name, eps and delayed scaling, that a text of `casts_of` stands for."""
+    """The recipe that a `Recipe.text` stands for, without name and delayed scaling."""
     recipe = _recipes.get(casts)
     if recipe is None:
-        *six, fast, exact = casts.split(",")
-        parsed = []
-        for text in six:
-            name, *options = text.split("+")
-            parsed.append(Cast(None if name == "-" else Format.parse(name), "stochastic" in options, "rotate" in options))
-        products: Any = frozenset(fast.split("+")) - {""}
-        recipe = kept(_recipes, casts, Recipe(casts, *parsed, fast_accum=products, exact_products=bool(exact)))
+        recipe = kept(_recipes, casts, Recipe.of_text(casts))
     return recipe
 
 
@@ -140,7 +117,6 @@ def forward(
     amax: Tensor | None,
     multiplier: Tensor | None,
     casts: str,
-    eps: float,
     keep: bool,
     origin: Sequence[int] = (0, 0),
 ) -> list[Tensor]:
@@ -153,8 +129,7 @@ def forward(
         bias: [out].
         amax: of x, where it is known: int32 [1], fp32 bits.
         multiplier: of delayed scaling: float32 of one element.
-        casts: of `casts_of`.
-        eps: lifts amaxes, of formats where it has a meaning.
+        casts: the recipe's text.
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
 
@@ -162,10 +137,10 @@ def forward(
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
         format; with a multiplier the amax of x.
     """
-    key = (casts, eps, keep, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None)
+    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None)
     plan = _forwards.get(key)
     if plan is None:
-        plan = kept(_forwards, key, _plan_forward(x, amax is not None, multiplier is not None, recipe_of(casts), eps, keep))
+        plan = kept(_forwards, key, _plan_forward(x, amax is not None, multiplier is not None, recipe_of(casts), keep))
     quantize, row, count, format, fast, exact = plan
     parts = [] if quantize is None else quantize(x, amax, multiplier, None)
     a = Matrix([x] if row is None else parts[:count], row)
@@ -182,23 +157,23 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, keep: bool) -> _Forward:
+def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, keep: bool) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
-        quantize = plan_of(x, row, column, knows_amax, multiplied, (False, False), rotate, eps)
+        quantize = plan_of(x, row, column, knows_amax, multiplied, (False, False), rotate, recipe.eps)
     fast = "forward" in recipe.fast_accum
     return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
 
 
 @impl(linear_forward)
-def _linear_forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, eps, keep, origin) -> list[Tensor]:
-    return forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, eps, keep, origin)
+def _linear_forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin) -> list[Tensor]:
+    return forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin)
 
 
 @fake(linear_forward)
-def _linear_forward_fake(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, eps, keep, origin) -> list[Tensor]:
+def _linear_forward_fake(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin) -> list[Tensor]:
     recipe, (rows, columns) = recipe_of(casts), x.shape
     parts = [x.new_empty((rows, weight.shape[0]))]
     if scales is None and recipe.weight.format is not None:
@@ -227,7 +202,6 @@ def backward(
     multiplier: Tensor | None,
     keys: Tensor | None,
     casts: str,
-    eps: float,
     needs_x: bool,
     needs_weight: bool,
     columns: int,
@@ -238,25 +212,25 @@ def backward(
 
     Args:
         gradient: [tokens, out].
-        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they are not needed any more.
+        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they were multiplied.
         weight, scales, tensor_scale, origin: as `forward` got them, or made them; needed for the gradient of x.
         amax: of the gradient, where it is known.
         multiplier: of delayed scaling.
         keys: of stochastic rounding, int32 [2, 2].
-        casts, eps: as for `forward`.
+        casts: the recipe's text.
         needs_x, needs_weight: which gradients are wanted.
         columns: in.
         dtype: of the weight's gradient.
 
     Returns:
-        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of the gradient.
+        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
-    key = (casts, eps, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
+    key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
     key = (*key, amax is None, multiplier is None)
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
-        plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, eps, needs_x, needs_weight)
+        plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
         kept(_backwards, key, plan)
     quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad), exact = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
@@ -288,7 +262,7 @@ def backward(
 
 
 def _plan_backward(
-    gradient: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, eps: float, needs_x: bool, needs_weight: bool
+    gradient: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, needs_x: bool, needs_weight: bool
 ) -> _Backward:
     row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
     formats = tuple(None if cast is None else cast.format for cast in (row, column))
@@ -296,7 +270,7 @@ def _plan_backward(
     if formats != (None, None):
         random = (row is not None and row.stochastic, column is not None and column.stochastic)
         rotate = column is not None and column.rotate
-        quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, eps)
+        quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, recipe.eps)
     weight = (recipe.weight.format, recipe.weight_columnwise.format)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     count, exact = _count(formats[0]), recipe.exact_products
@@ -310,7 +284,7 @@ def _linear_backward(gradient, x, *arguments) -> list[Tensor]:
 
 @fake(linear_backward)
 def _linear_backward_fake(
-    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, eps, needs_x, needs_weight, columns, dtype, origin
+    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin
 ) -> list[Tensor]:
     results = [gradient.new_empty((gradient.shape[0], columns))] if needs_x else []
     if needs_weight:
@@ -320,6 +294,6 @@ def _linear_backward_fake(
 
 @register_flop_formula(torch.ops.blockfp.linear_backward)
 def _backward_flops(
-    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, eps, needs_x, needs_weight, columns, *_, **__
+    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, *_, **__
 ) -> int:
     return 2 * math.prod(gradient) * columns * (needs_x + needs_weight)

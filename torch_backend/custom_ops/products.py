@@ -32,9 +32,9 @@ from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
 from . import cuda, kernels
+from .dequantize_plans import dequantize_parts
 from .dtypes import name_of, view_codes, view_scales
 from .library import define, fake, impl
-from .ops import dequantize_parts
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "

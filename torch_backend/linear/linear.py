@@ -12,7 +12,6 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.linear_ops import casts_of
 from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
@@ -233,8 +232,7 @@ def _call_of(
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     traced = torch.compiler.is_compiling()
     direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    static = (casts_of(recipe), made, direct, traced, autocast)
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, *static)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
 
 
 def _run(
