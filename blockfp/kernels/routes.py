@@ -232,6 +232,9 @@ def table() -> list[tuple[str, str, str]]:
     lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
     lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
+    lines.append(
+        ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")
+    )
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
     return lines
