@@ -278,6 +278,7 @@ def multiply_groups(
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
+    bands: bool = False,
 ) -> Tensor:
     """Multiplies group after group on codes, outside of a graph; `multiplies_groups` says where.
 
@@ -292,6 +293,7 @@ def multiply_groups(
         dtype: of the result; that of `out` where it is given.
         out: contiguous, to write to.
         accumulate: adds the product to what `out` holds.
+        bands: see `kernels.products.plan`.
     """
     along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
     codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
@@ -305,7 +307,7 @@ def multiply_groups(
     assert b.format is not None
     plan = _plan(
         codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
-        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate,
+        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
     )  # fmt: skip
     _multiply_codes(plan, a, b, ends, bias, out)
     return out
