@@ -6,8 +6,8 @@ and multiplied in a dtype that holds every value. In between is one mode that ma
 of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
 (`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which kernel): of any
-lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
+FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which
+kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
 `torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
 

@@ -57,9 +57,7 @@ def why_apart(
     return _why_not_dequantized(x, (k, n), (a, w))
 
 
-def _weight_mode(
-    device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool
-) -> Mode | None:
+def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
     """`_mode` of rows and a weight, which is turned where it is transposed."""
     return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
 
