@@ -4,6 +4,8 @@
 
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "blockfp/elements.h"
 
 namespace blockfp {
