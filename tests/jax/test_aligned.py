@@ -65,7 +65,7 @@ def library(monkeypatch):
     monkeypatch.setattr(cuda, "_call", call)
     monkeypatch.setattr(cuda, "cublas_version", lambda: 0)
     monkeypatch.setattr(products, "route", hopper)
-    monkeypatch.setattr(products, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(products, "capability", lambda: (9, 0))
     monkeypatch.setattr(choice, "missing_product", lambda version: None)
     return called
 
