@@ -67,8 +67,10 @@ def nvcc(monkeypatch, tmp_path):
 def test_the_architectures_are_those_of_all_devices(devices):
     devices((9, 0), (9, 0), (10, 0))
     assert cuda_build.architectures() == ("90a", "100a")
-    devices((9, 0), (8, 6))
-    with pytest.raises(RuntimeError, match=r"device 1 has 8\.6: leave such devices out of CUDA_VISIBLE_DEVICES"):
+    devices((12, 0), (8, 6))
+    assert cuda_build.architectures() == ("86", "120a")
+    devices((9, 0), (7, 5))
+    with pytest.raises(RuntimeError, match=r"device 1 has 7\.5: leave such devices out of CUDA_VISIBLE_DEVICES"):
         cuda_build.architectures()
     devices()
     with pytest.raises(RuntimeError, match="no CUDA device is here"):
