@@ -198,7 +198,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if columnwise and not (cast.rotate or cast.stochastic or format is None or format.has_tensor_scale):
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
-        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
+        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x, columnwise=True)
     x = x.mT if columnwise else x
     if cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
