@@ -28,8 +28,7 @@ def in_float64(block, x):
     """What a block of `flax_moe` is to give."""
     experts = block.experts
     scale, router, gate_up, down = (
-        np.asarray(p.get_value(), np.float64)
-        for p in (block.norm.scale, experts.router.kernel, experts.gate_up, experts.down)
+        np.asarray(p.get_value(), np.float64) for p in (block.norm.scale, experts.router.kernel, experts.gate_up, experts.down)
     )
     h = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * scale
     scores = np.exp(h @ router)
