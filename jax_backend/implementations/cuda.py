@@ -5,7 +5,6 @@ kernels/cuda/exports.cu and products/product_exports.cu document the arguments. 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan
 
-from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
+from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -38,6 +37,7 @@ _ATTRIBUTES = {
     "dequantize": _DEQUANTIZE,
     "product": _PRODUCT,
     "product_by_cublas": _PRODUCT,
+    "align": ("element", "block_rows", "columns"),
     "group_rows": ("tokens",),
     "quantize_groups": _QUANTIZE_GROUPS,
 }
@@ -77,11 +77,7 @@ class CudaLibrary(Backend):
     platform = "cuda"
 
     def missing(self) -> str | None:
-        if jax.default_backend() != "gpu":
-            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
-        if importlib.util.find_spec("jax_tvm_ffi") is None:
-            return "the package jax-tvm-ffi is not installed"
-        return None if cuda_library.available() else cuda_library.status()
+        return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
         return refusal_of_amax(operation, format)
@@ -181,14 +177,26 @@ def cublas_version() -> int:
 
 
 def product(
-    a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, capability: tuple[int, int], fast: bool
+    a: Quantized,
+    a_format: Format,
+    b: Quantized,
+    b_format: Format,
+    dtype,
+    *,
+    capability: tuple[int, int],
+    fast: bool,
+    ordered: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`."""
+    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
+
+    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them.
+    """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
     version, name = cublas_version(), jnp.dtype(dtype).name
-    chosen = plan(a_format, b_format, m, n, k, capability=capability, cublas=version, dtype=name, fast=fast)
+    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered)}
+    chosen = plan(a_format, b_format, m, n, k, capability=capability, **options)
     out, _ = _call(
         "product" if chosen.own else "product_by_cublas",
         [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
@@ -201,6 +209,27 @@ def product(
         **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )
     return out
+
+
+def align(x: Quantized, format: Format, columns: int) -> Quantized:
+    """The codes and scales of an MX matrix, shifted to one scale for 128 elements (`definition.alignment`).
+
+    Codes are [rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`.
+    """
+    rows, numbers = x.codes.shape[0], format_numbers(format)
+    codes, scales = _call(
+        "align",
+        [
+            jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
+            jax.ShapeDtypeStruct((-(-columns // 128), -(-rows // 4) * 4), jnp.float32),
+        ],
+        x.codes,
+        x.scales,
+        element=numbers[0],
+        block_rows=numbers[1],
+        columns=columns,
+    )
+    return Quantized(codes, scales, None)
 
 
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:

@@ -166,12 +166,13 @@ class _GroupedLinear(Layer):
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
         if self.kernels:
             return multiply_rows(operand, weight, tiles, self.dtype, fast=fast)
-        return gather_rows(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
+        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=self.recipe.exact_products)
+        return gather_rows(y, tiles.target)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
         if self.kernels:
             return multiply_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
-        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
+        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)

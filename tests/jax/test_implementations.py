@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said where one can't."""
+"""The implementation that runs, and errors where one can't."""
 
 import inspect
 from pathlib import Path
