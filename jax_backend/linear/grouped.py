@@ -219,6 +219,6 @@ def _check_cut(placement: LayerPlacement, recipe: Recipe) -> None:
     unit = int(np.lcm.reduce([GROUP, *lengths]))
     if whole % (ranks * unit):
         raise ValueError(
-            f"{placement.tensor!r} cuts the {whole} features of {'out' if column else 'in'} over {ranks} ranks: tensor parallelism "
-            f"inside a group wants a multiple of {ranks * unit}, so that it cuts between blocks of {unit}"
+            f"{placement.tensor!r} cuts the {whole} features of {'out' if column else 'in'} over {ranks} ranks: tensor "
+            f"parallelism inside a group wants a multiple of {ranks * unit}, so that it cuts between blocks of {unit}"
         )

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,7 +43,8 @@ def in_float64(block, x):
 def test_a_mixture_of_experts_is_near_float64_and_trains_as_bf16_does():
     nnx = pytest.importorskip("flax.nnx")
     moe = load("flax_moe")
-    x = jax.random.normal(jax.random.key(1), (256, 64), jnp.bfloat16)
+    # In float32, in which the router chooses as it does in float64.
+    x = jax.random.normal(jax.random.key(1), (256, 64))
     error, losses = {}, {}
     for recipe in ("mxfp8", "fp8_current", None):
         block = moe.Block(64, 96, 8, 2, nnx.Rngs(0), recipe=recipe)
@@ -52,7 +52,7 @@ def test_a_mixture_of_experts_is_near_float64_and_trains_as_bf16_does():
         got = np.asarray(nnx.jit(lambda block, x: block(x))(block, x), np.float64)
         error[recipe] = np.linalg.norm(got - want) / np.linalg.norm(want - np.asarray(x, np.float64))
         losses[recipe] = moe.main(10, recipe)
-    assert error[None] < 0.03
+    assert error[None] < 1e-4
     for recipe in ("mxfp8", "fp8_current"):
         assert error[recipe] < 0.09
         np.testing.assert_allclose(losses[recipe], losses[None], rtol=0.02)
