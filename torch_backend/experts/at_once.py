@@ -48,7 +48,7 @@ def forward(
     else:
         row, column = _quantized(x, words, count, recipe.input, columnwise, recipe.eps, None)
         kept = list(column.parts) if column.format is not None else []
-    return multiply_rows(row, w, words, count, outputs, bias, x.dtype), words, kept
+    return multiply_rows(row, w, words, count, outputs, x.shape[1], bias, x.dtype), words, kept
 
 
 def backward(
@@ -93,7 +93,7 @@ def backward(
             columns = _columns(gradient.parts, gradient.format, column, outputs, gradient.dtype, words, count, recipe.eps, keys)
     else:
         rows, columns = _quantized(gradient, words, count, row, column, recipe.eps, keys)
-    d_x = None if w is None else multiply_rows(rows, w, words, count, inputs, None, gradient.dtype)
+    d_x = None if w is None else multiply_rows(rows, w, words, count, inputs, outputs, None, gradient.dtype)
     d_weight = d_bias = None
     if weight_dtype is not None:
         cast = recipe.input_columnwise
