@@ -21,6 +21,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from ..custom_ops.grouped_ops import group_operands
 from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count
+from ..custom_ops.ops import dequantize_parts
 from ..custom_ops.products import Matrix, multiply
 from ..linear.linear import LinearState
 from ..linear.operands import Scaling, columnwise_weight, quantized, weight_operand
@@ -193,7 +194,7 @@ def _gradients(
             if d_weight is not None:
                 column_key = key[1] if key is not None and wanted.stochastic else None
                 column = columnwise(own, gradient.format, wanted, outputs, gradient.dtype, recipe.eps, column_key)
-            values = None if d_bias is None else gradient[first:last].dequantize(torch.float32)
+            values = None if d_bias is None else dequantize_parts(own, gradient.format, torch.float32, outputs)
         else:
             values = gradient[first:last]
             row, column = quantized(values, "gradient", rowwise, wanted, scaling, None, key)
