@@ -1,4 +1,4 @@
-"""What the documents show runs, and says all formats."""
+"""Runs the code that the documents show, and looks for all formats in them."""
 
 import ast
 import pydoc

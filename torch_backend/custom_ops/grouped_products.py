@@ -19,7 +19,7 @@ from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import exact_in_bfloat16
 
 from . import cuda, cuda_groups
-from .ops import dequantize_parts
+from .dequantize_plans import dequantize_parts
 from .products import Matrix, multiplies_groups, multiply_groups
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
@@ -120,9 +120,7 @@ def multiply_rows(
     return _cleared(y.to(dtype), words, count)
 
 
-def multiply_columns(
-    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
+def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:

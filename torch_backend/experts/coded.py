@@ -14,9 +14,9 @@ from blockfp.recipes import Cast
 
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import max_reduce
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.dtypes import name_of
 from ..custom_ops.operand_ops import quantize_operand
-from ..custom_ops.ops import dequantize_parts
 from ..custom_ops.products import Matrix
 from ..quantized_tensor.tensor import QuantizedTensor
 

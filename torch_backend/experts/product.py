@@ -163,7 +163,7 @@ def _one_by_one(
             row, columns = quantized(x[first:last], "input", recipe.input, wanted, scaling)
             kept += [] if columns is None else columns.parts
         own = None if bias is None else bias[index]
-        y[first:last] = multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index)
+        y[first:last] = multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index, exact=recipe.exact_products)
     return y, kept
 
 
@@ -204,7 +204,7 @@ def _gradients(
         if d_weight is not None and column is not None and weight_dtype is not None:
             x = _columnwise_input(kept, coded, recipe, index, (first, last), inputs, gradient.dtype)
             size = (inputs, last - first)
-            d_weight[index] = multiply(column, x, size, None, weight_dtype, fast_accum="wgrad" in recipe.fast_accum)
+            d_weight[index] = multiply(column, x, size, None, weight_dtype, fast_accum="wgrad" in recipe.fast_accum, exact=recipe.exact_products)
         if d_x is not None and w is not None:
             d_x[first:last] = _dgrad(row, w, (inputs, outputs), recipe, gradient.dtype, index)
     return [d_x, d_weight, d_bias]
@@ -241,9 +241,9 @@ def _columnwise_input(
 
 
 def _dgrad(row: Matrix, w: Matrix, size: tuple[int, int], recipe: Recipe, dtype: torch.dtype, index: int) -> Tensor:
-    cast = recipe.weight_columnwise
+    cast, fast, exact = recipe.weight_columnwise, "dgrad" in recipe.fast_accum, recipe.exact_products
     if w.format is None and cast.format is not None:
         # A weight whose rowwise operand is in high precision has no codes yet.
         w = columnwise_weight(w.parts[0][index], cast, None)
-        return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum)
-    return multiply(row, w._replace(transposed=True), size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
+        return multiply(row, w, size, None, dtype, fast_accum=fast, exact=exact)
+    return multiply(row, w._replace(transposed=True), size, None, dtype, fast_accum=fast, index=index, exact=exact)

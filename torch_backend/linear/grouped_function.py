@@ -75,7 +75,7 @@ class GroupedFunction(torch.autograd.Function):
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
         multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
-        y, words, *kept = grouped_ops.forward(x, *_three(w.parts), offs, bias, multiplier, call.casts, call.needs[1])
+        y, words, *kept = grouped_ops.forward(x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
         if multiplier is not None:
             if call.training and input_amax_history is not None:
                 record_groups(input_amax_history, kept[-1])
@@ -126,7 +126,7 @@ class GroupedFunction(torch.autograd.Function):
             *_three(parts),
             multiplier,
             keys_of_gradient(ctx, gradient) if keyed else None,
-            call.casts,
+            recipe.text,
             ctx.shape[0],
             ctx.shape[-1],
             needs_x,
