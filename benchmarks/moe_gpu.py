@@ -1,10 +1,10 @@
-"""Grouped linear layers of experts on one GPU, forward and backward: each recipe against bf16's `grouped_mm`; and a whole MoE layer.
+"""Experts on one GPU, forward and backward: each recipe's grouped layer against bf16's `grouped_mm`, and a whole MoE layer.
 
     python benchmarks/moe_gpu.py [--recipes fp8_current fp8_block mxfp8] [--rounds 3] [--profile RECIPE] [--json FILE]
 
-Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Rounds of all contenders take turns, each
-warmed up by as many steps as are timed; the figure is the median. The MoE layer is Qwen3's (128 experts, 8 for each token, 2048
-features, 768 of an expert): routing, permutation, experts and combination, eager and compiled.
+Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Rounds of all contenders take turns,
+each warmed up by as many steps as are timed; the figure is the median. The MoE layer is Qwen3's (128 experts, 8 for each token,
+2048 features, 768 of an expert): routing, permutation, experts and combination, eager and compiled.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ class Experts(nn.Module):
             self.gate_up = nn.Parameter(torch.randn(experts, 2 * inner, features, **options) / features**0.5)
             self.down = nn.Parameter(torch.randn(experts, features, inner, **options) / inner**0.5)
         else:
-            self.gate_up = bfp.GroupedLinear(experts, features, 2 * inner, bias=False, recipe=recipe, keep_init=False, **options)
+            self.gate_up = bfp.GroupedLinear(
+                experts, features, 2 * inner, bias=False, recipe=recipe, keep_init=False, **options
+            )
             self.down = bfp.GroupedLinear(experts, inner, features, bias=False, recipe=recipe, keep_init=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:

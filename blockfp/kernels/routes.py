@@ -226,6 +226,9 @@ def table() -> list[tuple[str, str, str]]:
             how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
             lines.append((device, f"{'/'.join(elements)} {blocks}", f"{how} ({rule.mode}){', ' if units else ''}{units}"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
+    lines.append(
+        ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")
+    )
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
     return lines

@@ -81,13 +81,13 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
-    reason = why_apart(x, n, row.format, w.format, transposed=False)
+    reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
     if reason is None and _in_squares(column.format):
         reason = f"columns in square blocks, {column.format}"
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype, recipe.exact_products)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
@@ -128,20 +128,20 @@ def _backward(
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     kept_as, again = recipe.input_columnwise.format, recipe.weight_columnwise.format
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
-    w, reason = Matrix([], None), None
+    exact, w, reason = recipe.exact_products, Matrix([], None), None
     if needs_x:
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
-        reason = why_apart(gradient, k, row.format, w.format, transposed=True, again=again)
+        reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype)
+        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact)
     if _on_device(gradient, reason):
         results = []
         found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
             a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
-            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
+            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype, exact))
         if bias_dtype is not None:
             results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
         return [*results, *_present(found.amaxes)]
@@ -157,7 +157,7 @@ def _backward(
         amaxes += _present(found.amax)
         if d_weight is not None:
             a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
-            options = (k, group.rows, None, weight_dtype, fast["wgrad"], None, recipe.exact_products)
+            options = (k, group.rows, None, d_weight.dtype, fast["wgrad"], None, recipe.exact_products)
             d_weight[number] = multiply_parts(a, inputs[number], *options)
         if d_x is not None:
             one, index = w, number
@@ -253,9 +253,12 @@ def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
 
 
 def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], format: Format, eps: float) -> list[Tensor]:
-    quantized = [Quantized(*parts[:2], parts[2] if len(parts) > 2 else None) for parts in each]
-    found = groups.lay_out(quantized, x, ends, format, columnwise=True, eps=eps_for(format, eps))
+    found = groups.lay_out([_parts_of(parts) for parts in each], x, ends, format, columnwise=True, eps=eps_for(format, eps))
     return [part for part in found if part is not None]
+
+
+def _parts_of(parts: Sequence[Tensor]) -> Quantized:
+    return Quantized(parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
 
 def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
@@ -271,8 +274,7 @@ def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[in
         return []
     if format is None:
         return [Matrix([x[0][group.begin : group.end].mT], None) for group in groups.groups_of(ends, tokens)]
-    whole = Quantized(*x[:2], x[2] if len(x) > 2 else None)
-    each = groups.group_parts(whole, ends, tokens, features, format, columnwise=True)
+    each = groups.group_parts(_parts_of(x), ends, tokens, features, format, columnwise=True)
     return [Matrix([part.contiguous() for part in parts if part is not None], format) for parts in each]
 
 
