@@ -22,13 +22,8 @@ from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
 from . import cuda, cuda_groups
-<<<<<<< HEAD
 from .dequantize_plans import dequantize_parts
-from .products import Matrix, multiplies_groups, multiply_groups
-=======
-from .ops import dequantize_parts
 from .products import Matrix, multiply_groups, route_on
->>>>>>> grouped
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
@@ -147,13 +142,9 @@ def multiply_rows(
     return _cleared(y.to(dtype), words, count)
 
 
-<<<<<<< HEAD
-def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
-=======
 def multiply_columns(
     a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype, exact: bool
 ) -> Tensor:
->>>>>>> grouped
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:
