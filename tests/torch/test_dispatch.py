@@ -226,6 +226,47 @@ def test_rows_that_are_no_codes_have_the_products_of_a_grouped_layer(recipe):
     assert torch.equal(bias.grad, layer.bias.grad)
 
 
+def by_layers(rank, each, recipe, weights):
+    """`layer` of modules that ranks share."""
+    mesh = init_device_mesh("cpu", (len(each),))
+    modules = []
+    for weight in weights:
+        experts, outputs, inputs = weight.shape
+        module = bfp.GroupedLinear(experts, inputs, outputs, bias=False, recipe=recipe)
+        bfp.load_high_precision_(module.weight, weight.dequantize())
+        modules.append(bfp.parallelize(module, mesh, "experts"))
+    up, down = modules
+    x, experts, scores, gradient = each[rank]
+    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=mesh)
+    gate, value = up(received.tokens, received).chunk(2, 1)
+    y = bfp.combine(down(F.silu(gate) * value, received), received, scores)
+    y.backward(gradient)
+    return y.detach(), *(module.weight.grad.to_local() for module in modules)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block"])
+def test_grouped_layers_take_what_was_received(recipe):
+    each, weights = routed(3), parameters(recipe)
+    _, y, _, _, d_up, d_down = run([torch.cat(parts) for parts in zip(*each, strict=True)], recipe, *weights)
+    together = threaded.run(3, by_layers, each, recipe, weights)
+    for whole, *parts in zip((y, d_up, d_down), *together, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def of_another_recipe(rank):
+    received = bfp.dispatch(torch.ones(4, IN), torch.zeros(4, 1, dtype=torch.int64), EXPERTS, recipe="mxfp8")
+    layer = bfp.GroupedLinear(EXPERTS, IN, 32, recipe="fp8_block")
+    with pytest.raises(ValueError, match="the rows were dispatched by recipe mxfp8, and this layer has fp8_block"):
+        layer(received.tokens, received)
+    layer = bfp.parallelize(bfp.GroupedLinear(EXPERTS, IN, 32, recipe="mxfp8"), init_device_mesh("cpu", (2,)), "column")
+    with pytest.raises(ValueError, match="rows that were dispatched are for whole experts, and these are cut as 'column'"):
+        layer(received.tokens, received)
+
+
+def test_layers_that_do_not_fit_are_refused():
+    threaded.run(2, of_another_recipe)
+
+
 def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
     (tokens,) = routed(1)
     up, down = parameters("mxfp8")

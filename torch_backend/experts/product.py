@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.grouped_ops import group_operands
 from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count
-from ..custom_ops.ops import dequantize_parts
 from ..custom_ops.products import Matrix, multiply
 from ..linear.linear import LinearState
 from ..linear.operands import Scaling, columnwise_weight, quantized, weight_operand
