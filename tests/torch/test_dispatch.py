@@ -281,6 +281,25 @@ def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+# Dynamo looks at the gradients of what goes into the graphs between.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_code_leaves_its_graph_for_them():
+    (tokens,) = routed(1)
+    x, experts, weights, _ = tokens
+    up, down = (weight.detach().requires_grad_() for weight in parameters("mxfp8"))
+
+    def block(x):
+        return layer(bfp.dispatch(x * 2, experts, EXPERTS, recipe="mxfp8"), up, down, weights).cos()
+
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager")):
+        given = x.clone().requires_grad_()
+        y = run(given)
+        y.sum().backward()
+        results.append((y, given.grad))
+    assert all(map(torch.equal, *results))
+
+
 def test_values_travel_where_the_recipe_has_no_format():
     (tokens,) = routed(1)
     recipe = recipes.parse("mxfp8").replace(input=recipes.Cast(None), input_columnwise=recipes.Cast(None))
