@@ -53,7 +53,12 @@ def test_columns_that_fill_a_group_up_are_quantized_zeros(name):
 
 def test_ends_that_descend_or_lie_outside_are_cut():
     found = list(groups.groups_of((5, 3, 900, -1), 20))
-    assert [(group.begin, group.end, group.first_column) for group in found] == [(0, 5, 0), (5, 5, 128), (5, 20, 128), (20, 20, 256)]
+    assert [(group.begin, group.end, group.first_column) for group in found] == [
+        (0, 5, 0),
+        (5, 5, 128),
+        (5, 20, 128),
+        (20, 20, 256),
+    ]
 
 
 def test_the_bounds_hold_for_any_ends():

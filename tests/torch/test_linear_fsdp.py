@@ -106,7 +106,7 @@ def test_training_is_that_of_the_unsharded_model(name):
 
 
 def ranks_of(rank, recipe, axes, given, cut):
-    """What each rank folds into its keys, on a mesh of 2 x 2 .. with `fully_shard` over the given axes of it."""
+    """The numbers that each rank folds into its keys, on a mesh of 2 x 2 .. with `fully_shard` over the given axes of it."""
     seen = []
     model, mesh = model_of(recipe), init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
     if cut:

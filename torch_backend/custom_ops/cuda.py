@@ -217,9 +217,9 @@ def reader(
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
 
     Returns:
-        A function of a matrix, what is given (int32 [1], the amax, or float32 of one element, the multiplier) or None, and keys,
-        int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix, int32 [1],
-        where the scales needed it or a multiplier stood for it; else None.
+        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
+        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
+        int32 [1], where the scales needed it or a multiplier stood for it; else None.
     """
     _check(x)
     device, run, two_level = x.device, library().quantize, format.scale.two_level
@@ -255,7 +255,9 @@ def reader(
         for one in outputs:
             made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
         codes, scales, codes_t, scales_t = made
-        run(x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers)
+        run(
+            x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers
+        )
         parts = []
         if rows:
             parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])
@@ -342,6 +344,27 @@ _turns: dict[Any, tuple[Any, ...]] = {}
 """What `transpose` works out once for tensors of a kind."""
 
 _MOST_TURNS = 4096
+
+
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+    """The codes and scales of an MX matrix, shifted to one scale for 128 elements, as the library's product takes them.
+
+    Args:
+        codes: uint8 [rows, bytes].
+        scales: uint8 E8M0.
+        format: MXFP8, MXFP6 or MXFP4.
+        columns: of the matrix.
+
+    Returns:
+        Codes uint8 [rows, columns filled up to a multiple of 16 with zeros] and scales float32 [ceil(columns / 128), rows filled
+        up to a multiple of 4]; the values are those of `alignment.align`.
+    """
+    check_beside(codes, "codes", scales=scales)
+    rows, (element, block_rows, *_) = codes.shape[0], format_numbers(Format.parse(format))
+    out = codes.new_empty((rows, -(-columns // 16) * 16))
+    powers = codes.new_empty((-(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
+    return out, powers
 
 
 def transpose_words(x: Array) -> Array:

@@ -15,10 +15,11 @@ from torch.nn.functional import grouped_mm
 
 from blockfp.definition import groups
 from blockfp.formats import Format
+from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import exact_in_bfloat16
 
 from . import cuda, cuda_groups
-from .ops import dequantize_parts
+from .dequantize_plans import dequantize_parts
 from .products import Matrix, multiplies_groups, multiply_groups
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
@@ -26,7 +27,9 @@ _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 def _on_codes(device: torch.device, a: Format | None, b: Format | None) -> bool:
     """Says whether the library's own kernel multiplies codes of these formats."""
-    return a is not None and b is not None and multiplies_groups(device, a, b)
+    if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    return multiplies_groups(device, a, b)
 
 
 def why_apart(
@@ -83,7 +86,7 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
 
 
 def multiply_rows(
-    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype
+    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
@@ -92,12 +95,11 @@ def multiply_rows(
         w: [groups, n, k], or with `transposed` stored as [groups, k, n].
         words: of `cuda_groups.group_rows`.
         count: how many groups.
-        n: columns of the product.
+        n, k: columns of the product, and the contracted length.
         bias: [groups, n], or None.
         dtype: of the product.
     """
-    tokens, k = a.parts[0].shape[0], w.parts[0].shape[-2] if w.transposed else a.parts[0].shape[1]
-    ends = words[:count]
+    tokens, ends = a.parts[0].shape[0], words[:count]
     if 0 in (tokens, n, k, count):
         y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
         return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)
@@ -118,9 +120,7 @@ def multiply_rows(
     return _cleared(y.to(dtype), words, count)
 
 
-def multiply_columns(
-    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype
-) -> Tensor:
+def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:

@@ -42,10 +42,8 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
         marker(formats, x.is_cpu)(x, parts, amax)
 
 
-def marker(
-    formats: Sequence[Format], on_cpu: bool
-) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
-    """Plans `mark` for operands in these formats, one a direction: a function of the operand, its directions' parts, the amax."""
+def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
+    """Plans `mark` for a format each direction; returns a function of the operand, the parts of each, and the amax."""
     bytes_of_scales = [format.scale.e8m0 for format in formats]
     tell = all(map(scales_tell, formats)) and all(bytes_of_scales)
 

@@ -26,7 +26,7 @@ from .kernels import kernels_for
 from .overflow import mark, marker
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
-"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax where a multiplier is given].
+"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax with a multiplier].
 
 amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
 """

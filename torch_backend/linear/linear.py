@@ -12,7 +12,6 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.linear_ops import casts_of
 from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
@@ -124,7 +123,15 @@ def apply(
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
-            x, weight, bias, _call_of(x, weight, bias, recipe, state, key, grouped, shared), state, key, counts, offs, transposed
+            x,
+            weight,
+            bias,
+            _call_of(x, weight, bias, recipe, state, key, grouped, shared),
+            state,
+            key,
+            counts,
+            offs,
+            transposed,
         )
         y = transformed(rows, weight, bias, run)
     else:
@@ -214,7 +221,9 @@ def _call_of(
         raise ValueError(f"the weight is in {stored}, but recipe {recipe} wants {recipe.weight}: quantize it in that format")
     if autocast is None and (weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)):
         other = weight.dtype if weight.dtype != x.dtype else bias is not None and bias.dtype
-        raise TypeError(f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy")
+        raise TypeError(
+            f"x is {x.dtype}, weight or bias {other}: cast x, or use torch.autocast or FSDP2's MixedPrecisionPolicy"
+        )
     training = torch.is_grad_enabled()
     needs_bias = training and bias is not None and bias.requires_grad
     needs = (training and x.requires_grad, training and weight.requires_grad, needs_bias)
@@ -223,8 +232,7 @@ def _call_of(
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     traced = torch.compiler.is_compiling()
     direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    static = (casts_of(recipe), made, direct, traced, autocast)
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, *static)
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
 
 
 def _run(
@@ -254,7 +262,7 @@ def _run(
         function, arguments = LinearFunction.apply, (call, *tensors)
         if not call.traced and not functorch_is_active():
             function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
-    elif call.grouped and takes(call, tensors):
+    elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
         function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
     else:

@@ -44,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         amax = amax_where_compiled(x, recipe.input.format, format, plain, multiplier) if compiled else None
         run = linear_ops.forward if call.direct and runs_now(x) else linear_ops.linear_forward
         w = _taken_apart([weight], call) if call.direct else (weight, None, None, (0, 0))
-        made = run(x, *w[:3], bias, amax, multiplier, call.casts, recipe.eps, needs_weight, w[3])
+        made = run(x, *w[:3], bias, amax, multiplier, recipe.text, needs_weight, w[3])
         if multiplier is not None and history is not None and call.training:
             record(history, made[-1])
         if ctx.observed is not None:
@@ -105,8 +105,8 @@ class LinearFunction(torch.autograd.Function):
             if ctx.observed is not None:
                 known = {"amax": amax, "multiplier": multiplier, "keys": keys}
                 observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
-            options = (recipe.eps, needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
-            results = run(gradient, kept, *w[:3], amax, multiplier, keys, call.casts, *options)
+            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
+            results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
             if multiplier is not None and ctx.history is not None:
                 record(ctx.history, results[-1])
             d_weight = results[int(needs_x)] if needs_weight else None

@@ -82,16 +82,16 @@ class _Apart(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         if func is not linear_forward:
             return func(*args, **(kwargs or {}))
-        x, weight, scales, tensor_scale, bias, amax, multiplier, casts, eps, keep, origin = args
+        x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin = args
         recipe, made = recipe_of(casts), []
         if scales is None and recipe.weight.format is not None and not isinstance(weight, QuantizedTensor):
             made = quantize_operand(weight, recipe.weight.format, None).row
             weight, scales, tensor_scale = (*made, None)[:3]
         scaled = multiplier if recipe.input.format is not None else None
-        y, *recorded = func(x, weight, scales, tensor_scale, bias, amax, scaled, casts, eps, False, origin)
+        y, *recorded = func(x, weight, scales, tensor_scale, bias, amax, scaled, casts, False, origin)
         cast = recipe.input_columnwise
         if not keep or cast.format is None:
             return [y, *made, *recorded]
-        options = {"amax": amax, "multiplier": multiplier, "rotate": cast.rotate, "eps": eps}
+        options = {"amax": amax, "multiplier": multiplier, "rotate": cast.rotate, "eps": recipe.eps}
         found = quantize_operand(x, None, cast.format, **options)
         return [y, *made, *found.column, *([] if found.amax is None else [found.amax])]

@@ -20,6 +20,7 @@ from blockfp.definition import layout, numerics
 from blockfp.formats import Format
 
 from ..custom_ops import grouped_ops, linear_ops, ops, products
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.dtypes import DTYPES
 from ..custom_ops.library import is_real
 from ..custom_ops.products import Matrix
@@ -41,7 +42,7 @@ def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
     if is_real(q.codes):
-        return ops.dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
+        return dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
 
 
@@ -59,14 +60,15 @@ def _weight_product(
     columnwise: bool = False,
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
+    exact: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))
     if not is_real(weight.codes):
-        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin)
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
     left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
     right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
-    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index)
+    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
 @implements(linear_ops.linear_forward)
@@ -79,14 +81,13 @@ def _linear_forward(
     amax: Tensor | None,
     multiplier: Tensor | None,
     casts: str,
-    eps: float,
     keep: bool,
     origin: Sequence[int],
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.forward if is_real(weight.codes) else linear_ops.linear_forward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
-    return run(x, *parts, bias, amax, multiplier, casts, eps, keep, weight.origin)
+    return run(x, *parts, bias, amax, multiplier, casts, keep, weight.origin)
 
 
 @implements(linear_ops.linear_backward)
