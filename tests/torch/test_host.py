@@ -17,10 +17,10 @@ LAYER = {
     "fp8_current": (33, 99),
     "fp8_delayed": (44, 111),
     "fp8_block": (33, 99),
-    "mxfp8": (70, 200),
-    "mxfp6": (70, 200),
-    "mxfp4": (70, 200),
-    "nvfp4": (100, 274),
+    "mxfp8": (55, 165),
+    "mxfp6": (55, 165),
+    "mxfp4": (55, 165),
+    "nvfp4": (60, 154),
 }
 QUANTIZE = 32
 # Before a gather of codes, and of values that are cast for it; torchao's cast: 114.
