@@ -11,6 +11,7 @@ from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
+from .torch_backend.experts.dispatch import Received, combine, dispatch
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
@@ -53,11 +54,14 @@ __all__ = [
     "Observed",
     "QuantizedTensor",
     "QuantizedWeight",
+    "Received",
     "Recipe",
     "Saving",
     "Summary",
     "TransformerLayer",
+    "combine",
     "convert",
+    "dispatch",
     "errors",
     "fake_quantize",
     "formats",

@@ -8,11 +8,12 @@ import numpy as np
 
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
+from blockfp.kernels.products import BLOCK_SCALES
 
 from .arrays.array import QuantizedArray
 from .arrays.quantize import quantize
 from .implementations import choice
-from .linear.products import BLOCK_SCALES
+from .linear.products import least_cublas
 
 
 class JaxBackend:
@@ -23,7 +24,7 @@ class JaxBackend:
     @property
     def version(self) -> str:
         version = f"JAX {jax.__version__} on {', '.join(sorted({device.device_kind for device in jax.devices()}))}"
-        missing = choice.missing_cublas(BLOCK_SCALES) if jax.default_backend() == "gpu" else None
+        missing = choice.missing_cublas(least_cublas(BLOCK_SCALES)) if jax.default_backend() == "gpu" else None
         return version if missing is None else f"{version}, without products of FP8 blocks: {missing}"
 
     def quantize(self, x: np.ndarray, format: Format) -> Quantized:

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["pytree", "return_and_correct_aliasing"]
+__all__ = ["TorchDispatchMode", "pytree", "return_and_correct_aliasing"]
 
 # `pytree` finds tensors in nested arguments; torch has none without the underscore.
+# `TorchDispatchMode` sees every operation; torch documents it, and has no public name for it.
 # `return_and_correct_aliasing` tells autograd that what a subclass returns shares memory, as torch's own subclasses do.
 
 # ---- tensor subclasses
@@ -58,6 +59,18 @@ def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Says whether a transform of torch.func is under way, where autograd functions need a form of their own. It can't be asked."""
 
+unwrap_if_dead: Callable[[Tensor], Tensor] = torch._C._functorch.unwrap_if_dead
+"""The tensor behind one that outlived its transform of torch.func."""
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Returns an autograd function's `apply` for where no transform of torch.func is under way, and no compiler traces.
+
+    `Function.apply` asks for both, each time and of every argument: a third of what a small layer costs the host.
+    """
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs; two runs through one node are told apart by nothing else."""
 
@@ -68,9 +81,6 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 """Another shape of a new tensor, which is then no view; torch's own `linear` ends in it. FSDP2 warns of views."""
 
 # ---- operations
-
-scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-"""The product on FP8 codes. The public `F.scaled_mm` comes to the same call of cuBLAS after a third more of the host's time."""
 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""

@@ -3,7 +3,7 @@
 A token that travels between ranks as codes (`sharding.dispatching`) is seen in high precision by its sender only. The weight's
 gradient contracts tokens, in blocks along them. These blocks are quantized from the values that the rowwise codes stand for:
 
-    columnwise(q) = quantize(dequantize(q) transposed)     the values as float32
+    columnwise(q) = quantize(dequantize(q) transposed)     the values in the nominal dtype; float32 for float16
                     codes transposed, scale as it is       where the whole tensor has one scale, and both have one format
 
 So it is a function of codes, and the same on any rank that has a group's rows. Where scales are powers of two (MX, FP8 blocks)
@@ -24,6 +24,7 @@ def columnwise(
     into: Format | str,
     *,
     columns: int,
+    nominal: str = "float32",
     rotate: bool = False,
     eps: float = 0.0,
     key: Key | None = None,
@@ -35,6 +36,7 @@ def columnwise(
         format: theirs.
         into: the format of the result.
         columns: how many there are, which packing hides.
+        nominal: name of the dtype of what was quantized.
         rotate: the random Hadamard transform along the rows, before they are quantized.
         eps: lifts amaxes, see `numerics.quantize`.
         key: rounds to the new scales stochastically, see there.
@@ -47,9 +49,16 @@ def columnwise(
         width = format.element.bits
         turned = layout.swap_matrix(layout.unpack(quantized.codes, width, columns))
         return Quantized(layout.pack(turned, width), quantized.scales, quantized.tensor_scale)
-    values = dequantize(quantized.codes, quantized.scales, quantized.tensor_scale, format, "float32", columns=columns)
+    values = dequantize(
+        quantized.codes, quantized.scales, quantized.tensor_scale, format, value_dtype(nominal), columns=columns
+    )
     turned = layout.swap_matrix(values)
     return quantize(rotation.rotate(turned) if rotate else turned, into, eps=scaling.eps_for(into, eps), key=key)
+
+
+def value_dtype(nominal: str) -> str:
+    """Returns the dtype of the values between: float16 may not hold what its own numbers are rounded to."""
+    return "float32" if nominal == "float16" else nominal
 
 
 def keeps_codes(format: Format, into: Format, rotate: bool) -> bool:

@@ -15,8 +15,8 @@ from .library import Library, NothingToRunOn
 
 _NO_DEVICE = "no CUDA device is here"
 _FUNCTIONS = (
-    *("amax", "amax_blocks", "quantize", "encode", "dequantize", "product", "block_product", "cublas_version"),
-    *("transpose", "interleave", "fold_keys", "adamw"),
+    *("amax", "amax_blocks", "quantize", "encode", "dequantize", "product", "cublas_version"),
+    *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes"),
 )
 
 

@@ -2,20 +2,24 @@
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
-and multiplied in a dtype that holds every value: no product ever rounds an operand.
+and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes
+of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
+(`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-What a device offers is what cuBLAS offers through `torch.nn.functional.scaled_mm`, as tried on Hopper and as documented for
-Blackwell.
+FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which kernel): of any
+lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
+`torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from ..formats import Format
 
-Mode = Literal["tensor", "block", "mx", "nvfp4", "dequantize", "plain"]
+Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]
 
 
@@ -25,8 +29,8 @@ class Route:
 
     Attributes:
         mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
-            units take codes and scales. "dequantize": operands are dequantized, then multiplied. "plain": neither is
-            quantized.
+            units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
+            "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
         dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
         scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what
             is left of the operands is then exact in `dtype`. The product must stay in fp32 until then.
@@ -59,31 +63,27 @@ class Rule:
     scales: frozenset[str]
     multiples: tuple[int, int, int]
 
+    @property
+    def of_library(self) -> bool:
+        """True for products of the CUDA library, False for those of `scaled_mm`."""
+        return self.mode in ("tensor", "block", "aligned")
 
-# Two E5M2 operands are not multiplied: cuBLAS has no such kernel.
+
+# cuBLAS has no kernel for two E5M2 operands; the library's own takes them.
 _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
+_ALL_FP8 = _FP8 | {("e5m2", "e5m2")}
 _ROW, _SQUARE = (1, 128), (128, 128)
+_FP32 = frozenset({"fp32", "pow2"})
+_MX = frozenset(product(((1, 32), (32, 32)), repeat=2))
+_E8M0 = frozenset({"e8m0_ceil", "e8m0_floor"})
+_ALIGNED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 RULES: tuple[Rule, ...] = (
-    Rule("tensor", (9, 10), _FP8, frozenset({(None, None)}), frozenset({"fp32", "pow2"}), (1, 16, 16)),
-    Rule(
-        "block",
-        (9,),
-        frozenset({("e4m3", "e4m3")}),
-        # 128x128 by 128x128 is not offered.
-        frozenset({(_ROW, _SQUARE), (_SQUARE, _ROW), (_ROW, _ROW)}),
-        frozenset({"fp32", "pow2"}),
-        # Scales of a have strides of 16 bytes.
-        (4, 16, 16),
-    ),
-    Rule(
-        "mx",
-        (10,),
-        _FP8,
-        frozenset((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))),
-        frozenset({"e8m0_ceil", "e8m0_floor"}),
-        (1, 16, 32),
-    ),
+    Rule("tensor", (9,), _ALL_FP8, frozenset({(None, None)}), _FP32, (1, 1, 1)),
+    Rule("tensor", (10,), _FP8, frozenset({(None, None)}), _FP32, (1, 16, 16)),
+    Rule("block", (9,), _ALL_FP8, frozenset(product((None, _ROW, _SQUARE), repeat=2)) - {(None, None)}, _FP32, (1, 1, 1)),
+    Rule("mx", (10,), _FP8, _MX, _E8M0, (1, 16, 32)),
+    Rule("aligned", (9,), frozenset(product(_ALIGNED, repeat=2)), _MX, _E8M0, (1, 1, 1)),
     Rule(
         "nvfp4",
         (10,),
@@ -108,6 +108,8 @@ def route(
     n: int | None = None,
     k: int | None = None,
     in_order: bool = True,
+    library: bool = True,
+    exact: bool = False,
 ) -> Route:
     """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
 
@@ -118,6 +120,8 @@ def route(
         m, n, k: lengths; None takes them to fit.
         in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
             that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
+        library: whether the CUDA library is there, which has the modes "tensor", "block" and "aligned".
+        exact: whether both operands must be multiplied as the values that they stand for, which "aligned" doesn't promise.
 
     Raises:
         ValueError: an unknown format or platform, or "cuda" without a capability.
@@ -134,10 +138,16 @@ def route(
         why = "blocks lie across the operands or are cut"
     elif platform == "cuda" and capability is not None and a is not None and b is not None:
         rule = _rule(a, b, capability[0])
-        if rule is not None:
+        if rule is not None and rule.of_library and not library:
+            why = "the CUDA library, which multiplies them, is missing"
+        elif rule is not None and rule.mode == "aligned" and exact:
+            why = "exact products are asked for"
+        elif rule is not None:
             misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
             if not misfit:
-                return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}")
+                # What is aligned is filled up.
+                slower = _what_costs(n, 0 if rule.mode == "aligned" else k) if rule.of_library else ""
+                return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}{slower}")
             units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
     return _dequantized(a, b, platform, why)
@@ -158,6 +168,16 @@ def _rule(a: Format, b: Format, major: int) -> Rule | None:
 def _misfits(rule: Rule, *sizes: int | None) -> list[tuple[str, int]]:
     named = zip("mnk", sizes, rule.multiples, strict=True)
     return [(name, size) for name, size, unit in named if size is not None and size % unit]
+
+
+def _what_costs(n: int | None, k: int | None) -> str:
+    """Says which lengths make a product slower than its neighbours'."""
+    costs = []
+    if k is not None and k % 16:
+        costs.append(f"k = {k} is no multiple of 16: codes are copied first, to rows that are")
+    if n is not None and n % 8:
+        costs.append(f"n = {n} is no multiple of 8: the result is written in smaller pieces")
+    return "; ".join(["", *costs])
 
 
 def _dequantized(a: Format | None, b: Format | None, platform: Platform, why: str) -> Route:
@@ -202,7 +222,9 @@ def table() -> list[tuple[str, str, str]]:
             pairs = sorted(rule.blocks, key=str)
             blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
             units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
-            lines.append((device, f"{'/'.join(elements)} {blocks}", f"scaled_mm ({rule.mode}), {units}"))
+            how = "blockfp's kernel or cuBLASLt" if rule.of_library else "scaled_mm"
+            how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
+            lines.append((device, f"{'/'.join(elements)} {blocks}", f"{how} ({rule.mode}){', ' if units else ''}{units}"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))

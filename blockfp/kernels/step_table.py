@@ -29,7 +29,7 @@ NO_COEFFICIENTS = Coefficients(*(0.0,) * len(Coefficients._fields))
 """Stands in a row whose constants the device alone knows."""
 
 _MOMENT_DTYPES = ("float32", "bfloat16", "uint8")
-_NONE, _COPY, _CODES = 0, 1, 2
+_NONE, _COPY, _CODES, _AMAX = 0, 1, 2, 3
 
 # kernels/include/blockfp/adamw.h, StepEntry.
 _ROW = np.dtype(
@@ -72,6 +72,7 @@ def row(
     nominal: str = "float32",
     start: tuple[int, int, int] = (0, 0, 0),
     whole: tuple[int, int],
+    two_passes: bool = False,
 ) -> Row:
     """The row of a parameter, or of a rank's shard of it.
 
@@ -83,10 +84,11 @@ def row(
         nominal: name of the dtype that a quantized weight stands for.
         start: (batch, row, column) of the first element in the unsharded array, its leading axes counted as one.
         whole: (rows, columns) of the unsharded matrix.
+        two_passes: whether `second_pass` is to take the codes out of the table.
 
     Raises:
         TypeError: a dtype that the kernels don't take.
-        ValueError: a format with one scale per tensor or two levels.
+        ValueError: a format with one scale per tensor or two levels, and no second pass.
     """
     if gradient not in DTYPE_NUMBERS:
         raise TypeError(f"gradient must be of {' or '.join(DTYPE_NUMBERS)}, got {gradient}")
@@ -99,7 +101,7 @@ def row(
     arrays = [(gradient, count), ("float32", count), (moments, count), (moments, count), scales, scales, None, None]
     content = np.zeros((), _ROW)
     if format is not None:
-        if not one_pass(format):
+        if not one_pass(format) and not two_passes:
             raise ValueError(f"{format} has an amax of the whole tensor: step without codes, then quantize")
         arrays[6] = ("uint8", math.prod(layout.codes_shape(shape, format)))
         arrays[7] = (format.scale.dtype, math.prod(layout.scales_shape(shape, format)))
@@ -144,3 +146,25 @@ def pack(
     table["parameter"], table["step"], table["coefficients"] = parameters, steps, coefficients
     table["key0"], table["key1"] = key
     return words
+
+
+def second_pass(table: np.ndarray, places: Sequence[int], tensor_scales: Sequence[int]) -> np.ndarray:
+    """Takes the codes of some parameters out of a table, and returns the table that writes them once their amaxes are known.
+
+    `point_to_amaxes` says in both tables where these are.
+
+    Args:
+        table: of `pack`; changed.
+        places: the rows whose formats need the amax of the whole parameter.
+        tensor_scales: the addresses of their tensor scales, 0 of formats that have none.
+    """
+    rows = table.view(_ROW).reshape(-1)
+    codes = rows[places]
+    codes["second"] = tensor_scales
+    rows["out"][places], rows["output"][places] = 0, _AMAX
+    return codes.view(np.int64).reshape(len(places), -1)
+
+
+def point_to_amaxes(table: np.ndarray, places: Sequence[int], address: int, *, known: bool) -> None:
+    """Says where the amaxes of rows are, int32 one after another: to be raised by the step, or `known` to a second pass."""
+    table[places, ARRAYS.index("first" if known else "out_scales")] = address + 4 * np.arange(len(places))

@@ -47,8 +47,8 @@ def check_rows(format: Format) -> None:
     """
     if format.block is not None and format.block[0] != 1:
         raise ValueError(
-            f"tokens in {format} share blocks of {format.block[0]} rows, which can't go to different experts: use blocks of one "
-            "row, or one scale per tensor, for the input and the gradient"
+            f"tokens in {format} share blocks of {format.block[0]} rows, which can't go to different experts: use blocks of "
+            "one row, or one scale per tensor, for the input and the gradient"
         )
 
 

@@ -83,20 +83,21 @@ def missing(name: str) -> str | None:
 
 
 def missing_product(version: int) -> str | None:
-    """Returns the reason why cuBLASLt doesn't get a product of codes and scales here, or None; see `missing_cublas`."""
+    """Returns the reason why the CUDA library doesn't get a product of codes and scales here, or None; see `missing_cublas`."""
     return "XLA may have to split the product over devices" if would_be_partitioned() else missing_cublas(version)
 
 
 def missing_cublas(version: int) -> str | None:
-    """Returns the reason why the CUDA library can't multiply codes and scales by cuBLASLt, or None.
+    """Returns the reason why the CUDA library can't multiply codes and scales, or None.
 
     Args:
-        version: the least that will do, as cuBLASLt counts: 120900 is that of CUDA 12.9.
+        version: the least cuBLASLt that will do, as it counts: 120900 is that of CUDA 12.9; 0 where the library's own
+            kernel will.
     """
     if not has_gpu():
         return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
     why = missing("ffi")
-    if why is not None:
+    if why is not None or version == 0:
         return why
     found = cuda.cublas_version()
     if found == 0:

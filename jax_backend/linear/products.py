@@ -1,4 +1,4 @@
-"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or exactly dequantized."""
+"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or dequantized."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp.definition import layout
+from blockfp.definition import alignment, layout
 from blockfp.definition.numerics import Quantized
+from blockfp.kernels.products import BLOCK_SCALES, HOPPER, TENSOR_SCALES
 from blockfp.kernels.routes import Route, exact_in_bfloat16, route
 
 from ..arrays import sharded
@@ -18,11 +19,8 @@ from . import partitioned
 
 Matrix = jax.Array | QuantizedArray
 
-TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
-"""The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
 
-
-def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
+def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> jax.Array:
     """Multiplies a @ b^T, of shape [m, n].
 
     Args:
@@ -30,6 +28,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         b: [n, k].
         dtype: of the result.
         fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
+        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
 
     # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
@@ -38,7 +37,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
     def on(platform, capability=None):
         def run(a, b):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes)
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact=exact, **sizes)
             return _MODES[chosen.mode](a, b, dtype, chosen, fast)
 
         return run
@@ -50,10 +49,16 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
         return partitioned.split_product(a, b, run)
-    return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
+    return lax.platform_dependent(a, b, cuda=on("cuda", capability()), default=on("cpu"))
 
 
-def _capability() -> tuple[int, int]:
+def least_cublas(version: int) -> int:
+    """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
+    return 0 if capability() == HOPPER else version
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability of JAX's first GPU."""
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
 
@@ -78,8 +83,8 @@ def _plain(a: jax.Array, b: jax.Array, dtype, chosen: Route, fast: bool) -> jax.
 
 def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     # XLA would write the product in fp32 and read it again to scale it.
-    if choice.missing_product(TENSOR_SCALES) is None:
-        return _by_cublas(a, b, dtype, fast)
+    if choice.missing_product(least_cublas(TENSOR_SCALES)) is None:
+        return _by_library(a, b, dtype, fast)
     codes = (view_codes(x.codes, x.columns, x.format) for x in (a, b))
     # XLA:GPU hands fast accumulation to cuBLAS unless the precision is above the default.
     out = _contract(*codes, precision=lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST)
@@ -88,18 +93,29 @@ def _per_tensor(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast
 
 def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
     """Multiplies FP8 blocks of 128, which XLA has no product for."""
-    missing = choice.missing_product(BLOCK_SCALES)
+    missing = choice.missing_product(least_cublas(BLOCK_SCALES))
     if missing is None:
         # Fast accumulation is not offered.
-        return _by_cublas(a, b, dtype, False)
+        return _by_library(a, b, dtype, False)
     working = "bfloat16" if exact_in_bfloat16(a.format) and exact_in_bfloat16(b.format) else "float32"
     return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
 
 
-def _by_cublas(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
+def _aligned(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """Multiplies MX codes shifted to one power of two for each 128 of k."""
+    missing = choice.missing_product(0)
+    if missing is None:
+        return _by_library(a, b, dtype, False, aligned=True)
+    return _dequantized(a, b, dtype, Route("dequantize", "bfloat16", False, missing), fast)
+
+
+def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
-    return replication.vary(cuda.cublas_product(*operands[0], *operands[1], dtype, fast=fast), frozenset().union(*over))
+    if aligned and 0 not in (*a.shape, *b.shape):
+        operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
+    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned)
+    return replication.vary(out, frozenset().union(*over))
 
 
 def _scaled(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
@@ -153,5 +169,6 @@ _MODES = {
     "block": _block,
     "mx": _scaled,
     "nvfp4": _scaled,
+    "aligned": _aligned,
     "dequantize": _dequantized,
 }

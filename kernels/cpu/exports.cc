@@ -113,6 +113,8 @@ void adamw(TensorView table) {
   const StepEntry* entries = step_entries(table);
   for (int64_t i = 0; i < table.size(0); ++i) {
     const StepEntry& e = entries[i];
+    check(e.output <= static_cast<int>(StepOutput::kCodes), "row ", i, " of the table has output ", e.output,
+          ", which this library does not have");
     if (e.output == static_cast<int>(StepOutput::kCodes)) checked_format(e.element, e.block_rows, e.block_columns, e.rule);
   }
   for (int64_t i = 0; i < table.size(0); ++i) run_step(entries[i]);

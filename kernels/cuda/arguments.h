@@ -11,6 +11,7 @@
 
 #include "blockfp/adamw.h"
 #include "blockfp/dispatch.h"
+#include "blockfp/groups.h"
 #include "blockfp/scales.h"
 
 namespace blockfp {
@@ -38,6 +39,16 @@ struct Output {
   const uint32_t* key;  // two words, or null for nearest even
 };
 
+// Rows in groups (blockfp/groups.h).
+struct Groups {
+  const GroupTile* tiles;  // of the kernel's tile height; null: no groups
+  int32_t* overflows;      // of each group, kInfinity where it holds an Inf: its amax, or a word of its own; or null
+  int overflow_stride;
+  int64_t count, tokens;
+  int64_t columns;         // of the codes along the columns
+  GroupTile own;           // in a kernel, the tile it is at
+};
+
 struct QuantizeArguments {
   Matrices x;
   Format format;
@@ -53,6 +64,7 @@ struct QuantizeArguments {
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
   bool scales_by_tile;          // scales go where order_scales.cu expects them
+  Groups groups;
 };
 
 struct EncodeArguments {
@@ -97,12 +109,15 @@ struct Factor {
   int block_rows;       // 0: one scale for the whole tensor
 };
 
-// out [m, n] = a b^T.
+// out [m, n] = a b^T (+ bias) (+ out).
 struct ProductArguments {
   Factor a, b;
   int64_t m, n, k;
+  const void* bias;  // [n], or null
+  int bias_dtype;    // kId of dtypes.h
   void* out;
   int dtype;
+  bool accumulate;
   void* workspace;
   size_t workspace_bytes;
   bool fast;  // whether the matrix units may accumulate in reduced precision
@@ -134,6 +149,8 @@ cudaError_t launch_interleave(const uint8_t* in, uint8_t* out, int64_t batches, 
                               int repeat, cudaStream_t stream);
 // AdamW steps of parameters; `entries` is read before this returns.
 cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t stream);
+// Codes of what it has updated, in formats whose scales need the amax of the whole parameter.
+cudaError_t launch_second_pass(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
 // Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
 cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
@@ -149,6 +166,21 @@ template <class E>
 cudaError_t launch_rows(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
+// Of rows in groups; `a.groups` has no tiles yet, which `words`, of launch_group_rows, hold.
+template <class E>
+cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
+
+// Where groups lie: `words` of blockfp/groups.h, from their ends.
+cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream);
+// out: [groups] amaxes, or with `rotated` [groups, 2], the second after the Hadamard transform of the group's columns.
+cudaError_t launch_group_amax(const Matrices& x, const int32_t* words, int64_t groups, bool rotated, int32_t* out, cudaStream_t stream);
+// out: fp32 [groups, columns], sums of each group's rows of a contiguous x.
+cudaError_t launch_sum_groups(const Matrices& x, const int32_t* words, int64_t groups, float* out, cudaStream_t stream);
+// NaN for the scales of the groups that a.groups.overflows tells of.
+cudaError_t launch_spoil_groups(const QuantizeArguments& a, const int32_t* words, cudaStream_t stream);
+// Zeros for the rows [tokens, columns] past the last end, and for the matrices [groups, size] of groups without rows; either may be null.
+cudaError_t launch_clear_groups(const int32_t* words, int64_t tokens, int64_t groups, void* rows, int64_t row_bytes, void* matrices,
+                                int64_t matrix_bytes, cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace blockfp

@@ -175,16 +175,24 @@ static __device__ __noinline__ uint2 random_eight(const uint32_t* key, uint64_t 
   return {__funnelshift_r(a, b, bits), __funnelshift_r(b, c, bits)};
 }
 
-// How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told.
-enum class Rounding { kNearest, kStochastic, kGeneral };
+// How a kernel rounds: kNearest and kStochastic know it when compiled; kGeneral is told. The same of rows in groups, whose pieces may end
+// inside a group: kGroups rounds to nearest, kGroupsGeneral is told.
+enum class Rounding { kNearest, kStochastic, kGeneral, kGroups, kGroupsGeneral };
 
-// Codes of eight numbers times a block's multiplier; `key` and `index` matter to kGeneral alone.
+template <Rounding R>
+constexpr bool kToNearest = R == Rounding::kNearest || R == Rounding::kGroups;
+template <Rounding R>
+constexpr bool kTold = R == Rounding::kGeneral || R == Rounding::kGroupsGeneral;
+template <Rounding R>
+constexpr bool kOfGroups = R == Rounding::kGroups || R == Rounding::kGroupsGeneral;
+
+// Codes of eight numbers times a block's multiplier; `key` and `index` matter only to what is told.
 //
 // `nan`: some block of these elements holds a NaN.
 template <class E, Rounding R, class Value>
 __device__ __forceinline__ uint2 encode_scaled(Value value_of, float multiplier, bool nan, const uint32_t* key, uint64_t index) {
   static_assert(R != Rounding::kStochastic, "see stochastic_e2m1.cuh");
-  const bool stochastic = R == Rounding::kGeneral && key != nullptr;
+  const bool stochastic = kTold<R> && key != nullptr;
   const float factor = stochastic ? multiplier : prescaled<E>(multiplier);
   float y[8];
 #pragma unroll

@@ -116,14 +116,19 @@ __device__ __forceinline__ int32_t magnitude_bits(uint32_t word, int half) {
   return bits;
 }
 
-// fp32 bits of the largest magnitude of eight elements.
+// fp32 bits of the largest magnitude of eight elements, given as words.
 template <class T, bool Poison>
-__device__ __forceinline__ int32_t largest(const Eight<T>& x) {
-  uint32_t word = x.word[0];
+__device__ __forceinline__ int32_t largest_of(const uint32_t (&words)[kWords<T>]) {
+  uint32_t word = words[0];
 #pragma unroll
-  for (int i = 1; i < kWords<T>; ++i) word = larger_magnitude<T, Poison>(word, x.word[i]);
+  for (int i = 1; i < kWords<T>; ++i) word = larger_magnitude<T, Poison>(word, words[i]);
   if constexpr (T::kId != Fp32::kId) word = larger_magnitude<T, Poison>(word, __byte_perm(word, word, 0x1032));
   return magnitude_bits<T, Poison>(word, 0);
+}
+
+template <class T, bool Poison>
+__device__ __forceinline__ int32_t largest(const Eight<T>& x) {
+  return largest_of<T, Poison>(x.word);
 }
 
 // Maximum over groups of `Lanes` neighbouring lanes, `Step` apart.

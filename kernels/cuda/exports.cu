@@ -25,28 +25,19 @@
 //   adamw(table, x)
 //       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
 //       its device and the caller's stream.
+//   adamw_codes(table, x)
+//       the second pass: codes of new masters in formats whose scales need the amax of the whole parameter, to which `first` points in
+//       their rows; `second`: their tensor_scale, of formats of two levels.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
-// products/product_exports.cu.
+// products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
-  const Format f = format_of(element, block_rows, block_columns, rule);
-  const bool fp8 = element <= E5M2::kId && f.rule <= ScaleRule::kPow2;
-  const bool mx = f.rule == ScaleRule::kE8m0Ceil || f.rule == ScaleRule::kE8m0Floor;
-  const bool known = (fp8 && (block_columns == 0 || block_columns == 128)) || (mx && block_columns == 32) ||
-                     (element == E2M1::kId && f.two_levels() && block_columns == 16);
-  check(known && (block_rows == block_columns || block_rows == 1),
-        "this library has FP8 per tensor and in blocks of 128, MX in blocks of 32, and NVFP4 in blocks of 16; the format has element ",
-        element, ", scale rule ", rule, " and blocks of ", block_rows, "x", block_columns);
-  return f;
-}
 
 Window window_of(const Format& f, int64_t x_rows, int64_t x_columns, int64_t row, int64_t column, int64_t rows,
                  int64_t columns) {
@@ -238,12 +229,27 @@ void adamw(TensorView table, TensorView x) {
   const OnDevice on(x, "x");
   for (int64_t i = 0; i < table.size(0); ++i) {
     const StepEntry& e = entries[i];
+    check(e.output != static_cast<int>(StepOutput::kAmax) || e.out_scales != nullptr, "row ", i, " of the table has no place for an amax");
     if (e.output != static_cast<int>(StepOutput::kCodes)) continue;
     const Format f = checked_format(e.element, e.block_rows, e.block_columns, e.rule);
     check(!f.per_tensor() && !f.two_levels(), "codes with an amax of the whole tensor take a second pass; row ", i,
           " of the table has such a format");
   }
   on.done(launch_adamw(entries, table.size(0), on.stream));
+}
+
+void adamw_codes(TensorView table, TensorView x) {
+  const StepEntry* entries = step_entries(table);
+  const OnDevice on(x, "x");
+  for (int64_t i = 0; i < table.size(0); ++i) {
+    const StepEntry& e = entries[i];
+    const Format f = checked_format(e.element, e.block_rows, e.block_columns, e.rule);
+    check(e.output == static_cast<int>(StepOutput::kCodes) && (f.per_tensor() || f.two_levels()), "row ", i,
+          " of the table has no format with an amax of the whole tensor");
+    check(e.first != nullptr && e.out_scales != nullptr && (e.second != nullptr) == f.two_levels(), "row ", i,
+          " of the table lacks amax, scales or tensor_scale");
+  }
+  on.done(launch_second_pass(entries, table.size(0), on.stream));
 }
 
 void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, TensorView out) {
@@ -257,6 +263,7 @@ void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, T
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw_codes, adamw_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);

@@ -31,6 +31,7 @@ TORCH = (
     "quantized_tensor",
     "weights",
     "linear",
+    "experts",
     "modules",
     "optimizer",
     "check",

@@ -31,6 +31,20 @@ def test_the_table(name):
     assert hash(recipe) == hash(recipes.RECIPES[name]())
 
 
+def test_the_text_says_all_but_name_and_delayed_scaling():
+    mixed = recipes.mxfp8().replace(gradient=Cast("fp8_e5m2_1x128", stochastic=True), weight=HIGH_PRECISION, fast_accum=())
+    for recipe in (
+        *map(recipes.parse, TABLE),
+        mixed,
+        recipes.fp8_current(eps=1e-3),
+        recipes.for_linear("nvfp4", "high_precision"),
+    ):
+        again = recipes.Recipe.of_text(recipe.text)
+        assert again == recipe.replace(name=again.name, delayed=None)
+        assert again.text == recipe.text == pickle.loads(pickle.dumps(recipe)).text
+    assert recipes.fp8_current().text == recipes.fp8_delayed().text != recipes.fp8_current(eps=1e-3).text
+
+
 def test_only_nvfp4_rotates_and_rounds_stochastically():
     for name in TABLE:
         recipe = recipes.parse(name)
@@ -90,6 +104,8 @@ def test_what_is_refused():
                 recipes.mxfp8().replace(**{name: value})
     with pytest.raises(TypeError, match="delayed must be"):
         recipes.fp8_current().replace(delayed=3)
+    with pytest.raises(TypeError, match="exact_products must be True or False"):
+        recipes.mxfp8().replace(exact_products=1)
     with pytest.raises(TypeError, match="fast_accum must be a set of products"):
         recipes.mxfp8().replace(fast_accum="forward")
     for where in (("input", "column"), ("inputs", "rowwise")):

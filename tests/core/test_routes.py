@@ -16,14 +16,20 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
     [
         ("fp8_e4m3", "fp8_e4m3", HOPPER, "tensor"),
         ("fp8_e5m2", "fp8_e4m3_pow2", HOPPER, "tensor"),
-        ("fp8_e5m2", "fp8_e5m2", HOPPER, "dequantize"),
+        ("fp8_e5m2", "fp8_e5m2", HOPPER, "tensor"),
+        ("fp8_e5m2", "fp8_e5m2", BLACKWELL, "dequantize"),
         ("fp8_e4m3_1x128", "fp8_e4m3_128x128", HOPPER, "block"),
         ("fp8_e4m3_128x128", "fp8_e4m3_1x128_fp32", HOPPER, "block"),
-        ("fp8_e4m3_128x128", "fp8_e5m2_1x128", HOPPER, "dequantize"),
+        ("fp8_e4m3_128x128", "fp8_e5m2_1x128", HOPPER, "block"),
         ("fp8_e4m3_1x128", "fp8_e4m3_1x128", HOPPER, "block"),
-        ("fp8_e4m3_128x128", "fp8_e4m3_128x128", HOPPER, "dequantize"),
-        ("fp8_e4m3_1x128", "fp8_e4m3", HOPPER, "dequantize"),
-        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("fp8_e4m3_128x128", "fp8_e4m3_128x128", HOPPER, "block"),
+        ("fp8_e4m3_1x128", "fp8_e4m3", HOPPER, "block"),
+        ("fp8_e4m3_1x128", "mxfp8_e4m3", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "aligned"),
+        ("mxfp8_e5m2_floor", "mxfp8_e5m2", HOPPER, "aligned"),
+        ("mxfp6_e3m2", "mxfp4_e2m1_32x32", HOPPER, "aligned"),
+        ("mxint8", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "nvfp4", HOPPER, "dequantize"),
         ("mxfp8_e4m3", "mxfp8_e5m2_32x32_floor", BLACKWELL, "mx"),
         ("nvfp4", "nvfp4_16x16", BLACKWELL, "nvfp4"),
         ("nvfp4", "mxfp4_e2m1", BLACKWELL, "dequantize"),
@@ -35,6 +41,20 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 )
 def test_routes(a, b, capability, mode):
     assert routes.route(a, b, platform="cuda", capability=capability).mode == mode
+
+
+def test_exact_products_keep_mx_codes_as_they_are():
+    pair = ("mxfp8_e4m3", "mxfp8_e4m3_32x32")
+    for options, why in (({"exact": True}, "exact products"), ({"library": False}, "library")):
+        chosen = routes.route(*pair, platform="cuda", capability=HOPPER, **options)
+        assert (chosen.mode, chosen.dtype) == ("dequantize", "bfloat16")
+        assert why in chosen.reason
+    # Modes that take codes and scales as they are stay.
+    assert routes.route(*pair, platform="cuda", capability=BLACKWELL, exact=True).mode == "mx"
+    # Any lengths: what is aligned is filled up.
+    any_length = routes.route(*pair, platform="cuda", capability=HOPPER, m=3, n=8, k=7)
+    assert any_length.mode == "aligned"
+    assert "copied" not in any_length.reason
 
 
 def test_a_cpu_dequantizes_everything_to_float32():
@@ -55,16 +75,28 @@ def test_every_recipe_multiplies_in_bfloat16_or_better(name, capability):
         assert route.dtype in ("bfloat16", None)
 
 
-def test_lengths_that_do_not_fit_are_dequantized_and_named():
-    block = routes.route("fp8_e4m3_1x128", "fp8_e4m3_128x128", platform="cuda", capability=HOPPER, m=77, n=32, k=48)
-    assert block.mode == "dequantize"
-    assert "m = 77" in block.reason
-    fits = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=HOPPER, n=32, k=48)
-    assert fits.mode == "tensor"
-    for n, k, named in ((33, 48, "n = 33"), (32, 40, "k = 40")):
+def test_hopper_takes_any_lengths_and_names_those_that_cost():
+    fits = routes.route("fp8_e4m3_1x128", "fp8_e4m3_128x128", platform="cuda", capability=HOPPER, m=77, n=32, k=48)
+    assert (fits.mode, fits.reason.count(";")) == ("block", 0)
+    for n, k, named in ((33, 48, "n = 33 is no multiple of 8"), (32, 40, "k = 40 is no multiple of 16")):
         route = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=HOPPER, n=n, k=k)
+        assert route.mode == "tensor"
+        assert named in route.reason
+
+
+def test_lengths_that_do_not_fit_are_dequantized_and_named():
+    assert routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=BLACKWELL, n=32, k=48).mode == "tensor"
+    for n, k, named in ((33, 48, "n = 33"), (32, 40, "k = 40")):
+        route = routes.route("fp8_e4m3", "fp8_e4m3", platform="cuda", capability=BLACKWELL, n=n, k=k)
         assert route.mode == "dequantize"
         assert named in route.reason
+
+
+def test_without_the_library_codes_are_dequantized():
+    for a, b in (("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128")):
+        route = routes.route(a, b, platform="cuda", capability=HOPPER, library=False)
+        assert route.mode == "dequantize"
+        assert "library" in route.reason
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -94,7 +126,8 @@ def test_what_is_called_exact_in_bfloat16_is(format):
 
 def test_the_table_names_every_rule():
     lines = routes.table()
-    assert sum("scaled_mm" in how for _, _, how in lines) == sum(len(rule.capabilities) for rule in routes.RULES)
+    products = [how for _, _, how in lines if "scaled_mm" in how or "cuBLASLt" in how]
+    assert len(products) == sum(len(rule.capabilities) for rule in routes.RULES)
     assert lines[-1][0] == "CPU"
 
 

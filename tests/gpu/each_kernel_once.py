@@ -5,9 +5,10 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.custom_ops import cuda, products
 
-from blockfp.formats import FORMATS
+import blockfp.torch as bfp
+from blockfp.formats import FORMATS, Format
 
 
 def main():
@@ -27,8 +28,27 @@ def main():
                     cuda.transpose(q.codes, q.scales, format, columns=shape[1])
             cuda.quantize_both(x, "nvfp4", rotate=True)
             cuda.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
+    if torch.cuda.get_device_capability() == (9, 0):
+        each_product()
     torch.cuda.synchronize()
     print("each kernel ran")
+
+
+def each_product():
+    """Dense, ragged, of groups of rows, and of groups along k."""
+    ends = torch.tensor([100, 100, 200], dtype=torch.int32, device="cuda")
+    pairs = (("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_1x128", "fp8_e4m3_1x128"), ("fp8_e4m3", "fp8_e4m3"))
+    for left, right in ([Format.parse(name) for name in pair] for pair in pairs):
+        for k in (384, 75):
+            a = products.Matrix(bfp.quantize(torch.randn(200, k, device="cuda"), left).parts, left)
+            b = products.Matrix(bfp.quantize(torch.randn(136, k, device="cuda"), right).parts, right)
+            products.multiply_parts(a, b, 136, k, None, torch.bfloat16, False, None)
+            scales = b.parts[1].reshape(1) if right.per_tensor else b.parts[1].repeat(3, 1, 1)
+            stack = b._replace(parts=[b.parts[0].repeat(3, 1, 1), scales])
+            products.multiply_groups(a, stack, ends, dtype=torch.bfloat16)
+        if left == right:
+            a, b = (products.Matrix(bfp.quantize(torch.randn(n, 512, device="cuda"), left).parts, left) for n in (72, 136))
+            products.multiply_groups(a, b, ends, dtype=torch.float32)
 
 
 if __name__ == "__main__":

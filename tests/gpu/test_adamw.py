@@ -11,8 +11,10 @@ from same_bits import assert_same_bits
 torch = pytest.importorskip("torch")
 from blockfp.torch_backend.custom_ops import cuda  # noqa: E402
 
-from blockfp.definition import adamw  # noqa: E402
-from blockfp.formats import Format  # noqa: E402
+from blockfp.definition import adamw, numerics  # noqa: E402
+from blockfp.formats import FORMATS, Format  # noqa: E402
+from blockfp.kernels import step_table  # noqa: E402
+from blockfp.kernels.step_table import one_pass  # noqa: E402
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -58,6 +60,86 @@ def test_codes(format):
 
 def test_more_parameters_than_one_launch_takes():
     run([Parameter((8, 40 + i), copy="bfloat16", seed=i) for i in range(300)], steps=1)
+
+
+TWO_PASSES = [format for format in FORMATS if not one_pass(format)]
+
+
+def two_passes(parameters, c):
+    """Steps of parameters and their codes in formats that need the amax of the whole parameter, a launch a pass and format."""
+    steps = [p.step(c, 1) for p in parameters]
+    on_gpu = [s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)}) for s in steps]
+    first = table(on_gpu, two_passes=True)
+    count, places = len(steps), range(len(steps))
+    scales = torch.full((count,), -1.0, device="cuda")
+    two_level = [s.format.scale.two_level for s in steps]
+    addresses = [scales[i].data_ptr() if two_level[i] else 0 for i in places]
+    second = step_table.second_pass(first, places, addresses)
+    amaxes = torch.zeros(count, dtype=torch.int32, device="cuda")
+    step_table.point_to_amaxes(first, places, amaxes.data_ptr(), known=False)
+    cuda.adamw(first, on_gpu[0].weight)
+    step_table.point_to_amaxes(second, places, amaxes.data_ptr(), known=True)
+    cuda.adamw_codes(second, on_gpu[0].weight)
+    return on_gpu, [scales[i] if two_level[i] else None for i in places]
+
+
+@pytest.mark.parametrize("format", TWO_PASSES, ids=str)
+@pytest.mark.parametrize("special", [None, np.nan, np.inf, 0.0])
+def test_codes_that_need_the_amax_of_the_parameter(format, special):
+    shapes = [(70, 300), (3, 5, 33), (128, 256), (2, 2, 64, 130), (1, 1), (33, 16), (16, 20), (257, 129), (48, 4)]
+    parameters = [Parameter(shape, format=format, dtype="bfloat16", seed=i) for i, shape in enumerate(shapes)]
+    for p in parameters:
+        if special == 0:
+            p.gradient[:], p.weight[:], p.first[0][:] = 0, 0, 0
+        elif special is not None:
+            p.weight[..., p.weight.shape[-2] // 2, p.weight.shape[-1] // 3] = special
+    c = adamw.coefficients(1, 1e-2, **SETTINGS)
+    on_gpu, scales = two_passes(parameters, c)
+    for p, s, scale in zip(parameters, on_gpu, scales, strict=True):
+        with np.errstate(all="ignore"):
+            weight = p.expected(c, 1)[0]
+        expected = numerics.quantize(weight, format, nominal="bfloat16")
+        if special is None:  # of a NaN not all bits are the same
+            assert_same_bits(to_numpy(s.weight), weight)
+        assert_same_bits((to_numpy(s.out), to_numpy(s.out_scales)), tuple(expected)[:2])
+        assert (scale is None) == (expected.tensor_scale is None)
+        if scale is not None:
+            assert_same_bits(to_numpy(scale), expected.tensor_scale)
+
+
+@pytest.mark.parametrize("format", TWO_PASSES, ids=str)
+def test_a_step_that_moves_nothing_leaves_codes_that_need_two_passes(format):
+    for c in (adamw.coefficients(1, 0.0, **SETTINGS), adamw.coefficients(1, 1e-2, **SETTINGS)._replace(skip=1.0)):
+        p = Parameter((40, 48), format=format)
+        before = p.out.copy(), p.out_scales.copy()
+        on_gpu, _ = two_passes([p], c)
+        assert_same_bits((to_numpy(on_gpu[0].out), to_numpy(on_gpu[0].out_scales)), before)
+
+
+def test_an_empty_parameter_has_a_scale():
+    for format in TWO_PASSES:
+        on_gpu, scales = two_passes([Parameter((0, 16), format=format)], adamw.coefficients(1, 1e-2, **SETTINGS))
+        scale = on_gpu[0].out_scales if scales[0] is None else scales[0]
+        assert (to_numpy(scale) == 1).all()
+
+
+def test_one_launch_a_pass_and_format():
+    """However many parameters there are: two launches, and a memory set to zero."""
+    from blockfp.torch import AdamW
+
+    for name in ("fp8_e4m3", "nvfp4_16x16", "nvfp4"):
+        params = [quantized((64, 96 + 16 * i), name, i) for i in range(20)]
+        for p in params:
+            p.grad = torch.randn(p.shape, device="cuda", dtype=p.dtype)
+        optimizer = AdamW(params)
+        for _ in range(2):
+            optimizer.step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            optimizer.step()
+            torch.cuda.synchronize()
+        launched = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert 2 <= len(launched) <= 3, [event.name for event in launched]
 
 
 def test_nan_in_a_block():

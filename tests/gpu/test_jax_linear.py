@@ -13,6 +13,7 @@ from blockfp import recipes
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
 from blockfp.definition.rounding import fold_in
+from blockfp.kernels.products import BLOCK_SCALES
 from blockfp.kernels.routes import Route
 from blockfp.recipes import PRODUCTS, RECIPES
 
@@ -124,8 +125,8 @@ def test_eps_and_no_tokens():
         assert (y.shape, dx.shape, float(jnp.abs(dw).max())) == ((0, 48), (0, 160), 0.0)
 
 
-def needs_cublas():
-    missing = choice.missing_product(products.BLOCK_SCALES)
+def needs_library():
+    missing = choice.missing_product(products.least_cublas(BLOCK_SCALES))
     if missing:
         pytest.skip(missing)
 
@@ -141,28 +142,45 @@ def needs_cublas():
     ],
 )
 @pytest.mark.parametrize("shape", [(256, 384, 512), (4, 16, 144), (132, 272, 1040)])
-def test_cublas_multiplies_as_the_values_do(a, b, shape):
-    needs_cublas()
+def test_the_library_multiplies_as_the_values_do(a, b, shape):
+    needs_library()
     m, n, k = shape
     rows = jnp.exp2(jnp.arange(m) % 7 - 3.0)[:, None]
     left, right = bfp.quantize(values((m, k), 3, dtype="float32") * rows, a), bfp.quantize(values((n, k), 4), b)
     exact = [np.asarray(q.dequantize("float32"), np.float64) for q in (left, right)]
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = jax.jit(partial(products._by_cublas, dtype=dtype, fast=False))(left, right)
+        got = jax.jit(partial(products._by_library, dtype=dtype, fast=False))(left, right)
         assert_product(got, *exact, PRECISE)
     other = products._dequantized(left, right, jnp.float32, Route("dequantize", "float32", False, ""), False)
     assert_product(other, *exact, PRECISE)
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")],
+)
+@pytest.mark.parametrize("shape", [(77, 33, 41), (3, 200, 520)])
+def test_hopper_multiplies_any_lengths(a, b, shape):
+    needs_library()
+    if products._capability() != (9, 0):
+        pytest.skip("Hopper's kernel")
+    m, n, k = shape
+    left, right = bfp.quantize(values((m, k), 3, dtype="float32"), a), bfp.quantize(values((n, k), 4), b)
+    exact = [np.asarray(q.dequantize("float32"), np.float64) for q in (left, right)]
+    lowered = jax.jit(partial(products.product, dtype=jnp.float32, fast=False)).lower(left, right)
+    assert "blockfp_product" in lowered.as_text()
+    assert_product(lowered.compile()(left, right), *exact, PRECISE)
+
+
 @pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0)])
 def test_codes_go_to_the_matrix_units(recipe, count):
-    needs_cublas()
-    if products._capability()[0] != 9:
+    needs_library()
+    if products.capability()[0] != 9:
         pytest.skip("Hopper's table")
     x, w, g = sizes()
     state = bfp.delayed_state(recipe) if recipe == "fp8_delayed" else None
     compiled = jax.jit(partial(step, recipe)).lower(x, bfp.quantize_params(w, recipe), g, state).compile()
-    assert len(re.findall(r'custom_call_target="blockfp_product"', compiled.as_text())) == count
+    assert len(re.findall(r'custom_call_target="blockfp_product(?:_by_cublas)?"', compiled.as_text())) == count
 
 
 def test_without_cublas_xla_gets_real_fp8(monkeypatch):

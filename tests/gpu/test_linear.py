@@ -7,7 +7,6 @@ from blockfp.recipes import Cast
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    import torch.nn.functional as F
     from blockfp.torch_backend.custom_ops import products
     from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
     from blockfp.torch_backend.linear.linear import LinearState
@@ -92,17 +91,12 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
         pytest.skip("Hopper's table")
     fast = []
 
-    def blocks(*args, **options):
-        fast.append(options.get("use_fast_accum", False))
-        return scaled_mm(*args, **options)
+    def multiply(plan, *operands):
+        fast.append(plan.numbers[-2] == 1)
+        return on_codes(plan, *operands)
 
-    def tensors(*args):
-        fast.append(args[-1])
-        return scaled_tensors_mm(*args)
-
-    scaled_mm, scaled_tensors_mm = F.scaled_mm, products.scaled_mm
-    monkeypatch.setattr(products.F, "scaled_mm", blocks)
-    monkeypatch.setattr(products, "scaled_mm", tensors)
+    on_codes = products._multiply_codes
+    monkeypatch.setattr(products, "_multiply_codes", multiply)
     run(name)
     assert len(fast) == calls
     # Blocks are always summed precisely.

@@ -32,13 +32,14 @@ class Step(NamedTuple):
     whole: tuple[int, int]
 
 
-def table(steps):
+def table(steps, two_passes=False):
     """The kernels' table of some steps. Their arrays must outlive it."""
     rows = []
     for s in steps:
         names = [bits.dtype_name(x) for x in (s.gradient, s.first)]
         out = None if s.out is None or s.format is not None else bits.dtype_name(s.out)
-        rows.append(row(tuple(s.weight.shape), *names, out, s.format, nominal="bfloat16", start=s.start, whole=s.whole))
+        options = {"nominal": "bfloat16", "start": s.start, "whole": s.whole, "two_passes": two_passes}
+        rows.append(row(tuple(s.weight.shape), *names, out, s.format, **options))
         for x, expected in zip(s[: len(ARRAYS)], rows[-1].arrays, strict=True):
             assert (x is None) == (expected is None)
             assert x is None or (bits.dtype_name(x), int(np.prod(x.shape))) == expected

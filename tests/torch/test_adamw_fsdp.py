@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import threaded
 import torch
+import two_pass_kernels
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.cast_weight import CastWeight
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
-from blockfp.kernels import switch
+from blockfp.kernels import native, switch
+from blockfp.kernels.step_table import one_pass
 
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3_32x32", "mxfp4_e2m1", "nvfp4_16x16")
@@ -127,6 +129,19 @@ def test_gathered_weights_are_the_masters_quantization(format, mesh):
             assert torch.equal(got, want)
     expected = whole_results(model)
     threaded.run(torch.Size(MESHES[mesh]).numel(), sharded, MESHES[mesh], weights, format, options, *expected, state)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status())
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("format", [format for format in FORMATS if not one_pass(format)], ids=str)
+def test_two_passes_of_a_gpu_give_the_masters_quantization(format, mesh, monkeypatch):
+    """Blocks that straddle ranks are quantized as on a CPU, on every rank."""
+    weights, options = weights_for(shapes_for(format, MESHES[mesh][-1])), {"lr": 0.1}
+    model, optimizer = run_whole(weights, format, options)
+    expected = (*whole_results(model), optimizer.state_dict()["state"])
+    called = two_pass_kernels.install(monkeypatch).calls
+    threaded.run(4, sharded, MESHES[mesh], weights, format, options, *expected)
+    assert any(name == "adamw_codes" for name, _ in called)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import linear_ops, operand_ops, products
+from blockfp.torch_backend.custom_ops import linear_ops, operand_ops, products, quantize_plans
 from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
+from blockfp.torch_backend.linear import linear
 from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of
 
 import blockfp.torch as bfp
@@ -94,6 +95,38 @@ def test_opcheck():
     torch.library.opcheck(products.product, arguments)
     arguments = ([x], None, q, "mxfp8_e4m3_32x32", 24, 80, torch.ones(24), torch.float32)
     torch.library.opcheck(products.weight_product, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp8", "nvfp4"])
+def test_opcheck_of_a_layer(name):
+    recipe = recipes.parse(name)
+    x, gradient, weight = values((37, 80), 0), values((37, 24), 2), values((24, 80), 1)
+    q, scale = bfp.quantize(weight, recipe.weight.format), torch.tensor(60.0) if recipe.delayed else None
+    casts, keys = recipe.text, gradient_keys(torch.tensor([3, 4], dtype=torch.int32))[0]
+    for w in ((q.codes, q.scales, q.tensor_scale), (weight, None, None), (q, None, None)):
+        plain = not isinstance(w[0], bfp.QuantizedTensor)
+        checks = {} if plain else {"test_utils": ("test_schema", "test_faketensor")}
+        arguments = (x, *w, torch.ones(24), None, scale, casts, plain, [0, 0])
+        torch.library.opcheck(linear_ops.linear_forward, arguments, **checks)
+        parts = linear_ops.forward(x, q.codes, q.scales, q.tensor_scale, None, None, scale, casts, True)[1:]
+        kept = parts[:-1] if recipe.delayed else parts
+        if w[1] is not None or not plain:
+            for needs in ((True, True), (not plain, plain)):
+                arguments = (gradient, kept, *w, None, scale, keys, casts, *needs, 80, torch.bfloat16, [0, 0])
+                torch.library.opcheck(linear_ops.linear_backward, arguments, **checks)
+
+
+def test_plans_are_bounded(monkeypatch):
+    """Lengths that never come again leave nothing behind but the newest plans."""
+    monkeypatch.setattr(quantize_plans, "MOST", 8)
+    layer = bfp.Linear(32, 16, recipe="mxfp8")
+    caches = [linear_ops._forwards, linear_ops._backwards, quantize_plans._plans, linear._calls]
+    for length in range(1, 60):
+        x = values((length, 32), 0).requires_grad_()
+        layer(x[None] if length % 2 else x).sum().backward()
+        bfp.linear(x, values((16, 32), 1), recipe=recipes.mxfp8())
+        assert all(len(cache) <= 8 for cache in caches)
+    assert all(caches[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -314,6 +347,6 @@ def test_matrix_units_get_what_they_read(monkeypatch):
             products.Matrix(q.parts, q.format)
             for q in (bfp.quantize(values, name) for values, name in zip((x, weight), names, strict=True))
         ]
-        y = run(*operands, torch.ones(48), torch.float32, False)
+        y = run(*operands, torch.ones(48), torch.float32)
         wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
         torch.testing.assert_close(y, wanted.float())

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,13 +135,15 @@ def test_meta_tensors_have_the_shapes():
         assert q.dequantize().shape == (37, 80)
 
 
-def test_the_cuda_kernels_take_tensors_of_one_gpu():
+def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
     """Another index of the same type is another device; each call checks before it looks for the library."""
     with torch._subclasses.FakeTensorMode():
         first, second = (torch.empty((4, 4), device=f"cuda:{index}") for index in (0, 1))
         codes = torch.empty((4, 4), dtype=torch.uint8, device="cuda:0")
         words = torch.empty(2, dtype=torch.int32, device="cuda:1")
         cuda.check_beside(first, "x", scales=first, tensor_scale=None)
+        monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(quantize=None))
+        read = cuda.reader(first, Format.parse("fp8_e4m3"), rows=True, columns=False, given=True)
         amax, into = numerics.Amax(words, None, None), numerics.Quantized(codes, second, None)
         for name, beside, call in (
             ("scales", "codes", lambda: cuda.dequantize(codes, second, None, "fp8_e4m3_128x128", "float32", columns=4)),
@@ -149,8 +152,8 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu():
             ("key", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", key=words)),
             ("amax.blocks", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", amax=amax)),
             ("out.scales", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", out=into)),
-            ("multiplier", "x", lambda: cuda.quantize_scaled(first, "fp8_e4m3", multiplier=second)),
-            ("amax", "x", lambda: cuda.quantize_scaled(first, "fp8_e4m3", amax=words)),
+            ("multiplier", "x", lambda: read(first, second)),
+            ("amax", "x", lambda: read(first, words)),
             ("scales", "x", lambda: cuda.encode(first, "fp8_e4m3_128x128", second)),
             ("step", "key", lambda: cuda.gradient_keys(codes, second, 0, -1)),
         ):

@@ -80,8 +80,8 @@ def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = 
 
 
 @lru_cache(maxsize=4096)
-def _limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
-    """fp32 bits of eps and of the largest multiplier."""
+def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
+    """Returns fp32 bits of eps and of the largest multiplier, as the library takes them."""
     return bits.constant_bits(eps), largest_multiplier(format, eps, nominal)
 
 
@@ -154,7 +154,7 @@ def quantize_both(
 
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
-    eps_bits, largest = _limits(format, eps, nominal or bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
@@ -217,13 +217,13 @@ def reader(
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
 
     Returns:
-        A function of a matrix, what is given (int32 [1], the amax, or float32 of one element, the multiplier) or None, and keys,
-        int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix, int32 [1],
-        where the scales needed it or a multiplier stood for it; else None.
+        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
+        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
+        int32 [1], where the scales needed it or a multiplier stood for it; else None.
     """
     _check(x)
     device, run, two_level = x.device, library().quantize, format.scale.two_level
-    eps_bits, largest = _limits(format, eps, bits.dtype_name(x))
+    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
     sizes: list[Any] = [None] * 4
     if rows:
@@ -317,17 +317,54 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    check_beside(codes, "codes", scales=scales)
-    check_square(format)
-    check_codes(codes, columns, format)
-    run, leading, rows = library(), codes.shape[:-2], codes.shape[-2]
-    out = codes.new_empty((*leading, *layout.codes_shape((columns, rows), format)))
-    run.transpose(codes.contiguous(), out, format.element.bits, rows, columns)
-    if format.per_tensor:
+    key = (id(format), codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
+    plan = _turns.get(key)
+    if plan is None:
+        check_beside(codes, "codes", scales=scales)
+        check_square(format)
+        check_codes(codes, columns, format)
+        leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
+        shape = (*leading, *layout.codes_shape((columns, rows), format))
+        flipped = (*scales.shape[:-2], scales.shape[-1], scales.shape[-2])
+        bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
+        if len(_turns) >= _MOST_TURNS:
+            _turns.clear()
+        plan = _turns[key] = (shape, format.element.bits, rows, flipped, bits_of_scales)
+    shape, size, rows, flipped, bits_of_scales = plan
+    run, out = library(), codes.new_empty(shape)
+    run.transpose(codes.contiguous(), out, size, rows, columns)
+    if not bits_of_scales:
         return out, scales.mT
-    flipped = scales.new_empty((*scales.shape[:-2], scales.shape[-1], scales.shape[-2]))
-    run.transpose(scales.contiguous(), flipped, 32 if format.scale.dtype == "float32" else 8, *scales.shape[-2:])
-    return out, flipped
+    turned = scales.new_empty(flipped)
+    run.transpose(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
+    return out, turned
+
+
+_turns: dict[Any, tuple[Any, ...]] = {}
+"""What `transpose` works out once for tensors of a kind."""
+
+_MOST_TURNS = 4096
+
+
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+    """The codes and scales of an MX matrix, shifted to one scale for 128 elements, as the library's product takes them.
+
+    Args:
+        codes: uint8 [rows, bytes].
+        scales: uint8 E8M0.
+        format: MXFP8, MXFP6 or MXFP4.
+        columns: of the matrix.
+
+    Returns:
+        Codes uint8 [rows, columns filled up to a multiple of 16 with zeros] and scales float32 [ceil(columns / 128), rows filled
+        up to a multiple of 4]; the values are those of `alignment.align`.
+    """
+    check_beside(codes, "codes", scales=scales)
+    rows, (element, block_rows, *_) = codes.shape[0], format_numbers(Format.parse(format))
+    out = codes.new_empty((rows, -(-columns // 16) * 16))
+    powers = codes.new_empty((-(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
+    return out, powers
 
 
 def transpose_words(x: Array) -> Array:
@@ -380,3 +417,13 @@ def adamw(table: Any, on: Any) -> None:
         on: any of the tensors, whose device and stream are used.
     """
     library().adamw(table, on.detach())
+
+
+def adamw_codes(table: Any, on: Any) -> None:
+    """Writes codes and scales of new masters whose formats need the amax of the whole parameter, which is known by now.
+
+    Args:
+        table: of `step_table.second_pass`.
+        on: any of the tensors, whose device and stream are used.
+    """
+    library().adamw_codes(table, on.detach())

@@ -13,8 +13,8 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 
 from . import kernels
+from .dequantize_plans import dequantize_parts
 from .library import define, fake, impl
-from .ops import dequantize_parts
 
 FIGURES = ("amax", "elements", "saturated", "flushed", "signal", "noise")
 """The figures: the largest finite magnitude, counts, and the sums of squares of values and of errors."""

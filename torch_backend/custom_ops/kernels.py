@@ -25,8 +25,11 @@ def kernels_for(x: Tensor) -> Any:
 
 def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`. They may be views."""
-    run = cuda if kernels_for(codes) is cuda else numerics
-    return run.transpose(codes, scales, format, columns=columns)
+    if kernels_for(codes) is cuda:
+        return cuda.transpose(codes, scales, format, columns=columns)
+    if format.element.bits == 8 and format.square:
+        return codes.mT, scales.mT
+    return numerics.transpose(codes, scales, format, columns=columns)
 
 
 def rotate(x: Tensor) -> Tensor:

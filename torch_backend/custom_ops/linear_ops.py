@@ -1,9 +1,9 @@
-"""The custom ops of a dense layer: one for its forward, one for its backward, each with all casts and products of its direction.
+"""The custom ops of a dense layer: one for its forward, one for its backward, each with its casts and products.
 
     blockfp::linear_forward   (x, weight, .., casts, keep) -> [y, weight .., x columnwise .., amax?]
     blockfp::linear_backward  (gradient, x, weight, .., casts, ..) -> [d_x?, d_weight?, amax?]
 
-`casts` is a recipe as text (`casts_of`). The weight comes as codes, scales and maybe tensor scale; as one `QuantizedTensor`,
+`casts` is a `Recipe.text`. The weight comes as codes, scales and maybe tensor scale; as one `QuantizedTensor`,
 which the op table takes apart after dynamo has gone; or as values, which are quantized here where the recipe says so.
 
 `forward` and `backward` carry the ops out, by plans that are kept for each shape. Eager code calls them as they are, where
@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from blockfp.formats import Format
 from blockfp.kernels import switch
-from blockfp.recipes import PRODUCTS, Cast, Recipe
+from blockfp.recipes import Recipe
 
 from .library import define, empty_parts, fake, impl
 from .products import Matrix, multiply_parts
@@ -34,25 +34,9 @@ linear_forward = define(
 )
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
-    "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, ScalarType dtype, "
-    "SymInt[] origin) -> Tensor[]"
+    "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
+    "ScalarType dtype, SymInt[] origin) -> Tensor[]"
 )
-
-
-# ---- a recipe as text
-
-
-def casts_of(recipe: Recipe) -> str:
-    """The recipe's casts, eps and products that accumulate fast, as the ops take them; equal texts do the same."""
-    casts = (recipe.input, recipe.weight, recipe.gradient)
-    columnwise = (recipe.input_columnwise, recipe.weight_columnwise, recipe.gradient_columnwise)
-    fast = "+".join([product for product in PRODUCTS if product in recipe.fast_accum])
-    return ",".join([*[_text(cast) for cast in (*casts, *columnwise)], str(recipe.eps), fast])
-
-
-def _text(cast: Cast) -> str:
-    name = "-" if cast.format is None else cast.format.name
-    return name + ("+stochastic" if cast.stochastic else "") + ("+rotate" if cast.rotate else "")
 
 
 # Dictionaries: compiled code calls no cache of functools.
@@ -60,16 +44,10 @@ _recipes: dict[str, Recipe] = {}
 
 
 def recipe_of(casts: str) -> Recipe:
-    """The recipe, without name and delayed scaling, that a text of `casts_of` stands for."""
+    """The recipe that a `Recipe.text` stands for, without name and delayed scaling."""
     recipe = _recipes.get(casts)
     if recipe is None:
-        *six, eps, fast = casts.split(",")
-        parsed = []
-        for text in six:
-            name, *options = text.split("+")
-            parsed.append(Cast(None if name == "-" else Format.parse(name), "stochastic" in options, "rotate" in options))
-        products: Any = frozenset(fast.split("+")) - {""}
-        recipe = kept(_recipes, casts, Recipe(casts, *parsed, eps=float(eps), fast_accum=products))
+        recipe = kept(_recipes, casts, Recipe.of_text(casts))
     return recipe
 
 
@@ -85,6 +63,7 @@ class _Forward(NamedTuple):
         count: how many parts are rowwise.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
+        exact: whether it must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -92,6 +71,7 @@ class _Forward(NamedTuple):
     count: int
     weight: Format | None
     fast: bool
+    exact: bool
 
 
 class _Backward(NamedTuple):
@@ -104,6 +84,7 @@ class _Backward(NamedTuple):
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
+        exact: whether they must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -114,6 +95,7 @@ class _Backward(NamedTuple):
     weight: Format | None
     weight_columnwise: Format | None
     fast: tuple[bool, bool]
+    exact: bool
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -147,7 +129,7 @@ def forward(
         bias: [out].
         amax: of x, where it is known: int32 [1], fp32 bits.
         multiplier: of delayed scaling: float32 of one element.
-        casts: of `casts_of`.
+        casts: the recipe's text.
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
 
@@ -159,7 +141,7 @@ def forward(
     plan = _forwards.get(key)
     if plan is None:
         plan = kept(_forwards, key, _plan_forward(x, amax is not None, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast = plan
+    quantize, row, count, format, fast, exact = plan
     parts = [] if quantize is None else quantize(x, amax, multiplier, None)
     a = Matrix([x] if row is None else parts[:count], row)
     del parts[:count]
@@ -171,7 +153,7 @@ def forward(
     else:
         made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
         w = Matrix(made, format)
-    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None)
+    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None, exact)
     return [y, *made, *parts]
 
 
@@ -181,7 +163,8 @@ def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe,
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
         quantize = plan_of(x, row, column, knows_amax, multiplied, (False, False), rotate, recipe.eps)
-    return _Forward(quantize, row, _count(row), recipe.weight.format, "forward" in recipe.fast_accum)
+    fast = "forward" in recipe.fast_accum
+    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
 
 
 @impl(linear_forward)
@@ -229,18 +212,18 @@ def backward(
 
     Args:
         gradient: [tokens, out].
-        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they are not needed any more.
+        x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they were multiplied.
         weight, scales, tensor_scale, origin: as `forward` got them, or made them; needed for the gradient of x.
         amax: of the gradient, where it is known.
         multiplier: of delayed scaling.
         keys: of stochastic rounding, int32 [2, 2].
-        casts: of `casts_of`.
+        casts: the recipe's text.
         needs_x, needs_weight: which gradients are wanted.
         columns: in.
         dtype: of the weight's gradient.
 
     Returns:
-        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of the gradient.
+        The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
     key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
     key = (*key, amax is None, multiplier is None)
@@ -249,7 +232,7 @@ def backward(
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
         kept(_backwards, key, plan)
-    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad) = plan
+    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad), exact = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = Matrix([gradient] if row is None else parts[:count], row)
     del parts[:count]
@@ -258,7 +241,7 @@ def backward(
     if needs_weight:
         a = Matrix([gradient.mT] if column is None else parts, column)
         b = Matrix([x[0].mT] if of_input is None else x, of_input)
-        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None))
+        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None, exact))
         # Memory for the next product.
         del a, b
         parts.clear()
@@ -274,7 +257,7 @@ def backward(
             w = Matrix(made, weight_columnwise)
         else:
             w = Matrix([weight], None, (0, 0), True)
-        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None))
+        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None, exact))
     return results + recorded
 
 
@@ -290,7 +273,8 @@ def _plan_backward(
         quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, recipe.eps)
     weight = (recipe.weight.format, recipe.weight_columnwise.format)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
-    return _Backward(quantize, *formats, _count(formats[0]), recipe.input_columnwise.format, *weight, fast)
+    count, exact = _count(formats[0]), recipe.exact_products
+    return _Backward(quantize, *formats, count, recipe.input_columnwise.format, *weight, fast, exact)
 
 
 @impl(linear_backward)

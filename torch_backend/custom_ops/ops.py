@@ -10,15 +10,13 @@ apart after dynamo has gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from blockfp.formats import Format
 
-from .dtypes import name_of
+from .dequantize_plans import dequantize_parts
 from .kernels import kernels_for
 from .library import define, empty_parts, fake, impl
 
@@ -39,16 +37,6 @@ def _quantize(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]
 @fake(quantize)
 def _quantize_fake(x: Tensor, format: str, key: Tensor | None = None) -> list[Tensor]:
     return empty_parts(x, x.shape, Format.parse(format))
-
-
-def dequantize_parts(
-    parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)
-) -> Tensor:
-    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale."""
-    codes, scales, *two_level = parts
-    tensor_scale = two_level[0] if two_level else None
-    run = kernels_for(codes)
-    return run.dequantize(codes, scales, tensor_scale, format, name_of(dtype), columns=columns, origin=origin).contiguous()
 
 
 @impl(dequantize)

@@ -15,7 +15,7 @@ On a CPU the host looks, first at the scales: only where one is what an Inf leav
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,37 +37,49 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
             scales, goes into every element of a product.
         amax: int32 of one element, fp32 bits: the largest magnitude of the whole operand, where it is known.
     """
-    if not x.numel() or not directions:
-        return
-    if x.is_cpu:
-        if _overflows(x, directions[0], amax):
-            for format, parts in directions:
-                parts[-1].fill_(_NAN if _bytes(format) else math.nan)
-        return
-    if amax is not None:
-        # Times zero: NaN of an Inf, nothing of all else.
-        _spoil(directions, amax.view(torch.float32))
-    elif all(_bytes(format) and scales_tell(format) for format, _ in directions):
-        _spoil_where(directions, directions[0][1][1].amax() >= _OF_INF)
-    else:
-        _spoil(directions, torch.linalg.vector_norm(x, math.inf))
+    if x.numel() and directions:
+        formats, parts = zip(*directions, strict=True)
+        marker(formats, x.is_cpu)(x, parts, amax)
 
 
-def _bytes(format: Format) -> bool:
-    return format.scale.e8m0
+def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
+    """Plans `mark` for a format each direction; returns a function of the operand, the parts of each, and the amax."""
+    bytes_of_scales = [format.scale.e8m0 for format in formats]
+    tell = all(map(scales_tell, formats)) and all(bytes_of_scales)
+
+    def on_the_host(x: Tensor, directions: Sequence[Sequence[Tensor]], amax: Tensor | None) -> None:
+        if _overflows(x, directions[0][-1], amax):
+            for in_bytes, parts in zip(bytes_of_scales, directions, strict=True):
+                parts[-1].fill_(_NAN if in_bytes else math.nan)
+
+    def on_the_device(x: Tensor, directions: Sequence[Sequence[Tensor]], amax: Tensor | None) -> None:
+        if amax is None and tell:
+            overflow = directions[0][1].amax() >= _OF_INF
+            for parts in directions:
+                parts[1].masked_fill_(overflow, _NAN)
+            return
+        largest = torch.linalg.vector_norm(x, math.inf) if amax is None else amax.view(torch.float32)
+        largest = largest.view(())
+        for in_bytes, parts in zip(bytes_of_scales, directions, strict=True):
+            if in_bytes:
+                parts[-1].masked_fill_(~largest.isfinite(), _NAN)
+            else:
+                # Times zero: NaN of an Inf, nothing of all else.
+                parts[-1].add_(largest, alpha=0)
+
+    return on_the_host if on_cpu else on_the_device
 
 
 def scales_tell(format: Format | None) -> bool:
     """Says whether an Inf shows without another read: in scales that no finite value has, or in a known amax."""
     if format is None or format.has_tensor_scale:
         return True
-    return _bytes(format) and format.element.max >= 2
+    return format.scale.e8m0 and format.element.max >= 2
 
 
-def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tensor | None) -> bool:
+def _overflows(x: Tensor, factor: Tensor, amax: Tensor | None) -> bool:
     if amax is not None:
         return int(amax) >= INFINITY
-    factor = direction[1][-1]
     if factor.dtype is torch.uint8:
         suspect = int(factor.max()) >= _OF_INF
     elif factor.numel() == 1:
@@ -75,18 +87,3 @@ def _overflows(x: Tensor, direction: tuple[Format, Sequence[Tensor]], amax: Tens
     else:
         suspect = bool((factor == 1).any())
     return suspect and bool(x.isinf().any())
-
-
-def _spoil(directions: Sequence[tuple[Format, Sequence[Tensor]]], amax: Tensor) -> None:
-    """Adds zero times the amax to all scales."""
-    for format, parts in directions:
-        factor = parts[-1]
-        if _bytes(format):
-            factor.masked_fill_(~amax.isfinite().view(()), _NAN)
-        else:
-            factor.add_(amax.view((1,) * factor.ndim), alpha=0)
-
-
-def _spoil_where(directions: Sequence[tuple[Format, Sequence[Tensor]]], overflow: Tensor) -> None:
-    for _, parts in directions:
-        parts[1].masked_fill_(overflow, _NAN)

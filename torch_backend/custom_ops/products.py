@@ -1,12 +1,13 @@
 """The custom ops that multiply two quantized operands; `kernels.routes` says how.
 
-    blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin)
-    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin)
+    blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin,
+                             exact)
+    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact)
 
 Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
 tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
 weight that has rowwise codes alone, in the product that contracts its rows. Its columnwise codes are derived here and freed
-with the call. `index` takes one matrix of a stack.
+with the call. `index` takes one matrix of a stack. `exact` leaves out routes that may change an operand.
 
 The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,25 +25,25 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from blockfp.definition import layout
+from blockfp.definition import alignment, layout
 from blockfp.formats import Format
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
-from ..torch_internals import scaled_mm
 from . import cuda, kernels
-from .dtypes import view_codes, view_scales
-from .kernels import kernels_for
+from .dequantize_plans import dequantize_parts
+from .dtypes import name_of, view_codes, view_scales
 from .library import define, fake, impl
-from .ops import dequantize_parts
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0]) "
-    "-> Tensor"
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0], "
+    "bool exact=False) -> Tensor"
 )
 weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0]) -> Tensor"
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False) -> Tensor"
 )
 
 
@@ -54,12 +55,14 @@ class Matrix(NamedTuple):
         format: of the codes; None for values.
         origin: (row, column) of its first element in the matrix whose blocks are counted.
         transposed: whether it is stored as [contracted, size].
+        ordered: whether its scales of 1x128 come as the CUDA library's product reads them, [blocks, size filled up to fours].
     """
 
     parts: Sequence[Tensor]
     format: Format | None
     origin: tuple[int, int] = (0, 0)
     transposed: bool = False
+    ordered: bool = False
 
     @property
     def is_one_tensor(self) -> bool:
@@ -90,6 +93,7 @@ def multiply(
     *,
     fast_accum: bool = False,
     index: int | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Calls the op that gives a @ b^T + bias.
 
@@ -101,22 +105,33 @@ def multiply(
         dtype: of the result.
         fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
         index: which of a stack b is; None of a single matrix.
+        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
     options = (*size, bias, dtype, fast_accum, b.transposed, index)
     if b.is_one_tensor:
-        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin)
-    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin)
+        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact)
+    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact)
 
 
 @lru_cache(maxsize=4096)
-def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n: int, k: int, in_order: bool = True) -> Route:
+def route_on(
+    device: torch.device,
+    a: Format | None,
+    b: Format | None,
+    m: int,
+    n: int,
+    k: int,
+    in_order: bool = True,
+    exact: bool = False,
+) -> Route:
     """The route of a product on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
-    capability = torch.cuda.get_device_capability(device)
-    return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order)
+    sizes = {"m": m, "n": n, "k": k, "in_order": in_order, "exact": exact}
+    capability, library = torch.cuda.get_device_capability(device), cuda_library.available()
+    return route(a, b, platform="cuda", capability=capability, library=library, **sizes)
 
 
 @impl(product)
@@ -134,10 +149,12 @@ def _product(
     index: int | None = None,
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
+    exact: bool = False,
 ) -> Tensor:
     formats = [None if name is None else Format.parse(name) for name in (a_format, b_format)]
     right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise)
-    return multiply_parts(Matrix(a, formats[0], (a_origin[0], a_origin[1])), right, n, k, bias, dtype, fast_accum, index)
+    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]))
+    return multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
 @fake(product)
@@ -162,7 +179,15 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
 
 
 def multiply_parts(
-    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, index: int | None
+    a: Matrix,
+    b: Matrix,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+    index: int | None,
+    exact: bool = False,
 ) -> Tensor:
     """Does what the op `product` does, outside of a graph; arguments as for `multiply`, with b given by its parts."""
     if index is not None:
@@ -172,24 +197,23 @@ def multiply_parts(
         out = torch.zeros((m, n), dtype=dtype, device=device)
         return out if bias is None else out + bias
     across = b.transposed and b.format is not None and not b.format.square
-    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)))
+    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(a, b, n, k, bias, dtype, chosen)
-    return _MODES[chosen.mode](a, _transposed(b, n) if b.transposed else b, bias, dtype, fast_accum)
+    if b.transposed:
+        b = _turned(b, n)
+    if chosen.mode == "aligned":
+        a, b = _aligned(a, k), _aligned(b, k)
+        k = a.parts[0].shape[1]
+    if chosen.mode in ("tensor", "block", "aligned"):
+        return _on_codes(a, b, n, k, bias, dtype, fast_accum)
+    return _BLACKWELL[chosen.mode](a, b, bias, dtype)
 
 
 def _cut(x: Matrix) -> bool:
     """Says whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
     return bool(x.origin[0] % rows or x.origin[1] % columns)
-
-
-def _transposed(b: Matrix, n: int) -> Matrix:
-    """Turns b, stored as [k, n], into [n, k]."""
-    assert b.format is not None
-    codes, scales, *tensor_scale = b.parts
-    codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
-    return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
 
 
 def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
@@ -217,30 +241,122 @@ def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtyp
     return (out if bias is None else out + bias).to(dtype)
 
 
-def _per_tensor(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    (left, right), _ = _elements(a, b)
-    # cuBLAS adds a bias of 16 bits only.
-    fused = bias if bias is not None and bias.dtype is dtype and dtype is not torch.float32 else None
-    out = scaled_mm(left, right.t(), a.factor, b.factor, fused, None, dtype, fast_accum)
-    return out if bias is None or fused is not None else (out + bias).to(dtype)
+def _aligned(x: Matrix, k: int) -> Matrix:
+    """Shifts the codes of MX [size, k] to one scale for 128 elements: FP8 blocks, filled up along k."""
+    assert x.format is not None
+    codes, scales = x.parts
+    return Matrix(cuda.align(codes, scales, x.format, columns=k), alignment.aligned_format(x.format), ordered=True)
 
 
-def _block(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    codes, formats = _elements(a, b)
-    kinds, scales = [], []
-    for x, format in zip((a, b), formats, strict=True):
-        if format.block == (1, 128):
-            kinds.append(ScalingType.BlockWise1x128)
-            # Strides (1, m).
-            by_kernel = kernels_for(x.parts[1]) is cuda
-            scales.append((cuda.transpose_words(x.parts[1]) if by_kernel else x.parts[1].t().contiguous()).t())
-        else:
-            kinds.append(ScalingType.BlockWise128x128)
-            # Padded to four blocks along k, and k first.
-            scales.append(layout.pad_scales(x.parts[1], 1, 4).t())
-    # Fast accumulation is not offered.
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds[0], scales[1], kinds[1], output_dtype=dtype)
-    return out if bias is None else (out + bias).to(dtype)
+def _on_codes(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """Multiplies FP8 with one scale or in blocks of 128, by the CUDA library."""
+    codes, m = a.parts[0], a.parts[0].shape[0]
+    assert a.format is not None
+    assert b.format is not None
+    added = None if bias is None else bias.dtype
+    plan = _plan(codes.device, a.format, b.format, m, n, k, dtype, added, ordered=(a.ordered, b.ordered), fast=fast_accum)
+    out = codes.new_empty((m, n), dtype=dtype)
+    _multiply_codes(plan, a, b, None, bias if plan.adds_bias else None, out)
+    return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
+
+
+def multiplies_groups(device: torch.device, a: Format, b: Format) -> bool:
+    """Returns True where `multiply_groups` takes codes of these formats."""
+    return route_on(device, a, b, 0, 0, 0).mode in ("tensor", "block")
+
+
+def multiply_groups(
+    a: Matrix,
+    b: Matrix,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+) -> Tensor:
+    """Multiplies group after group on codes, outside of a graph; `multiplies_groups` says where.
+
+    Of rows: a [m, k], b [groups, n, k], the result [m, n]; rows past the last end are zeros, or in a given `out` as they were.
+    Along k: a [m, padded], b [n, padded], whose columns of a group begin at a multiple of 128, with zero codes up to there
+    (`kernels.products.padded_rows`); the result is [groups, m, n]. Groups without rows give zeros there.
+
+    Args:
+        a, b: FP8 with one scale, one for each group ([groups]), or in blocks of 1x128 or 128x128. b decides which kind it is.
+        ends: int32 [groups] on the device, ascending: the row after each group's last.
+        bias: [groups, n], or None; of rows only.
+        dtype: of the result; that of `out` where it is given.
+        out: contiguous, to write to.
+        accumulate: adds the product to what `out` holds.
+    """
+    along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
+    codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
+    m = codes.shape[0]
+    if out is None:
+        assert dtype is not None
+        out = codes.new_zeros((groups, m, n) if along_k else (m, n), dtype=dtype)
+    if out.numel() == 0 or k == 0:
+        return out
+    assert a.format is not None
+    assert b.format is not None
+    plan = _plan(
+        codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
+        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate,
+    )  # fmt: skip
+    _multiply_codes(plan, a, b, ends, bias, out)
+    return out
+
+
+def _multiply_codes(plan: Plan, a: Matrix, b: Matrix, ends: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    """Calls the library's product, which writes `out`."""
+    (left, left_scales), (right, right_scales) = (_readable(x) for x in (a, b))
+    workspace = out.new_empty(plan.workspace, dtype=torch.uint8) if plan.workspace else None
+    if bias is not None:
+        bias = bias.contiguous()
+    cuda_library.library().product(left, right, left_scales, right_scales, ends, bias, out, workspace, *plan.numbers)
+
+
+def _readable(x: Matrix) -> tuple[Tensor, Tensor]:
+    """Codes and scales as the library's product takes them: contiguous codes that begin on multiples of 16 bytes."""
+    codes, scales = x.parts[0].contiguous(), x.parts[1].contiguous()
+    if codes.data_ptr() % 16:
+        codes = codes.clone()
+    return codes, scales
+
+
+def _turned(b: Matrix, n: int) -> Matrix:
+    """Turns b, stored as [k, n], into [n, k]."""
+    assert b.format is not None
+    codes, scales, *tensor_scale = b.parts
+    codes, scales = kernels.transpose(codes, scales, b.format, columns=n)
+    return b._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], transposed=False)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    device: torch.device,
+    a: Format,
+    b: Format,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    bias: torch.dtype | None,
+    **options: Any,
+) -> Plan:
+    """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are."""
+    return plan(
+        a,
+        b,
+        m,
+        n,
+        k,
+        capability=torch.cuda.get_device_capability(device),
+        cublas=int(cuda_library.library().cublas_version()),
+        dtype=name_of(dtype),
+        bias=None if bias is None else name_of(bias),
+        **options,
+    )
 
 
 def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
@@ -258,7 +374,7 @@ def _interleaved(x: Matrix) -> Tensor:
     return layout.interleave_scales(scales)
 
 
-def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes, formats = _elements(a, b)
     scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
     kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
@@ -266,7 +382,7 @@ def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accu
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes, formats = _elements(a, b)
     scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
     kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
@@ -275,4 +391,4 @@ def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype, fast_a
     return out if bias is None else (out + bias).to(dtype)
 
 
-_MODES = {"tensor": _per_tensor, "block": _block, "mx": _mx, "nvfp4": _nvfp4}
+_BLACKWELL = {"mx": _mx, "nvfp4": _nvfp4}

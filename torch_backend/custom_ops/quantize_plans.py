@@ -23,10 +23,10 @@ from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers, larges
 
 from . import cuda, kernels
 from .kernels import kernels_for
-from .overflow import mark
+from .overflow import mark, marker
 
 Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
-"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax where a multiplier is given].
+"""Quantizes a matrix of one kind: (x, amax, multiplier, keys) -> [row parts .., column parts .., amax with a multiplier].
 
 amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
 """
@@ -102,13 +102,6 @@ def plan_of(
     return _definition_plan(row, column, random, rotate, eps)
 
 
-def _directions(row: Format | None, column: Format | None, parts: list[Tensor]) -> list[tuple[Format, list[Tensor]]]:
-    """Pairs each direction's format with its parts."""
-    count = len(parts) if row is None or column is None else part_count(row)
-    directions = ((row, parts[:count]), (column, parts[count:] or parts))
-    return [(format, own) for format, own in directions if format is not None]
-
-
 def part_count(format: Format) -> int:
     """Counts the tensors that a format is stored in."""
     return 3 if format.scale.two_level else 2
@@ -130,13 +123,15 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
         given = multiplied or (knows_amax and format.per_tensor)
         options = {"rows": rows, "columns": columns, "rotate": rotate and columns, "eps": eps_for(format, eps)}
         read = cuda.reader(x if not strided else x.contiguous(), format, given=given, **options)
-        reads.append((read, format, given, stochastic, rows, columns))
+        count = part_count(format)
+        ends = [slice(0, count), slice(count, None)] if rows and columns else [slice(None)]
+        reads.append((read, given, stochastic, ends, marker([format] * len(ends), False)))
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         # Gradients of sums come as expanded scalars.
         x = x.contiguous() if strided else x.detach()
         parts, recorded = [], None
-        for read, format, given, stochastic, rows, columns in reads:
+        for read, given, stochastic, ends, mark_each in reads:
             known = (amax if multiplier is None else multiplier) if given else None
             own, largest = read(x, known, keys if stochastic else None)
             if multiplier is not None:
@@ -144,7 +139,7 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
             elif amax is None:
                 amax = largest
             if marked:
-                mark(x, _directions(format if rows else None, format if columns else None, own), amax)
+                mark_each(x, [own[end] for end in ends], amax)
             parts += own
         return parts if recorded is None else [*parts, recorded]
 
@@ -172,6 +167,9 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
         given = multiplied or (knows_amax and format.per_tensor)
         calls.append((made, given, random[i], i, (*numbers, int(across), int(across and rotate))))
     empty, quantize, measure = torch.empty, library.quantize_arrays, library.amax
+    mark_each = marker([format for format in (row, column) if format is not None], True)
+    count = 0 if row is None else part_count(row)
+    ends = [slice(0, count), slice(count, None)] if count and column is not None else [slice(None)]
     amax_numbers = (DTYPE_NUMBERS[dtype], *format_numbers(row or column), 0, 0)
     columns = x.shape[-1]
 
@@ -195,7 +193,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
             codes, scales = kernels.transpose(parts[0], parts[1], row, columns=columns)
             parts += [codes.clone(memory_format=torch.contiguous_format), scales.clone(), *(part.clone() for part in parts[2:])]
         if marked:
-            mark(x, _directions(row, column, parts), amax)
+            mark_each(x, [parts[end] for end in ends], amax)
         return parts if multiplier is None else [*parts, amax]
 
     return run

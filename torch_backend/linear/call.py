@@ -28,10 +28,9 @@ class Call:
         training: whether amaxes are recorded.
         rank: folded into the key of the gradients; None for a key that was given for this call.
         parallel: how a tensor-parallel group shares the call, or None.
-        casts: the recipe as ops take it (`linear_ops.casts_of`).
         quantizes_weight: how many parts a weight has that is quantized at use; 0 for others.
-        direct: whether the weight is known to be codes, or values of a plain tensor, so that it can be taken apart here; while a
-            compiler traces it is not.
+        direct: whether the weight is codes, or values of a plain tensor, and nothing traces: it is taken apart before the op.
+        traced: whether a compiler traces the call.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
 
@@ -42,9 +41,9 @@ class Call:
     training: bool
     rank: int | None
     parallel: Parallel | None = None
-    casts: str = ""
     quantizes_weight: int = 0
     direct: bool = False
+    traced: bool = False
     dtype: torch.dtype | None = None
 
 

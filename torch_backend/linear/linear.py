@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +12,15 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
-from ..custom_ops.linear_ops import casts_of
 from ..custom_ops.quantize_plans import kept, part_count
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import functorch_is_active, unsafe_view
+from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
-from .linear_function import NO_STATE, LinearFunction
+from .grouped_function import GroupedFunction, counts_of, ends_of, takes
+from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
 
@@ -111,35 +110,36 @@ def apply(
     whose transpose is exact.
     """
     shared = None if parallel is None else parallel.of(x.shape)
-    if offs is not None:
-        _check_tensors(x, weight, bias, grouped=True, transposed=transposed)
-        ends = [0, *offs.tolist()]
-        counts = [end - begin for begin, end in pairwise(ends)]
-        if min(counts, default=0) < 0 or ends[-1] > x.shape[0]:
-            raise ValueError(f"offs must ascend to at most the {x.shape[0]} rows of x, got {ends[1:]}")
-        rows = x[: ends[-1]]
-        y = apply(rows, weight, bias, recipe, state=state, key=key, counts=counts, parallel=parallel, transposed=transposed)
-        return torch.nn.functional.pad(y, (0, 0, 0, x.shape[0] - ends[-1]))
-    transforms = not torch.compiler.is_compiling() and functorch_is_active()
+    traced = torch.compiler.is_compiling()
+    transforms = not traced and functorch_is_active()
     known = call = None
-    if counts is None and parallel is None and not transforms and not torch.compiler.is_compiling():
+    grouped = counts is not None or offs is not None
+    if not grouped and parallel is None and not transforms and not traced:
         known = _known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
-        _check_tensors(x, weight, bias, grouped=counts is not None, transposed=transposed)
+        _check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
     # Not reshape: of no elements it can't infer a length.
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
-            x, weight, bias, _call_of(x, weight, bias, recipe, state, key, counts, shared), state, key, counts, transposed
+            x,
+            weight,
+            bias,
+            _call_of(x, weight, bias, recipe, state, key, grouped, shared),
+            state,
+            key,
+            counts,
+            offs,
+            transposed,
         )
         y = transformed(rows, weight, bias, run)
     else:
         if call is None:
-            call = _call_of(rows, weight, bias, recipe, state, key, counts, shared)
+            call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        y = _run(rows, weight, bias, call, state, key, counts, transposed)
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed)
     if x.ndim == 2:
         return y
     leading = list(x.shape[:-1])
@@ -206,7 +206,7 @@ def _call_of(
     recipe: Recipe,
     state: LinearState | None,
     key: Key | None,
-    counts: Sequence[int] | None,
+    grouped: bool,
     parallel: Parallel | None,
 ) -> Call:
     """Checks what `_check_tensors` doesn't, and returns the constants of the call."""
@@ -230,8 +230,9 @@ def _call_of(
     _check_state(recipe, state, key, any(needs))
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
-    direct = not torch.compiler.is_compiling() and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    return Call(recipe, stored, counts is not None, needs, training, rank, parallel, casts_of(recipe), made, direct, autocast)
+    traced = torch.compiler.is_compiling()
+    direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
 
 
 def _run(
@@ -242,6 +243,7 @@ def _run(
     state: LinearState | None,
     key: Key | None,
     counts: Sequence[int] | None,
+    offs: Tensor | None,
     transposed: bool,
 ) -> Tensor:
     recipe, dtype = call.recipe, call.dtype
@@ -256,9 +258,15 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
-    if call.parallel is None and counts is None:
+    if call.parallel is None and not call.grouped:
         function, arguments = LinearFunction.apply, (call, *tensors)
+        if not call.traced and not functorch_is_active():
+            function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
+    elif call.grouped and takes(call, None if state is None else state.observed):
+        offs = ends_of(counts, x) if offs is None else offs
+        function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
     else:
+        counts = counts_of(offs, x) if counts is None and offs is not None else counts
         function, arguments = SharedFunction.apply, (call, counts, *(tensors or NO_STATE))
     if dtype is None:
         outputs: Any = function(x, weight, bias, *arguments)

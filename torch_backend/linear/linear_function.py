@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
+from ..torch_internals import apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
@@ -35,7 +36,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
         recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
-        compiled = torch.compiler.is_compiling()
+        compiled = call.traced
         column = recipe.input_columnwise if needs_weight else None
         format = None if column is None else column.format
         multiplier = scale if recipe.input.format is not None or format is not None else None
@@ -43,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         amax = amax_where_compiled(x, recipe.input.format, format, plain, multiplier) if compiled else None
         run = linear_ops.forward if call.direct and runs_now(x) else linear_ops.linear_forward
         w = _taken_apart([weight], call) if call.direct else (weight, None, None, (0, 0))
-        made = run(x, *w[:3], bias, amax, multiplier, call.casts, needs_weight, w[3])
+        made = run(x, *w[:3], bias, amax, multiplier, recipe.text, needs_weight, w[3])
         if multiplier is not None and history is not None and call.training:
             record(history, made[-1])
         if ctx.observed is not None:
@@ -105,7 +106,7 @@ class LinearFunction(torch.autograd.Function):
                 known = {"amax": amax, "multiplier": multiplier, "keys": keys}
                 observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
             options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
-            results = run(gradient, kept, *w[:3], amax, multiplier, keys, call.casts, *options)
+            results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
             if multiplier is not None and ctx.history is not None:
                 record(ctx.history, results[-1])
             d_weight = results[int(needs_x)] if needs_weight else None
@@ -124,4 +125,9 @@ def _taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None
     weight: Any = parts[0]
     if call.stored is None:
         return weight, None, None, (0, 0)
-    return weight.codes, weight.scales, weight.tensor_scale, weight.geometry.start
+    geometry = weight.geometry
+    return weight.codes, weight.scales, weight.tensor_scale, geometry.origin or geometry.start
+
+
+run_linear = apply_of(LinearFunction)
+"""`LinearFunction.apply` where nothing is traced or transformed."""

@@ -219,8 +219,8 @@ def _warn(done: Summary, tied: dict[str, str]) -> None:
             f"blockfp.torch.convert left {done.unasked / done.in_matrices:.0%} of the parameters in matrices as they are, "
             f"which nobody asked for: {each}{more}. blockfp.torch.summary(model) shows all of it. Only layers are converted "
             "(those that filter_fn= is asked about): torch.nn.Linear, its subclasses with its own forward, transformers' "
-            "Conv1D, and the experts of transformers and torchtitan. Others can be held by bfp.GroupedLinear, or by a layer for "
-            "each.",
+            "Conv1D, and experts of transformers and torchtitan. Other experts can be held by bfp.GroupedLinear, or by a layer "
+            "for each.",
             UserWarning,
             stacklevel=3,
         )

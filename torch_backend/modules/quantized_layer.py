@@ -106,23 +106,24 @@ class QuantizedLayer(InParts, StatefulLayer):
         self.reset_buffers()
         return self.train(layer.training)
 
-    def multiply(self, x: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def multiply(self, x: Tensor, counts: Sequence[int] | None = None, offs: Tensor | None = None) -> Tensor:
         """Runs `linear` on x and this layer's parameters, as they lie.
 
         Raises:
             TypeError: x is no tensor.
             ValueError: a DTensor for a layer that isn't cut, or cut over another mesh.
         """
-        if not isinstance(x, Tensor):
+        plain = type(x) is Tensor
+        if not plain and not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if self.parallel is not None:
             return multiply_shared(
-                x, self.weight, self.bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts
+                x, self.weight, self.bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts, offs=offs
             )
-        if sharding.mesh_of(x) is not None:
+        if not plain and sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
         recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
-        return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, transposed=self.transposed)
+        return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -24,7 +24,8 @@ def multiply_shared(
     parallel: Parallel,
     *,
     state: LinearState,
-    counts: Sequence[int] | None,
+    counts: Sequence[int] | None = None,
+    offs: Tensor | None = None,
 ) -> Tensor:
     """Runs `linear` on x with this rank's part of a layer.
 
@@ -35,7 +36,7 @@ def multiply_shared(
         recipe: the `Recipe`.
         parallel: how its group shares the layer.
         state: the layer's buffers.
-        counts: rows of each group, for grouped layers.
+        counts, offs: rows of each group, or where it ends, for grouped layers.
 
     Raises:
         ValueError: a DTensor on another mesh.
@@ -44,12 +45,12 @@ def multiply_shared(
     dtensor, features = as_dtensor(x), weight.shape[-2]
     weight, bias = to_local(weight), None if bias is None else to_local(bias)
     if dtensor is None:
-        return apply(x, weight, bias, recipe, state=state, counts=counts, parallel=parallel)
+        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, parallel=parallel)
     before, after = _placements(parallel, x.ndim)
     mesh, x = dtensor.device_mesh, dtensor.redistribute(placements=[before])
     if parallel.sequence:
         parallel = replace(parallel, length=x.shape[parallel.sequence_dim])
-    y = apply(to_local(x), weight, bias, recipe, state=state, counts=counts, parallel=parallel)
+    y = apply(to_local(x), weight, bias, recipe, state=state, counts=counts, offs=offs, parallel=parallel)
     return from_local(y, mesh, [after], (*x.shape[:-1], features))
 
 

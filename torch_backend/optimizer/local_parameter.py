@@ -24,10 +24,11 @@ from blockfp.formats import Format
 from blockfp.kernels import step_table
 from blockfp.sharding.placement import Mesh, Placement, Shard, Sharding, StridedShard, from_dtensor
 
-from ..custom_ops.ops import name_of
+from ..custom_ops.dtypes import name_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
+from ..weights.requantize import quantization_of
 
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 SCALE_NAMES = ("exp_avg_scales", "exp_avg_sq_scales")
@@ -44,11 +45,13 @@ class LocalParameter:
     Attributes:
         param: the parameter, a DTensor or a plain tensor.
         local: its local tensor: quantized, or plain values.
+        placements: of a DTensor, else None.
         start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
         whole: (rows, columns) of the unsharded matrix.
         lies: how the parameter lies.
         format: of its codes; None for plain values.
         one_pass: whether a kernel can write the codes while it updates the master; the same on every rank that shares it.
+        two_passes: whether it can once it knows the amax of the whole parameter, whose blocks lie within ranks; likewise.
         number: the parameter's position in the optimizer.
         state: its state.
         gradient: local, contiguous.
@@ -58,11 +61,13 @@ class LocalParameter:
 
     param: Tensor
     local: Tensor
+    placements: tuple[Any, ...] | None
     start: tuple[int, int, int]
     whole: tuple[int, int]
     lies: Sharding
     format: Format | None
     one_pass: bool
+    two_passes: bool
     number: int
     state: dict[str, Tensor]
     gradient: Tensor
@@ -84,7 +89,7 @@ class LocalParameter:
             local, placements = sharding.local_of(param), param.placements  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(local, CastWeight):
             local = local.values
-        self.param, self.local, format, origin = param, local, None, None
+        self.param, self.local, self.placements, format, origin = param, local, placements, None, None
         if isinstance(local, QuantizedTensor):
             format, origin = local.format, local.geometry.origin or local.geometry.start
         found = (mesh, placements, param.shape, local.shape, local.dtype, local.device, format, origin)
@@ -95,13 +100,34 @@ class LocalParameter:
         row, column = origin or (0, 0)
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
-        block = None if format is None or not step_table.one_pass(format) else format.block
-        self.one_pass = block is not None and not self.cuts_blocks(block)
+        self.one_pass = self.two_passes = False
+        if format is not None and (format.block is None or not self.cuts_blocks(format.block)):
+            self.one_pass = step_table.one_pass(format)
+            self.two_passes = not self.one_pass
+        self._reduced_over: tuple[str, ...] | None = None
         self._found = found
 
-    def forget(self) -> None:
+    def take_gradient(self) -> None:
+        """Takes this rank's part of the parameter's gradient.
+
+        Raises:
+            TypeError: it is sparse.
+        """
+        gradient: Any = self.param.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
+        if self.placements is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
+            if dtensor.placements != self.placements:
+                dtensor = dtensor.redistribute(sharding.mesh_of(self.param), self.placements)
+            gradient = dtensor.to_local()
+        self.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+
+    @staticmethod
+    def forget(todo: list[LocalParameter]) -> None:
         """Lets go of the step's tensors."""
-        self.param = self.local = self.state = self.gradient = self.coefficients = self.step = None  # pyright: ignore
+        for one in todo:
+            one.param = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
 
     @property
     def origin(self) -> tuple[int, int]:
@@ -113,6 +139,25 @@ class LocalParameter:
         if self.lies.mesh is sharding.ONE_RANK:
             return bool(self.start[1] % block[0] or self.start[2] % block[1])
         return _cuts_blocks(self.lies, block)
+
+    @property
+    def reduced_over(self) -> tuple[str, ...]:
+        """Returns the names of the process groups over which the amax of the whole parameter is reduced."""
+        if self._reduced_over is None:
+            assert isinstance(self.local, QuantizedTensor)
+            step, groups = quantization_of(self.param, self.local)
+            self._reduced_over = tuple(groups[axis] for axis in step.amax_axes)
+        return self._reduced_over
+
+    @property
+    def tensor_scale_address(self) -> int:
+        """Returns the address of the scale of the whole parameter, 0 where its format has none beside the blocks' scales."""
+        scale = self.local.tensor_scale  # pyright: ignore[reportAttributeAccessIssue]
+        if scale is None:
+            return 0
+        if scale.dtype is not torch.float32 or scale.numel() != 1 or scale.device != self.local.device:
+            raise self._misfit("tensor scale", scale, (torch.float32, 1, 4))
+        return scale.data_ptr()
 
     @property
     def scalars(self) -> Coefficients:
@@ -186,6 +231,7 @@ class LocalParameter:
             nominal=name_of(self.local.dtype),
             start=self.start,
             whole=self.whole,
+            two_passes=self.two_passes,
         )
         expected = ((getattr(torch, one[0]), one[1]) if one is not None else None for one in self.row.arrays)
         self._arrays = tuple(None if one is None else (*one, one[0].itemsize) for one in expected)

@@ -1,9 +1,13 @@
 """One step of all parameters: in one call of the kernels, and what they can't quantize in that pass after it.
 
 masters and moments      all parameters of a device in one call of the kernels, or the definition one by one; copies in 16
-  |                      bits and the codes of blocks that lie within this rank's part are written in the same pass
+  |                      bits and the codes of blocks that lie within this rank's part are written in the same pass, and
+  |                      amaxes of whole parameters found
   v
-codes of the rest        one scale per tensor, two levels, blocks that straddle ranks: from the masters, all together
+codes by those amaxes    one scale per tensor, two levels: reduced over ranks all together, then another call of the kernels
+  |
+  v
+codes of the rest        on a CPU, or of blocks that straddle ranks: quantized from the masters
   |
   v
 without a master         dequantized for the length of a step, some at a time, and rounded stochastically
@@ -22,10 +26,12 @@ from blockfp.definition import adamw, numerics
 from blockfp.definition.adamw import FIRST, WEIGHT, Coefficients
 from blockfp.kernels import step_table
 
+from ..custom_ops import cuda
+from ..custom_ops.collectives import max_reduce
 from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..weights.requantize import requantize_
+from ..weights.requantize import check_writable, requantize_
 from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
 from .optimizer_state import load_moment, matrices, store_moment
 
@@ -72,6 +78,7 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
     first_scales, second_scales = SCALE_NAMES
     by_device: dict[torch.device, tuple[Any, list[LocalParameter], list[list[int]]]] = {}
     by_definition, later = [], []
+    copies: list[tuple[Tensor, Tensor]] = []
     for one, weight in todo:
         local, state = one.local, one.state
         device = local.device
@@ -85,6 +92,11 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
             if by_kernels and one.one_pass:
                 _check_not_gathered(local.geometry)
                 out, out_scales = local.codes, local.scales
+            elif by_kernels and one.two_passes and kernels is cuda:
+                check_writable(local)
+                out, out_scales = local.codes, local.scales
+                if not (out.is_contiguous() and out_scales.is_contiguous()):  # parts of something else
+                    copies += ((out, out := out.contiguous()), (out_scales, out_scales := out_scales.contiguous()))
             else:
                 later.append(one)
         if by_kernels:
@@ -95,12 +107,40 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
             by_definition.append((one, weight.detach(), copied))
     for kernels, together, addresses in by_device.values():
         if together:
-            kernels.adamw(_table(together, addresses, key), together[0].gradient)
+            _by_kernels(kernels, together, addresses, key, whole_step)
+    for part, written in copies:
+        part.copy_(written)
     for one, weight, copied in by_definition:
         _update_by_definition(one, weight, key)
         if copied:
             _copy_where(one.moves, one.local.detach(), weight)
     return later
+
+
+def _by_kernels(
+    kernels: Any, todo: list[LocalParameter], addresses: list[list[int]], key: tuple[int, int], whole_step: bool
+) -> None:
+    """Calls the kernels of a device: for the step, and again for codes that need the amaxes which it finds."""
+    table, on = _table(todo, addresses, key), todo[0].gradient
+    waiting: dict[tuple[str, ...], list[int]] = {}
+    if whole_step and kernels is cuda:
+        for place, one in enumerate(todo):
+            if one.two_passes:
+                waiting.setdefault(one.reduced_over, []).append(place)
+    if not waiting:
+        kernels.adamw(table, on)
+        return
+    places = list(chain.from_iterable(waiting.values()))
+    codes = step_table.second_pass(table, places, [todo[place].tensor_scale_address for place in places])
+    amaxes = torch.zeros(len(places), dtype=torch.int32, device=on.device)
+    step_table.point_to_amaxes(table, places, amaxes.data_ptr(), known=False)
+    cuda.adamw(table, on)
+    parts = amaxes.split([len(some) for some in waiting.values()])
+    for groups, part in zip(waiting, parts, strict=True):
+        if groups:
+            part.copy_(max_reduce(part, groups))
+    step_table.point_to_amaxes(codes, range(len(places)), amaxes.data_ptr(), known=True)
+    cuda.adamw_codes(codes, on)
 
 
 def _table(todo: list[LocalParameter], addresses: list[list[int]], key: tuple[int, int]) -> Any:

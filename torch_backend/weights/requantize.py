@@ -16,7 +16,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
-from ..sharded.rank_plan import weight_quantization
+from ..sharded.rank_plan import Quantization, weight_quantization
 
 
 def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Sequence[Key | None] | None = None) -> None:
@@ -49,6 +49,26 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
     local = sharding.local_of(param)
     if not isinstance(local, QuantizedTensor):
         raise TypeError(f"params must hold quantized tensors, got {type(local).__name__} of {local.dtype}")
+    check_writable(local)
+    if sharding.mesh_of(values) is not None and not sharding.placed_alike(values, param):
+        raise ValueError(
+            f"values must be placed like their parameter, {sharding.sharding_of(param)}, got {sharding.sharding_of(values)}: "
+            "redistribute them first"
+        )
+    values = sharding.local_of(values)
+    step, groups = quantization_of(param, local, key is not None)
+    if values.shape != local.shape or values.device != local.device:
+        raise ValueError(
+            f"values must be of shape {tuple(local.shape)} on {local.device}, as this rank's part of the parameter, got "
+            f"{tuple(values.shape)} on {values.device}"
+        )
+    checks.check_input(values)
+    out = Quantized(local.codes, local.scales, local.tensor_scale)
+    return local, WeightShard(values.detach(), step, groups, name_of(local.dtype), key, out)
+
+
+def check_writable(local: QuantizedTensor) -> None:
+    """Raises ValueError where what is written into a local tensor would be lost, or would lose what it was given."""
     if local.geometry.gathered:
         raise ValueError(
             "params: this is FSDP's gathered copy of a sharded weight, which the next reshard throws away: call reshard() on "
@@ -56,31 +76,24 @@ def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTen
         )
     if local.geometry.copied is not None:
         raise ValueError(f"params: {COPIED}")
-    if sharding.mesh_of(values) is not None and not sharding.placed_alike(values, param):
-        raise ValueError(
-            f"values must be placed like their parameter, {sharding.sharding_of(param)}, got {sharding.sharding_of(values)}: "
-            "redistribute them first"
-        )
+
+
+def quantization_of(param: Tensor, local: QuantizedTensor, stochastic: bool = False) -> tuple[Quantization, dict[str, str]]:
+    """Returns how this rank's part of a parameter is quantized, and the process group of each mesh axis that it reduces over.
+
+    Raises:
+        ValueError: the local tensor doesn't lie where the parameter says.
+    """
     lies = sharding.sharding_of(param)
-    values, region = sharding.local_of(values), sharding.region_of(param, lies)
+    region = sharding.region_of(param, lies)
     # A plain tensor may be a part of something that it alone knows.
     origin = local.origin if sharding.mesh_of(param) is None else region.origin
     if local.origin != origin and not region.empty:
         raise ValueError(
             f"a parameter that lies {lies} begins at {region.origin} on this rank, but its local tensor says {local.origin}"
         )
-    if tuple(values.shape) != region.shape or values.device != local.device:
-        raise ValueError(
-            f"values must be of shape {region.shape} on {local.device}, as this rank's part of the parameter, got "
-            f"{tuple(values.shape)} on {values.device}"
-        )
-    checks.check_input(values)
-    step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), key is not None)
+    step = weight_quantization(local.format, lies, sharding.rank_in(param, lies), stochastic)
     if origin != step.origins[0]:
         step = step._replace(origins=(origin,))
-    groups = {
-        axis: sharding.group_name(param, axis)
-        for axis in (*step.amax_axes, *(axis for shared in step.shared for axis in shared.axes))
-    }
-    out = Quantized(local.codes, local.scales, local.tensor_scale)
-    return local, WeightShard(values.detach(), step, groups, name_of(local.dtype), key, out)
+    axes = (*step.amax_axes, *(axis for shared in step.shared for axis in shared.axes))
+    return step, {axis: sharding.group_name(param, axis) for axis in axes}

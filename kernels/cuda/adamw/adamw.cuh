@@ -153,6 +153,12 @@ __device__ __forceinline__ void write_square(const StepEntry& e, const StepPlace
   });
 }
 
+// Raises a whole parameter's amax to that of a warp's lanes, all of which come here. Most warps find a larger one there already.
+__device__ __forceinline__ void raise_amax(int32_t* amax, int32_t most) {
+  most = lanes_max<32>(most);
+  if (threadIdx.x % 32 == 0 && most > __ldcg(amax)) atomicMax(amax, most);
+}
+
 // One tile. `kept`: this thread's place in shared memory, for square blocks.
 template <Moments M, Blocks B, bool Vectors>
 __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoefficients& c, int64_t tile, float4* kept) {
@@ -232,22 +238,33 @@ __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoeffici
           copy.word[i / 2] |= (pattern & 0xFFFF) << (16 * (i % 2));
         }
         store_raw<2, Vectors>(e.out, at, p.count, copy);
+      } else if (e.output == static_cast<int>(StepOutput::kAmax)) {
+        most = max(most, largest_of(w));
       }
     }
+  }
+  if constexpr (B == Blocks::kNothing) {
+    if (e.output == static_cast<int>(StepOutput::kAmax)) raise_amax(static_cast<int32_t*>(e.out_scales), most);
   }
   if constexpr (kSquare<B>) {
     if (!still) write_square<B>(e, p, grid_row, most, nan, kept);
   }
 }
 
-template <Moments M, Blocks B>
-__global__ void __launch_bounds__(32 * kStepWarps<B>, kStepBlocks<B>) adamw(const __grid_constant__ StepLaunch a) {
-  extern __shared__ float4 masters[];
+// The entry whose tile a thread block takes.
+__device__ __forceinline__ int entry_of(const StepLaunch& a) {
   int index = 0;
   for (int above = a.count; above - index > 1;) {
     const int middle = (index + above) / 2;
     (a.first_tile[middle] <= blockIdx.x ? index : above) = middle;
   }
+  return index;
+}
+
+template <Moments M, Blocks B>
+__global__ void __launch_bounds__(32 * kStepWarps<B>, kStepBlocks<B>) adamw(const __grid_constant__ StepLaunch a) {
+  extern __shared__ float4 masters[];
+  const int index = entry_of(a);
   const StepEntry& e = a.entry[index];
   const StepCoefficients c = e.coefficients_at != nullptr ? *e.coefficients_at : e.coefficients;
   if (c.skip != 0.0f) return;

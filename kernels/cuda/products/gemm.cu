@@ -76,63 +76,84 @@ Box box_of_codes(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
   return {x.codes, rows, k, k, box_rows, kBlockK, 1};
 }
 
-Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t k, int box_rows) {
-  const bool one = x.scales.stride == 0;
-  return {x.scales.data, one ? groups : groups * ceil_div(k, kBlockK), rows, one ? ceil_div(rows, 4) * 4 : x.scales.stride,
-          1, box_rows, 4};
+Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t blocks, int box_rows) {
+  const int64_t filled = ceil_div(rows, 4) * 4;
+  return {x.scales, groups * blocks, rows, filled, 1, box_rows, 4};
 }
 
 // At most: each group may end in a tile of its own.
-int64_t tiles_of(const GemmArguments& p, int columns) {
-  return (ceil_div(p.m, kTileRows) + p.groups - 1) * ceil_div(p.n, columns);
+int64_t tiles_of(const GemmArguments& p, int rows, int columns) {
+  const int64_t high = p.along_k ? ceil_div(p.m, rows) * p.groups : ceil_div(p.m, rows) + p.groups - 1;
+  return high * ceil_div(p.n, columns);
 }
 
-template <class A, class B, bool Squares, int Columns>
+template <class A, class B, class Tile>
 cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
-  using Tile = GemmTile<Columns>;
-  const auto kernel = gemm_kernel<A, B, Squares, Columns>;
-  CUtensorMap codes_a, codes_b, scales_a, scales_b{};
-  const bool mapped = map_of(box_of_codes(a, p.m, p.k, kTileRows), &codes_a) &&
-                      map_of(box_of_codes(b, static_cast<int64_t>(p.groups) * p.n, p.k, Columns), &codes_b) &&
-                      map_of(box_of_scales(a, 1, p.m, p.k, Tile::kSpan), &scales_a) &&
-                      (Squares || map_of(box_of_scales(b, p.groups, p.n, p.k, Columns), &scales_b));
+  const auto kernel = gemm_kernel<A, B, Tile>;
+  constexpr bool kScaled = Tile::kScaling != Scaling::kTensor;
+  const int64_t blocks = ceil_div(p.k, kBlockK), matrices = p.along_k ? 1 : p.groups;
+  CUtensorMap codes_a, codes_b, scales_a{}, scales_b{};
+  const bool mapped =
+      map_of(box_of_codes(a, p.m, p.k, Tile::kRows), &codes_a) &&
+      map_of(box_of_codes(b, matrices * p.n, p.k, Tile::kColumns), &codes_b) &&
+      (!kScaled || map_of(box_of_scales(a, 1, p.m, p.a_step ? blocks : 1, Tile::kSpan), &scales_a)) &&
+      (Tile::kScaling != Scaling::kRows ||
+       map_of(box_of_scales(b, matrices, p.n, p.b_step ? blocks : 1, Tile::kColumns), &scales_b));
   if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
-  const int64_t tiles = tiles_of(p, Columns);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())));
-  kernel<<<grid, kGemmThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles_of(p, Tile::kRows, Tile::kColumns), multiprocessors())));
+  kernel<<<grid, Tile::kThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
   return cudaGetLastError();
 }
 
 // Wide tiles move fewer bytes for a product, and are 6% faster (H200); but of narrow ones, more blocks may have work at the end.
-template <class A, class B, bool Squares>
-cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
-  const auto time = [&](int columns) { return ceil_div(tiles_of(p, columns), multiprocessors()) * columns; };
-  return 16 * time(192) <= 17 * time(128) ? launch<A, B, Squares, 192>(p, a, b, stream) : launch<A, B, Squares, 128>(p, a, b, stream);
+TileShape shape_for(const GemmArguments& p) {
+  const auto time = [&](int columns) { return ceil_div(tiles_of(p, 128, columns), multiprocessors()) * columns; };
+  return 16 * time(192) <= 17 * time(128) ? TileShape::k128x192 : TileShape::kWide128x128;
+}
+
+template <class A, class B, Scaling S>
+cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, TileShape shape, cudaStream_t stream) {
+  if (shape == TileShape::kAny) shape = shape_for(p);
+  if (shape == TileShape::k128x192) return launch<A, B, GemmTile<2, 1, 192, false, S>>(p, a, b, stream);
+  if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<2, 1, 128, true, S>>(p, a, b, stream);
+  // Others are there to be measured (benchmarks/products.py).
+  if constexpr (A::kId == E4M3::kId && B::kId == E4M3::kId) {
+    if (shape == TileShape::k256x128) return launch<A, B, GemmTile<2, 2, 128, false, S>>(p, a, b, stream);
+    if (shape == TileShape::k192x128) return launch<A, B, GemmTile<3, 1, 128, false, S>>(p, a, b, stream);
+    if (shape == TileShape::k128x128) return launch<A, B, GemmTile<2, 1, 128, false, S>>(p, a, b, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <class A, class B>
-cudaError_t launch_kind(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream) {
-  return squares ? launch_shape<A, B, true>(p, a, b, stream) : launch_shape<A, B, false>(p, a, b, stream);
+cudaError_t launch_scaling(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, Scaling scaling, TileShape shape,
+                           cudaStream_t stream) {
+  switch (scaling) {
+    case Scaling::kTensor:
+      return launch_shape<A, B, Scaling::kTensor>(p, a, b, shape, stream);
+    case Scaling::kRows:
+      return launch_shape<A, B, Scaling::kRows>(p, a, b, shape, stream);
+    default:
+      return launch_shape<A, B, Scaling::kSquares>(p, a, b, shape, stream);
+  }
 }
 
 }  // namespace
 
-cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream) {
+cudaError_t launch_gemm(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, Scaling scaling, TileShape shape,
+                        cudaStream_t stream) {
   if (multiprocessors() == 0) return cudaErrorNotSupported;
-  p.a_step = a.scales.stride != 0, p.b_step = b.scales.stride != 0;
-  p.b_squares = b.scales.data, p.b_squares_stride = b.scales.stride;
-  p.vectors = p.n % 4 == 0 && aligned(p.out);
 #ifdef BLOCKFP_ONLY_E4M3  // to compile a quarter while the kernel is worked on
-  return launch_kind<E4M3, E4M3>(p, a, b, squares, stream);
+  return launch_scaling<E4M3, E4M3>(p, a, b, scaling, shape, stream);
 #else
   if (a.element == E4M3::kId) {
-    return b.element == E4M3::kId ? launch_kind<E4M3, E4M3>(p, a, b, squares, stream)
-                                  : launch_kind<E4M3, E5M2>(p, a, b, squares, stream);
+    return b.element == E4M3::kId ? launch_scaling<E4M3, E4M3>(p, a, b, scaling, shape, stream)
+                                  : launch_scaling<E4M3, E5M2>(p, a, b, scaling, shape, stream);
   }
-  return b.element == E4M3::kId ? launch_kind<E5M2, E4M3>(p, a, b, squares, stream)
-                                : launch_kind<E5M2, E5M2>(p, a, b, squares, stream);
+  return b.element == E4M3::kId ? launch_scaling<E5M2, E4M3>(p, a, b, scaling, shape, stream)
+                                : launch_scaling<E5M2, E5M2>(p, a, b, scaling, shape, stream);
 #endif
 }
 

@@ -1,58 +1,76 @@
 // Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k.
 //
-// A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two warpgroups multiply, and share the
-// tensor cores: while one promotes its sums, the other's products run.
+// A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two or three warpgroups multiply, and
+// share the tensor cores: while one promotes its sums, the others' products run.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "blockfp/dtypes.h"
-#include "gemm.h"
+#include "blockfp/elements.h"
+#include "gemm_store.cuh"
 #include "hopper.cuh"
 
 namespace blockfp {
 namespace cuda {
 
-constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2, kRowsOfGroup = 64, kTileRows = kMathGroups * kRowsOfGroup;
-constexpr int kGemmThreads = (1 + kMathGroups) * kWarpgroup;
+constexpr int kBlockK = 128, kWarpgroup = 128;
 
-// Shared memory for tiles of 128 rows and 128 or 192 columns.
-template <int Columns>
+// A tile of out and what shared memory holds for it. Each of `Groups` warpgroups has `Waves` times 64 rows. Wide: it multiplies two blocks
+// of k at a time, so that the products of one run while it promotes those of the other.
+template <int Groups, int Waves, int Columns, bool Wide, Scaling S>
 struct GemmTile {
-  static constexpr int kBytesA = kTileRows * kBlockK, kBytesB = Columns * kBlockK, kCodes = kBytesA + kBytesB;
-  // Scales of a stage: those of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a begin up to three
-  // rows early. It writes to multiples of 128 bytes.
-  static constexpr int kSpan = kTileRows + 4, kScalesB = 160, kScales = kScalesB + Columns;
+  static constexpr Scaling kScaling = S;
+  static constexpr bool kWide = Wide;
+  static constexpr int kGroups = Groups, kWaves = Waves, kColumns = Columns, kSums = Columns / 2;
+  static constexpr int kRowsOfGroup = 64 * Waves, kRows = Groups * kRowsOfGroup, kThreads = (1 + Groups) * kWarpgroup;
+  static constexpr int kBytesA = kRows * kBlockK, kCodes = kBytesA + Columns * kBlockK;
+  // Scales of a stage: those of every 128 rows of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a
+  // begin up to three rows early. It writes to multiples of 128 bytes.
+  static constexpr int kSpans = (kRows + 127) / 128, kSpan = 128 + 4, kSpanStep = 160, kScalesB = kSpans * kSpanStep;
+  static constexpr int kScales = S == Scaling::kTensor ? 0 : kScalesB + (S == Scaling::kRows ? Columns : 0);
+  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpans * kSpan + (S == Scaling::kRows ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
+  // Registers of a thread that multiplies, and of one that doesn't: 64512 in all.
+  static constexpr int kMany = Groups == 3 ? 160 : 232, kFew = Groups == 3 ? 24 : 40;
+  static_assert(!Wide || Waves == 1);
 };
 
-// The tiles of one block, one after another. Groups follow each other along the rows.
-template <int Columns>
+// The tiles of one block, one after another, group after group.
+template <class Tile>
 class Tiles {
  public:
-  int group = -1, first_row = 0, end_row = 0;  // of the group
-  int row = 0, column = 0;                     // of the tile
+  int group = -1, row = 0, column = 0, end_row = 0;  // rows of a; the tile's, and the end of its group's
+  int first_block = 0, blocks;                       // of k
 
-  __device__ explicit Tiles(const GemmArguments& p) : p_(p), wide_((p.n + Columns - 1) / Columns), next_(blockIdx.x) {}
+  __device__ explicit Tiles(const GemmArguments& p)
+      : blocks(p.along_k ? 0 : (p.k + kBlockK - 1) / kBlockK),
+        p_(p),
+        wide_((p.n + Tile::kColumns - 1) / Tile::kColumns),
+        next_(blockIdx.x) {}
 
   __device__ bool next() {
     while (next_ >= end_) {
       if (++group >= p_.groups) return false;
-      first_row = end_row;
-      end_row = p_.ends == nullptr ? p_.m : min(max(p_.ends[group], first_row), p_.m);
-      high_ = (end_row - first_row + kTileRows - 1) / kTileRows;
+      const int before = end_of_group_, most = p_.along_k ? 0x7FFFFFFF : p_.m;
+      end_of_group_ = p_.ends == nullptr ? most : min(max(p_.ends[group], before), most);
+      const int entries = end_of_group_ - before;
+      if (p_.along_k) {
+        first_block += blocks;
+        blocks = min((entries - 1) / kBlockK + (entries > 0), p_.k / kBlockK - first_block);
+      } else {
+        first_row_ = before, end_row = end_of_group_;
+      }
+      if (p_.along_k) end_row = p_.m;
+      high_ = (end_row - first_row_ + Tile::kRows - 1) / Tile::kRows;
       begin_ = end_;
       end_ += high_ * wide_;
     }
-    // Down bands of eight tiles, so that what runs at one time shares rows and columns in L2.
-    constexpr int kBand = 8;
+    // Down bands of about two thousand rows, so that what runs at one time shares rows and columns in L2.
+    constexpr int kBand = 2048 / Tile::kRows;
     const int at = next_ - begin_, band = at / (kBand * wide_), in_band = at - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
-    row = first_row + (band * kBand + in_band % height) * kTileRows;
-    column = in_band / height * Columns;
+    row = first_row_ + (band * kBand + in_band % height) * Tile::kRows;
+    column = in_band / height * Tile::kColumns;
     next_ += gridDim.x;
     return true;
   }
@@ -60,7 +78,7 @@ class Tiles {
  private:
   const GemmArguments& p_;
   const int wide_;
-  int next_, begin_ = 0, end_ = 0, high_ = 0;
+  int next_, begin_ = 0, end_ = 0, high_ = 0, first_row_ = 0, end_of_group_ = 0;
 };
 
 // Which stage is next, and the parity of its barriers' phase.
@@ -73,195 +91,229 @@ struct Turn {
   }
 };
 
-__device__ __forceinline__ float value_at(const void* x, int dtype, int64_t i) {
-  if (dtype == Fp32::kId) return static_cast<const float*>(x)[i];
-  const uint32_t raw = static_cast<const uint16_t*>(x)[i];
-  return dtype == Bf16::kId ? __uint_as_float(raw << 16) : __half2float(__ushort_as_half(raw));
-}
+// The scales of b for a tile of columns, 128 x 128 for each: 192 columns lie in two bands of 128, whose border is at 64 or 128.
+template <class Tile>
+struct Squares {
+  const float *first = nullptr, *second = nullptr;
+  int64_t step = 0;
+  bool border_at_64 = false;
 
-template <class T>
-__device__ __forceinline__ typename T::Raw rounded(float x) {
-  if constexpr (T::kId == Fp32::kId) return __float_as_uint(x);
-  if constexpr (T::kId == Fp16::kId) return __half_as_ushort(__float2half_rn(x));
-  if constexpr (T::kId == Bf16::kId) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-}
-
-// Stores a warpgroup's 64 rows of sums, whose first row and column are given; rows from end_row on belong to others.
-template <class T, int Sums>
-__device__ __forceinline__ void store_sums(const GemmArguments& p, float (&sums)[Sums], int row, int end_row, int column) {
-  using Raw = typename T::Raw;
-  struct alignas(4 * sizeof(Raw)) Four {
-    Raw raw[4];
-  };
-  const int lane = threadIdx.x % 32, odd = lane & 1;
-  // Of two spans of eight columns a thread has two columns each; neighbours swap, so that it has four of one.
-#pragma unroll
-  for (int i = 0; i < Sums; ++i) {
-    if (i % 8 >= 4) continue;
-    const float taken = __shfl_xor_sync(~0u, odd ? sums[i] : sums[i + 4], 1);
-    sums[i] = odd ? taken : sums[i];
-    sums[i + 4] = odd ? sums[i + 4] : taken;
-  }
-  row += threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-  column += odd * 8 + lane / 2 % 2 * 4;
-  Raw* const out = static_cast<Raw*>(p.out) + (static_cast<int64_t>(row) * p.n + column);
-  if (p.vectors && !p.accumulate) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      Raw* const to = out + half * 8 * static_cast<int64_t>(p.n);
-      const int count = row + half * 8 < end_row ? p.n - column : 0;
-#pragma unroll
-      for (int i = half * 2; i < Sums; i += 8) {
-        const Four four{rounded<T>(sums[i]), rounded<T>(sums[i + 1]), rounded<T>(sums[i + 4]), rounded<T>(sums[i + 5])};
-        if (i / 8 * 16 < count) *reinterpret_cast<Four*>(to + i / 8 * 16) = four;
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < Sums; ++i) {
-    const int half = i / 2 % 2, at = i / 8 * 16 + i / 4 % 2 * 2 + i % 2;
-    if (row + half * 8 < end_row && column + at < p.n) {
-      Raw* const to = out + half * 8 * static_cast<int64_t>(p.n) + at;
-      *to = rounded<T>(sums[i] + (p.accumulate ? value_at(to, T::kId, 0) : 0));
+  __device__ Squares(const GemmArguments& p, const Tiles<Tile>& tile) {
+    if constexpr (Tile::kScaling == Scaling::kSquares) {
+      const int bands = (p.n + 127) / 128, band = min(tile.column / 128, bands - 1);
+      const bool other = Tile::kColumns > 128 && band + 1 < bands;
+      border_at_64 = Tile::kColumns > 128 && tile.column % 128 != 0;
+      step = p.square_block;
+      first = p.squares + tile.group * p.square_group + band * p.square_row + tile.first_block * step;
+      second = first + other * p.square_row;
     }
   }
-}
+};
 
-template <int Sums>
-__device__ __forceinline__ void add_bias(const GemmArguments& p, float (&sums)[Sums], int group, int column) {
-  column += threadIdx.x % 4 * 2;
+// What a thread's sums of one block of k are multiplied by: those of its upper and of its lower row. kSquares: for each 64 columns.
+struct Factors {
+  float upper[3], lower[3];
+};
+
+template <Scaling S, int Sums>
+__device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums)[Sums], const Factors& by, uint32_t columns_at) {
 #pragma unroll
   for (int i = 0; i < Sums; i += 4) {
+    if constexpr (S == Scaling::kTensor) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int c = column + i * 2 + j;
-      const float bias = c < p.n ? value_at(p.bias, p.bias_dtype, static_cast<int64_t>(group) * p.n + c) : 0;
-      sums[i + j] += bias, sums[i + 2 + j] += bias;
+      for (int j = 0; j < 4; ++j) total[i + j] += sums[i + j];
+    } else if constexpr (S == Scaling::kSquares) {
+      const float scales[] = {by.upper[i / 32], by.lower[i / 32]};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i + j] += scales[j / 2] * sums[i + j];
+    } else {
+      const float2 of_columns = hopper::load_pair(columns_at + i * 2 * 4);
+      const float scales[] = {by.upper[0] * of_columns.x, by.upper[0] * of_columns.y, by.lower[0] * of_columns.x,
+                              by.lower[0] * of_columns.y};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i + j] += scales[j] * sums[i + j];
     }
   }
 }
 
-// Squares: whether b has a scale for every 128 of its rows, which are columns of out; else each has its own.
-template <class A, class B, bool Squares, int Columns>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+// sums = 64 rows of a times the tile's columns of b, over one block of k; not finished when this returns.
+template <class A, class B, int Sums>
+__device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, uint32_t b) {
+  hopper::begin_products();
+#pragma unroll
+  for (int i = 0; i < kBlockK / 32; ++i) {
+    hopper::multiply<A, B>(sums, hopper::describe(a + 2 * i), hopper::describe(b + 2 * i), i > 0);
+  }
+  hopper::end_products();
+}
+
+// What becomes of a warpgroup's 64 rows of sums.
+template <Scaling S, int Sums>
+__device__ __forceinline__ void finish_rows(const GemmArguments& p, float (&sums)[Sums], int group, Place at) {
+  if constexpr (S == Scaling::kTensor) {
+    const float by_a = p.a_factor[group * p.a_factor_step], by_b = p.b_factor[group * p.b_factor_step];
+#pragma unroll
+    for (int i = 0; i < Sums; ++i) sums[i] = sums[i] * by_a * by_b;
+  }
+  if (p.bias != nullptr) add_bias(p, sums, group, at.column);
+  store(p, sums, at);
+}
+
+template <class A, class B, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
 gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, const __grid_constant__ CUtensorMap codes_b,
             const __grid_constant__ CUtensorMap scales_a, const __grid_constant__ CUtensorMap scales_b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Tile = GemmTile<Columns>;
-  constexpr int kStages = Tile::kStages;
+  constexpr Scaling kScaling = Tile::kScaling;
+  constexpr int kSums = Tile::kSums;
   extern __shared__ uint8_t unaligned[];
   // Shuffled, so that it is kept in a register and not worked out again in every loop.
   const uint32_t shared = __shfl_sync(~0u, (hopper::shared_address(unaligned) + 1023) & ~1023u, 0);
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int blocks = (p.k + kBlockK - 1) / kBlockK;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
       hopper::barrier_init(full(stage), 1);
-      hopper::barrier_init(empty(stage), kMathGroups * 4);
+      hopper::barrier_init(empty(stage), Tile::kGroups * 4);
     }
     hopper::barriers_ready();
   }
   __syncthreads();
 
-  Tiles<Columns> tile(p);
-  Turn<kStages> turn;
+  Tiles<Tile> tile(p);
+  Turn<Tile::kStages> turn;
   if (warp < 4) {
-    hopper::give_registers<40>();
+    hopper::give_registers<Tile::kFew>();
     if (warp == 0 && lane == 0) {
       // Load.
-      constexpr int kBytes = Tile::kCodes + 4 * (Tile::kSpan + (Squares ? 0 : Columns));
       while (tile.next()) {
-        const int row_b = tile.group * p.n + tile.column, group_b = tile.group * (p.b_step ? blocks : 1);
-        for (int block = 0; block < blocks; ++block, turn.advance()) {
+        const int row_b = p.along_k ? tile.column : tile.group * p.n + tile.column;
+        const int group_b = p.along_k ? 0 : tile.group * (p.b_step ? tile.blocks : 1);
+        for (int i = 0; i < tile.blocks; ++i, turn.advance()) {
+          const int block = tile.first_block + i;
           hopper::wait(empty(turn.stage), turn.parity ^ 1);
           const uint32_t codes = shared + turn.stage * Tile::kCodes, barrier = full(turn.stage);
           const uint32_t scales = shared + Tile::kScalesAt + turn.stage * Tile::kScales * 4;
-          hopper::arrive_expecting(barrier, kBytes);
+          hopper::arrive_expecting(barrier, Tile::kLoaded);
           hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
-          hopper::load_box(scales, scales_a, tile.row & ~3, block * p.a_step, barrier);
-          if constexpr (!Squares) {
+          if constexpr (kScaling != Scaling::kTensor) {
+            for (int span = 0; span < Tile::kSpans; ++span) {
+              hopper::load_box(scales + span * Tile::kSpanStep * 4, scales_a, (tile.row & ~3) + span * 128, block * p.a_step, barrier);
+            }
+          }
+          if constexpr (kScaling == Scaling::kRows) {
             hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
           }
         }
       }
     }
   } else {
-    hopper::take_registers<232>();
-    const int math = warp / 4 - 1;
+    hopper::take_registers<Tile::kMany>();
+    const int math = warp / 4 - 1, first_row = math * Tile::kRowsOfGroup;
     const uint32_t codes_at = __shfl_sync(~0u, (shared & 0x3FFFF) / 16, 0);
-    const uint32_t rows_at = shared + Tile::kScalesAt + (math * kRowsOfGroup + warp % 4 * 16 + lane / 4) * 4;
+    const uint32_t rows_at = shared + Tile::kScalesAt +
+                             (first_row / 128 * Tile::kSpanStep + first_row % 128 + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
-    const int bands = (p.n + 127) / 128;
-    float sums[Columns / 2] = {}, total[Columns / 2];
+    const auto codes_of_a = [&](int stage, int wave) {
+      return codes_at + stage * (Tile::kCodes / 16) + (first_row + wave * 64) * (kBlockK / 16);
+    };
+    const auto codes_of_b = [&](int stage) { return codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16; };
+    const auto scales_of = [](int stage) { return static_cast<uint32_t>(stage * Tile::kScales * 4); };
+    const auto release = [&](int stage) {
+      __syncwarp();
+      if (lane == 0) hopper::arrive(empty(stage));
+    };
+    float total[Tile::kWaves][kSums];
     while (tile.next()) {
 #pragma unroll
-      for (int i = 0; i < Columns / 2; ++i) total[i] = 0;
-      // 192 columns lie in two bands of 128, whose border is at 64 or 128.
-      const int band = min(tile.column / 128, bands - 1), other_band = Columns > 128 && band + 1 < bands;
-      const bool border_at_64 = Columns > 128 && tile.column % 128 != 0;
-      const float* const squares = p.b_squares + (tile.group * bands + band) * p.b_squares_stride;
-      const float* const other_squares = squares + other_band * p.b_squares_stride;
-      float next_square = Squares ? squares[0] : 1, next_other = Squares && Columns > 128 ? other_squares[0] : 1;
+      for (int wave = 0; wave < Tile::kWaves; ++wave) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) total[wave][i] = 0;
+      }
+      const Squares<Tile> squares(p, tile);
       const uint32_t tile_rows_at = rows_at + (tile.row & 3) * 4;
-      hopper::wait(full(turn.stage), turn.parity);
-      for (int block = 0; block < blocks; ++block) {
-        const float square = next_square, other = next_other;
-        const int stage = turn.stage;
-        const uint32_t stage_scales = stage * Tile::kScales * 4;
-        // Multiply.
-        const uint32_t tile_b = codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16;
-        const uint32_t tile_a = codes_at + stage * (Tile::kCodes / 16) + math * (kRowsOfGroup * kBlockK / 16);
-        hopper::begin_products();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          hopper::multiply<A, B>(sums, hopper::describe(tile_a + 2 * i), hopper::describe(tile_b + 2 * i), i > 0);
+      const int blocks = tile.blocks;
+      float square = 1, other = 1;
+      const auto read_squares = [&](int block) {
+        if (kScaling == Scaling::kSquares && block < blocks) {
+          square = hopper::load(squares.first + block * squares.step);
+          if (Tile::kColumns > 128) other = hopper::load(squares.second + block * squares.step);
         }
-        hopper::end_products();
-        // While the products run.
-        const float upper = hopper::load(tile_rows_at + stage_scales), lower = hopper::load(tile_rows_at + stage_scales + 8 * 4);
-        turn.advance();
-        if (block + 1 < blocks) {
-          if (Squares) next_square = hopper::load(squares + block + 1);
-          if (Squares && Columns > 128) next_other = hopper::load(other_squares + block + 1);
-          hopper::wait(full(turn.stage), turn.parity);
-        }
-        const float upper_by[3] = {upper * square, upper * (border_at_64 ? other : square), upper * other};
-        const float lower_by[3] = {lower * square, lower * (border_at_64 ? other : square), lower * other};
-        hopper::wait_products(sums);
-        const auto release = [&] {
-          __syncwarp();
-          if (lane == 0) hopper::arrive(empty(stage));
+      };
+      const auto factors = [&](int stage, int wave, float square, float other) {
+        if constexpr (kScaling == Scaling::kTensor) return Factors{};
+        const uint32_t at = tile_rows_at + scales_of(stage) + wave * 64 * 4;
+        const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4), middle = squares.border_at_64 ? other : square;
+        if constexpr (kScaling == Scaling::kRows) return Factors{{upper}, {lower}};
+        return Factors{{upper * square, upper * middle, upper * other}, {lower * square, lower * middle, lower * other}};
+      };
+      if constexpr (Tile::kWide) {
+        float first[kSums] = {}, second[kSums] = {};
+        const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
+          if (kScaling != Scaling::kRows) release(stage);
+          promote<kScaling>(total[0], sums, by, columns_at + scales_of(stage));
+          if (kScaling == Scaling::kRows) release(stage);
         };
-        if (Squares) release();
-        // Promote.
+        int block = 0;
+        for (; block + 1 < blocks; block += 2) {
+          const int stage = turn.stage;
+          turn.advance();
+          const int later = turn.stage;
+          hopper::wait(full(stage), turn.parity ^ (later == 0));
+          multiply_block<A, B>(first, codes_of_a(stage, 0), codes_of_b(stage));
+          hopper::wait(full(later), turn.parity);
+          multiply_block<A, B>(second, codes_of_a(later, 0), codes_of_b(later));
+          turn.advance();
+          read_squares(block);
+          const Factors by = factors(stage, 0, square, other);
+          read_squares(block + 1);
+          const Factors then_by = factors(later, 0, square, other);
+          hopper::wait_products<1>(first);
+          finish(first, stage, by);
+          hopper::wait_products<0>(second);
+          finish(second, later, then_by);
+        }
+        if (block < blocks) {
+          hopper::wait(full(turn.stage), turn.parity);
+          multiply_block<A, B>(first, codes_of_a(turn.stage, 0), codes_of_b(turn.stage));
+          read_squares(block);
+          const Factors by = factors(turn.stage, 0, square, other);
+          hopper::wait_products<0>(first);
+          finish(first, turn.stage, by);
+          turn.advance();
+        }
+      } else {
+        float sums[kSums] = {};
+        read_squares(0);
+        if (blocks > 0) hopper::wait(full(turn.stage), turn.parity);
+        for (int block = 0; block < blocks; ++block) {
+          const int stage = turn.stage;
+          const float this_square = square, this_other = other;
 #pragma unroll
-        for (int i = 0; i < Columns / 2; i += 4) {
-          if constexpr (Squares) {
-            const float by[] = {upper_by[i / 32], lower_by[i / 32]};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) total[i + j] += by[j / 2] * sums[i + j];
-          } else {
-            const float2 of_columns = hopper::load_pair(columns_at + stage_scales + i * 2 * 4);
-            const float by[] = {upper * of_columns.x, upper * of_columns.y, lower * of_columns.x, lower * of_columns.y};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) total[i + j] += by[j] * sums[i + j];
+          for (int wave = 0; wave < Tile::kWaves; ++wave) {
+            const bool last = wave + 1 == Tile::kWaves;
+            multiply_block<A, B>(sums, codes_of_a(stage, wave), codes_of_b(stage));
+            const Factors by = factors(stage, wave, this_square, this_other);
+            if (wave == 0) read_squares(block + 1);
+            if (last) {
+              turn.advance();
+              if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
+            }
+            hopper::wait_products<0>(sums);
+            if (last && kScaling != Scaling::kRows) release(stage);
+            promote<kScaling>(total[wave], sums, by, columns_at + scales_of(stage));
+            if (last && kScaling == Scaling::kRows) release(stage);
           }
         }
-        if (!Squares) release();
       }
       // Store.
-      if (p.bias != nullptr) add_bias(p, total, tile.group, tile.column);
-      const int row = tile.row + math * kRowsOfGroup;
-      if (p.dtype == Bf16::kId) {
-        store_sums<Bf16>(p, total, row, tile.end_row, tile.column);
-      } else if (p.dtype == Fp16::kId) {
-        store_sums<Fp16>(p, total, row, tile.end_row, tile.column);
-      } else {
-        store_sums<Fp32>(p, total, row, tile.end_row, tile.column);
+      const int64_t out_row = tile.row + (p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0);
+      const int64_t end_row = tile.end_row + (p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0);
+      finish_rows<kScaling>(p, total[0], tile.group, {out_row + first_row, end_row, tile.column});
+      if constexpr (Tile::kWaves > 1) {
+        finish_rows<kScaling>(p, total[1], tile.group, {out_row + first_row + 64, end_row, tile.column});
       }
     }
   }

@@ -8,39 +8,47 @@
 namespace blockfp {
 namespace cuda {
 
-// Scales of 1x128 lie [blocks, rows], of rows [1, rows]; those of b so for each group. `stride` is the floats from one block to the next,
-// a multiple of 4; 0 for those of rows, which fill up four. Scales of 128x128 lie [rows / 128, blocks]: `stride` is the floats from one
-// band of rows to the next.
-struct GemmScales {
-  const float* data;
-  int64_t stride;
+// How b is scaled; a has a scale for every 128 of k in each of its rows, except with kTensor.
+enum class Scaling {
+  kTensor,   // one scale for all of a, and one for all of b; or one for each group
+  kRows,     // of b as of a
+  kSquares,  // of b for every 128 x 128
 };
 
-// Codes [rows, k] of one side, on a multiple of 16 bytes; k is a multiple of 16.
+// Codes [rows, k] of one side, on a multiple of 16 bytes. k is a multiple of 16.
 struct GemmOperand {
   const void* codes;
   int element;  // kId of elements.h: E4M3 or E5M2
-  GemmScales scales;
+  // Scales of rows: [blocks of k, rows filled up to fours], or [1, ..] of whole rows; of b so for each group.
+  const float* scales;
 };
 
-// out [m, n] = a b^T (+ bias) (+ out). With groups, rows up to ends[g] of a are multiplied by the g-th [n, k] of b.
+// out [m, n] = a b^T (+ bias) (+ out). With groups, rows up to ends[g] of a are multiplied by the g-th [n, k] of b; or, along k, out is
+// [groups, m, n] and the columns of group g of a and of b are multiplied, which lie as blockfp/exports.h says.
 struct GemmArguments {
   int m, n, k, groups;
-  const int32_t* ends;       // of the groups, ascending, in device memory; null: one group of all rows
-  int a_step, b_step;        // 0 where a row has one scale, else 1
-  const float* b_squares;    // b's scales, of 128x128; those of a group's first rows come after the last ones of the group before
-  int64_t b_squares_stride;
-  const void* bias;          // [groups, n], or null
-  int bias_dtype;            // kId of dtypes.h
+  const int32_t* ends;  // of the groups, ascending, in device memory; null: one group of all rows
+  bool along_k;
+  int a_step, b_step;   // kRows, kSquares: 0 where a row has one scale, else 1
+  // kSquares: b's scales, and floats from one to the next along b's rows, along k, and from group to group.
+  const float* squares;
+  int64_t square_row, square_block, square_group;
+  // kTensor: the scales; steps are 0 where all groups share one, else 1.
+  const float *a_factor, *b_factor;
+  int a_factor_step, b_factor_step;
+  const void* bias;     // [groups, n], or null
+  int bias_dtype;       // kId of dtypes.h
   void* out;
   int dtype;
   bool accumulate;
-  bool vectors;              // whether out can be written four elements at a time
 };
 
-// The arguments are those of the kernel, but for what is said of the operands, which this fills in. `squares`: b's scales are of
-// 128x128, else of its rows. The device has compute capability 9.0.
-cudaError_t launch_gemm(GemmArguments p, const GemmOperand& a, const GemmOperand& b, bool squares, cudaStream_t stream);
+// Tiles of out that a block of threads works on, as rows x columns. kWide128 keeps two blocks of k in registers.
+enum class TileShape { kAny = -1, k128x192, kWide128x128, k256x128, k192x128, k128x128, kCount };
+
+// The arguments are those of the kernel. The device has compute capability 9.0. kAny chooses.
+cudaError_t launch_gemm(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, Scaling scaling, TileShape shape,
+                        cudaStream_t stream);
 
 }  // namespace cuda
 }  // namespace blockfp

@@ -112,13 +112,16 @@ __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_grou
 #define BLOCKFP_64(d) BLOCKFP_32(d, 0), BLOCKFP_32(d, 32)
 #define BLOCKFP_96(d) BLOCKFP_64(d), BLOCKFP_32(d, 64)
 
-// Waits until the products are finished. Naming the sums keeps their use behind it.
+// Waits until no more than `Pending` committed groups of products are unfinished. Naming the sums of those that are finished keeps
+// their use behind it.
+template <int Pending>
 __device__ __forceinline__ void wait_products(float (&sums)[64]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : BLOCKFP_64(sums)::"memory");
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : BLOCKFP_64(sums) : "n"(Pending) : "memory");
 }
 
+template <int Pending>
 __device__ __forceinline__ void wait_products(float (&sums)[96]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : BLOCKFP_96(sums)::"memory");
+  asm volatile("wgmma.wait_group.sync.aligned %96;" : BLOCKFP_96(sums) : "n"(Pending) : "memory");
 }
 
 #define BLOCKFP_MULTIPLY_128(a_type, b_type)                                                                                  \

@@ -1,6 +1,7 @@
 // Products of FP8 codes and scales by cuBLASLt, which is looked up when the first one runs: this library loads without it.
 #include <dlfcn.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,28 +62,7 @@ const Functions& functions() {
 
 std::string failed(const char* call, int status) { return std::string(call) + " returned status " + std::to_string(status); }
 
-// A handle for each device, kept for the life of the process; null where none can be made, and why is in `wrong`.
-Handle handle_of(int device, cudaStream_t stream, std::string& wrong) {
-  static std::mutex mutex;
-  static std::map<int, Handle> handles;
-  const std::lock_guard<std::mutex> lock(mutex);
-  Handle& handle = handles[device];
-  if (handle != nullptr) return handle;
-  // It allocates, which a capture forbids.
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) {
-    cudaGetLastError();
-    wrong = "the first product on a device makes cuBLASLt's handle, which can't be captured in a graph: run one before";
-    return nullptr;
-  }
-  if (const int status = functions().create(&handle); status != 0) {
-    handle = nullptr;
-    wrong = failed("cublasLtCreate", status);
-  }
-  return handle;
-}
-
-// What cuBLASLt makes for one call.
+// What cuBLASLt makes.
 using Owned = std::unique_ptr<void, int (*)(void*)>;
 
 template <class Create, class... Arguments>
@@ -109,39 +89,75 @@ uint32_t alignment(const void* pointer) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-}  // namespace
+// What is asked of cuBLASLt but for pointers.
+using Question = std::array<int64_t, 15>;
 
-int64_t cublas_version() { return static_cast<int64_t>(functions().version); }
+struct Plan {
+  Owned desc, a, b, d;
+  Algorithm algorithm;
+};
 
-std::string launch_product(const ProductArguments& p, cudaStream_t stream) {
+// A device's handle and plans, kept for the life of the process. Callers hold the mutex, over the call of cuBLASLt too: scales' pointers
+// are part of a description.
+struct OnThisDevice {
+  std::mutex mutex;
+  Handle handle = nullptr;
+  std::map<Question, Plan> plans;
+};
+
+OnThisDevice& on_this_device(int device) {
+  static std::mutex mutex;
+  static std::map<int, OnThisDevice> devices;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return devices[device];
+}
+
+// Why there is no handle; empty where there is.
+std::string make_handle(Handle& handle, cudaStream_t stream) {
+  if (handle != nullptr) return "";
+  // It allocates, which a capture forbids.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) {
+    cudaGetLastError();
+    return "the first product on a device makes cuBLASLt's handle, which can't be captured in a graph: run one before";
+  }
+  const int status = functions().create(&handle);
+  if (status == 0) return "";
+  handle = nullptr;
+  return failed("cublasLtCreate", status);
+}
+
+template <class Value>
+bool describe(const Plan& plan, int attribute, const Value& value) {
+  return functions().desc_set(plan.desc.get(), attribute, &value, sizeof(value)) == 0;
+}
+
+// Why the plan couldn't be made; empty where it was. cuBLASLt counts columns first: it computes out^T = b a^T, its own A being b.
+std::string make_plan(const ProductArguments& p, Handle handle, Plan& plan) {
   const Functions& f = functions();
-  if (f.version == 0) return "libcublasLt.so.13 or .12 was not found";
-  std::string wrong;
-  const Handle handle = handle_of(p.device, stream, wrong);
-  if (handle == nullptr) return wrong;
-  // cuBLASLt counts columns first: it computes out^T = b a^T, its own A being b.
-  const Owned desc = make(f.desc_destroy, f.desc_create, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-  const Owned a = make(f.layout_destroy, f.layout_create, code_type(p.b.element), p.k, p.n, p.k);
-  const Owned b = make(f.layout_destroy, f.layout_create, code_type(p.a.element), p.k, p.m, p.k);
-  const Owned d = make(f.layout_destroy, f.layout_create, value_type(p.dtype), p.n, p.m, p.n);
+  plan = {make(f.desc_destroy, f.desc_create, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+          make(f.layout_destroy, f.layout_create, code_type(p.b.element), p.k, p.n, p.k),
+          make(f.layout_destroy, f.layout_create, code_type(p.a.element), p.k, p.m, p.k),
+          make(f.layout_destroy, f.layout_create, value_type(p.dtype), p.n, p.m, p.n), {}};
   const Owned preference = make(f.preference_destroy, f.preference_create);
-  if (!desc || !a || !b || !d || !preference) return "cuBLASLt made no descriptor";
-  bool set = true;
-  const auto describe = [&](int attribute, const auto& value) {
-    set = set && f.desc_set(desc.get(), attribute, &value, sizeof(value)) == 0;
-  };
+  if (!plan.desc || !plan.a || !plan.b || !plan.d || !preference) return "cuBLASLt made no descriptor";
+  bool set = describe(plan, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T) &&
+             describe(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast)) &&
+             describe(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scales) &&
+             describe(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scales);
+  // Releases before 12.8 have no modes, and a scale for each tensor.
+  if (p.a.block_rows != 0 || p.b.block_rows != 0) {
+    set = set && describe(plan, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(p.b.block_rows)) &&
+          describe(plan, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(p.a.block_rows));
+  }
+  if (p.bias != nullptr) {
+    set = set && describe(plan, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS) &&
+          describe(plan, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int>(value_type(p.bias_dtype))) &&
+          describe(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  }
   const auto prefer = [&](int attribute, const auto& value) {
     set = set && f.preference_set(preference.get(), attribute, &value, sizeof(value)) == 0;
   };
-  describe(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-  describe(CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(p.fast));
-  describe(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scales);
-  describe(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scales);
-  // Releases before 12.8 have no modes, and a scale for each tensor.
-  if (p.a.block_rows != 0 || p.b.block_rows != 0) {
-    describe(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(p.b.block_rows));
-    describe(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(p.a.block_rows));
-  }
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, p.workspace_bytes);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.b.codes));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.a.codes));
@@ -150,14 +166,46 @@ std::string launch_product(const ProductArguments& p, cudaStream_t stream) {
   if (!set) return "cuBLASLt refused an attribute; scales of blocks need CUDA 12.9 or later";
   HeuristicResult found{};
   int count = 0;
-  const int status = f.heuristic(handle, desc.get(), a.get(), b.get(), d.get(), d.get(), preference.get(), 1, &found, &count);
+  const int status = f.heuristic(handle, plan.desc.get(), plan.a.get(), plan.b.get(), plan.d.get(), plan.d.get(), preference.get(), 1,
+                                 &found, &count);
   if (status != 0) return "cuBLASLt has no algorithm for this product: " + failed("cublasLtMatmulAlgoGetHeuristic", status);
   if (count == 0 || found.state != 0) {
     return "cuBLASLt has no algorithm for this product: it found " + std::to_string(count) + ", with status " + std::to_string(found.state);
   }
+  plan.algorithm = found.algo;
+  return "";
+}
+
+}  // namespace
+
+int64_t cublas_version() { return static_cast<int64_t>(functions().version); }
+
+std::string launch_product(const ProductArguments& p, cudaStream_t stream) {
+  constexpr size_t kMostPlans = 1024;
+  if (cublas_version() == 0) return "cuBLASLt was not found: neither libcublasLt.so.13 nor libcublasLt.so.12";
+  OnThisDevice& on = on_this_device(p.device);
+  const std::lock_guard<std::mutex> lock(on.mutex);
+  if (const std::string wrong = make_handle(on.handle, stream); !wrong.empty()) return wrong;
+  const Question question = {p.m, p.n, p.k, p.a.element, p.b.element, p.a.block_rows, p.b.block_rows, p.dtype,
+                             p.bias == nullptr ? -1 : p.bias_dtype, p.accumulate, p.fast, static_cast<int64_t>(p.workspace_bytes),
+                             alignment(p.a.codes), alignment(p.b.codes), alignment(p.out)};
+  auto found = on.plans.find(question);
+  if (found == on.plans.end()) {
+    Plan plan{Owned(nullptr, nullptr), Owned(nullptr, nullptr), Owned(nullptr, nullptr), Owned(nullptr, nullptr), {}};
+    if (const std::string wrong = make_plan(p, on.handle, plan); !wrong.empty()) return wrong;
+    // What is enqueued needs no plan any more.
+    if (on.plans.size() >= kMostPlans) on.plans.clear();
+    found = on.plans.emplace(question, std::move(plan)).first;
+  }
+  const Plan& plan = found->second;
+  const bool set = describe(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scales) &&
+                   describe(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scales) &&
+                   (p.bias == nullptr || describe(plan, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias));
+  if (!set) return "cuBLASLt refused a pointer";
   const float one = 1.0f, zero = 0.0f;
-  const int done = f.matmul(handle, desc.get(), &one, p.b.codes, a.get(), p.a.codes, b.get(), &zero, p.out, d.get(), p.out,
-                            d.get(), &found.algo, p.workspace, p.workspace_bytes, stream);
+  const int done = functions().matmul(on.handle, plan.desc.get(), &one, p.b.codes, plan.a.get(), p.a.codes, plan.b.get(),
+                                      p.accumulate ? &one : &zero, p.out, plan.d.get(), p.out, plan.d.get(), &plan.algorithm,
+                                      p.workspace, p.workspace_bytes, stream);
   return done == 0 ? "" : failed("cublasLtMatmul", done);
 }
 

@@ -1,113 +1,250 @@
 // The library's products of FP8 matrices, callable as exports.cu says.
 //
-//   product(a, b, a_scales, b_scales, out, workspace, a_element, b_element, a_block_rows, b_block_rows, fast)
-//       out [m, n] = a b^T by cuBLASLt, of FP8 codes a [m, k] and b [n, k]. block_rows: 0 (one scale), 1 (1x128) or 128 (128x128); scales
-//       of 1x128 lie [k / 128, rows], of 128x128 [rows / 128, k / 128 filled up to a multiple of 4]. fast: reduced-precision accumulation.
-//   block_product(a, b, a_scales, b_scales, ends?, bias?, out, a_element, b_element, b_block_rows, accumulate)
-//       The same by this library's own kernel, on Hopper, for k a multiple of 16. Of b [groups, n, k] the g-th is multiplied by the rows
-//       of a up to ends[g] (int32, on the device); without ends there is one group of all rows. a's scales are of 1x128: [k / 128, m],
-//       or of rows: [1, m], m filled up to a multiple of 4; b's likewise for each group (b_block_rows 1), or of 128x128: [groups,
-//       n / 128, k / 128]. bias: [groups, n]. accumulate: added to what out holds. Rows past the last end are left as they are.
+//   product(a, b, a_scales, b_scales, ends?, bias?, out, workspace?, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
+//           b_ordered, own, tile, fast, accumulate)
+//       out [m, n] = a b^T of FP8 codes a [m, k] and b [n, k], + bias [n], + what out holds with `accumulate`.
+//       ends (int32, on the device) makes it a product of groups, in one of two ways:
+//         out [m, n], b [groups, n, k], bias [groups, n]: rows of group g of a by the g-th of b; rows past the last end stay as they are;
+//         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, which lie as blockfp/exports.h says.
+//       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row) or 128 (128x128). Scales are as
+//       they are stored, [.., rows, blocks]; those of 1x128 may be `ordered` for the product, [.., blocks, rows filled up to a multiple
+//       of 4]; those of b of 128x128 may have any strides.
+//       own: by this library's kernel, on compute capability 9.0, in tiles of the shape `tile` (TileShape of gemm.h; -1 chooses). Else by
+//       cuBLASLt: no groups, k and n multiples of 16, m one of 4 where scales are of 1x128; `fast` lets it keep fewer bits of its sums.
+//       workspace: bytes on a multiple of 256, as many as blockfp/kernels/products.py counts; cuBLASLt has what is left.
 //   cublas_version()
 //       cuBLASLt's, such as 130100; 0 where the process finds none.
 #include "gemm.h"
 #include "on_device.h"
+#include "operands.h"
 
 namespace blockfp {
 namespace cuda {
 namespace {
 
-// Checks one side's codes and element, whose names begin with `side`.
-void check_codes(const TensorView& codes, const char* side, int64_t element, DLDevice device) {
-  check_array(codes, side, device, codes.numel(), 8, "FP8 codes");
-  check(element == E4M3::kId || element == E5M2::kId, side, "_element must be that of E4M3 (", E4M3::kId, ") or E5M2 (", E5M2::kId,
+// The caller's scratch memory, taken piece by piece before anything is launched.
+class Workspace {
+ public:
+  Workspace(const MaybeTensor& memory, DLDevice device) {
+    if (!has(memory)) return;
+    check_array(memory, "workspace", device, memory.value().numel(), 8, "bytes");
+    next_ = data_of<uint8_t>(memory), left_ = memory.value().numel();
+    check(aligned(next_, 256), "workspace must begin on a multiple of 256 bytes");
+  }
+
+  template <class T>
+  T* take(int64_t count) {
+    const int64_t bytes = ceil_div(count * static_cast<int64_t>(sizeof(T)), 256) * 256;
+    T* const taken = reinterpret_cast<T*>(next_);
+    next_ += bytes, left_ -= bytes, taken_ += bytes;
+    return taken;
+  }
+
+  // Call after the last take.
+  void check_size() const { check(left_ >= 0, "workspace must have ", taken_, " bytes or more, and has ", taken_ + left_); }
+
+  uint8_t* rest() const { return next_; }
+  int64_t left() const { return left_; }
+
+ private:
+  uint8_t* next_ = nullptr;
+  int64_t left_ = 0, taken_ = 0;
+};
+
+// One side of a product: codes [matrices, rows, k].
+struct Side {
+  const char *name, *scales_name;
+  TensorView codes, scales;
+  int element;
+  int64_t block_rows;
+  bool ordered;
+  int64_t matrices, rows, k;
+
+  int64_t blocks() const { return ceil_div(k, 128); }
+  // Rows of the grid of scales.
+  int64_t grid_rows() const { return block_rows == 0 ? 1 : ceil_div(rows, block_rows); }
+  // 1x128: whether each row has one scale for all of k.
+  bool whole_rows() const { return block_rows == 1 && scales.size(ordered ? -2 : -1) == 1; }
+  // A scale for each block of k in each row, or for each row.
+  int64_t blocks_in_order() const { return block_rows == 0 || whole_rows() ? 1 : blocks(); }
+};
+
+Side side_of(const char* name, const char* scales_name, const TensorView& codes, const TensorView& scales, int64_t element,
+             int64_t block_rows, bool ordered, int64_t groups, DLDevice device) {
+  check_array(codes, name, device, codes.numel(), 8, "FP8 codes");
+  check(element == E4M3::kId || element == E5M2::kId, name, "_element must be that of E4M3 (", E4M3::kId, ") or E5M2 (", E5M2::kId,
         "), and is ", element);
-}
-
-void check_out(const TensorView& out, int64_t m, int64_t n, int dtype, DLDevice device) {
-  check_array(out, "out", device, m * n, 8 * dtype_bytes(dtype), "[m, n]");
-}
-
-Factor factor_of(const TensorView& codes, const char* side, const TensorView& scales, const char* scales_name, int64_t element,
-                 int64_t block_rows, DLDevice device) {
-  check_codes(codes, side, element, device);
-  check(block_rows == 0 || block_rows == 1 || block_rows == 128, side,
+  check(block_rows == 0 || block_rows == 1 || block_rows == 128, name,
         "'s blocks must be 1x128, 128x128 or the whole tensor: 1, 128 or 0 rows; they have ", block_rows);
-  const int64_t rows = codes.size(0), blocks = ceil_div(codes.size(1), 128);
-  const int64_t count = block_rows == 0 ? 1 : (block_rows == 1 ? rows * blocks : ceil_div(rows, 128) * ceil_div(blocks, 4) * 4);
-  check_array(scales, scales_name, device, count, 32, "float32 scales in the product's order");
-  return {data_of<const void>(codes), data_of<const float>(scales), static_cast<int>(element), static_cast<int>(block_rows)};
+  check(!ordered || block_rows == 1, "only scales of 1x128 come in the product's order, and ", name, "'s blocks have ", block_rows,
+        " rows");
+  Side side{name, scales_name, codes, scales, static_cast<int>(element), block_rows, ordered, 1, codes.size(-2), codes.size(-1)};
+  if (codes.ndim() == 3) side.matrices = codes.size(0);
+  check_device(scales, scales_name, device);
+  check(scales.dtype().code == kDLFloat && scales.dtype().bits == 32, scales_name, " must be float32; it is ", describe(scales));
+  if (block_rows == 0) {
+    check(scales.IsContiguous() && (scales.numel() == 1 || scales.numel() == groups), scales_name,
+          " must be one scale, or one for each of ", groups, " groups; it is ", describe(scales));
+    return side;
+  }
+  const int64_t across = block_rows == 1 && ordered ? ceil_div(side.rows, 4) * 4 : side.grid_rows();
+  const int axes = scales.ndim();
+  check(axes >= 2 && axes == codes.ndim() && (axes == 2 || scales.size(0) == side.matrices), scales_name,
+        " must have the axes of ", name, ", ", describe(codes), "; it is ", describe(scales));
+  const int64_t down = scales.size(ordered ? -1 : -2), along = scales.size(ordered ? -2 : -1);
+  check(down == across && (along == side.blocks() || (block_rows == 1 && along == 1)), scales_name, " must be of [", across, ", ",
+        side.blocks(), "] blocks", ordered ? ", those of k first" : "", ", for ", name, ", ", describe(codes), "; it is ",
+        describe(scales));
+  check(block_rows == 128 || scales.IsContiguous(), scales_name, " must be contiguous; it is ", describe(scales));
+  return side;
 }
 
-void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scales, TensorView out, TensorView workspace,
-             int64_t a_element, int64_t b_element, int64_t a_block_rows, int64_t b_block_rows, bool fast) {
-  const OnDevice on(a, "a");
-  check(a.ndim() == 2 && b.ndim() == 2 && a.size(1) == b.size(1) && a.numel() > 0 && b.numel() > 0,
-        "a must be [m, k] and b [n, k], with elements; a is ", describe(a), " and b ", describe(b));
-  ProductArguments p{factor_of(a, "a", a_scales, "a_scales", a_element, a_block_rows, on.device),
-                     factor_of(b, "b", b_scales, "b_scales", b_element, b_block_rows, on.device)};
-  p.m = a.size(0), p.n = b.size(0), p.k = a.size(1);
-  p.dtype = dtype_of(out, "out");
-  check_out(out, p.m, p.n, p.dtype, on.device);
-  p.out = data_of<void>(out);
-  check_array(workspace, "workspace", on.device, workspace.numel(), 8, "bytes");
-  p.workspace = data_of<void>(workspace);
-  p.workspace_bytes = static_cast<size_t>(workspace.numel());
-  p.fast = fast;
-  p.device = on.device.device_id;
+int64_t matrix_stride(const Side& x) { return x.scales.ndim() == 3 ? x.scales.stride(0) : 0; }
+
+StoredScales stored(const Side& x) {
+  const float* data = data_of<const float>(x.scales);
+  if (x.block_rows == 0) return {data, x.matrices, x.rows, 1, 0, x.scales.numel() > 1, 0, 0};
+  return {data, x.matrices, x.rows, x.blocks_in_order(), x.block_rows, matrix_stride(x), x.scales.stride(-2), x.scales.stride(-1)};
+}
+
+// Where an operand will lie, and the copies that bring it there, which are launched once all is checked.
+struct Laid {
+  const void* codes;
+  const float* scales;
+  void* codes_to = nullptr;
+  float* scales_to = nullptr;
+};
+
+// Codes that the copy engine can read.
+void place_codes(const Side& x, Workspace& memory, Laid& laid) {
+  laid.codes = data_of<const void>(x.codes);
+  if (x.k % 16 == 0 && aligned(laid.codes)) return;
+  laid.codes = laid.codes_to = memory.take<uint8_t>(x.matrices * x.rows * ceil_div(x.k, 16) * 16);
+}
+
+// Scales of rows in order.
+void place_rows(const Side& x, Workspace& memory, Laid& laid) {
+  laid.scales = data_of<const float>(x.scales);
+  if (x.ordered && aligned(laid.scales)) return;
+  check(!x.ordered, x.scales_name, " in the product's order must begin on a multiple of 16 bytes");
+  laid.scales = laid.scales_to = memory.take<float>(x.matrices * x.blocks_in_order() * ceil_div(x.rows, 4) * 4);
+}
+
+void lay(const OnDevice& on, const Side& x, const Laid& laid) {
+  if (laid.codes_to != nullptr) {
+    on.done(launch_fill_rows(data_of<const void>(x.codes), laid.codes_to, x.matrices * x.rows, x.k, ceil_div(x.k, 16) * 16, on.stream));
+  }
+  if (laid.scales_to != nullptr) on.done(launch_lay_scales(stored(x), laid.scales_to, on.stream));
+}
+
+void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArguments p, Workspace& memory, int64_t tile) {
+  check(tile >= -1 && tile < static_cast<int64_t>(TileShape::kCount), "tile must be from -1 to ", static_cast<int>(TileShape::kCount) - 1,
+        ", and is ", tile);
+  const bool tensors = a.block_rows == 0 && b.block_rows == 0;
+  const Scaling scaling = tensors ? Scaling::kTensor : (b.block_rows == 128 ? Scaling::kSquares : Scaling::kRows);
+  const bool whole = (a.block_rows != 0 || a.scales.numel() == 1) && (b.block_rows != 0 || b.scales.numel() == 1 || !p.along_k);
+  check(tensors || whole, "a scale for each group of one side and blocks of the other don't multiply here: a_scales is ",
+        describe(a.scales), " and b_scales ", describe(b.scales));
+  check(!p.along_k || p.k % 128 == 0, "columns of groups come in blocks of 128, and a and b have ", p.k);
+  Laid left{}, right{};
+  place_codes(a, memory, left);
+  place_codes(b, memory, right);
+  if (!tensors) place_rows(a, memory, left);
+  if (scaling == Scaling::kRows) place_rows(b, memory, right);
+  memory.check_size();
+  p.k = static_cast<int>(ceil_div(p.k, 16) * 16);
+  p.a_step = a.blocks_in_order() > 1, p.b_step = b.blocks_in_order() > 1;
+  if (tensors) {
+    p.a_factor = data_of<const float>(a.scales), p.b_factor = data_of<const float>(b.scales);
+    p.a_factor_step = a.scales.numel() > 1, p.b_factor_step = b.scales.numel() > 1;
+  }
+  if (scaling == Scaling::kSquares) {
+    p.squares = data_of<const float>(b.scales);
+    p.square_row = b.scales.stride(-2), p.square_block = b.scales.stride(-1), p.square_group = p.along_k ? 0 : matrix_stride(b);
+  }
+  lay(on, a, left);
+  lay(on, b, right);
+  on.done(launch_gemm(p, {left.codes, a.element, left.scales}, {right.codes, b.element, right.scales}, scaling,
+                      static_cast<TileShape>(tile), on.stream));
+}
+
+// cuBLASLt's scales: of 1x128 in the product's order, of 128x128 with rows filled up to four.
+const float* scales_for_cublas(const Side& x, Workspace& memory, Laid& laid) {
+  laid.codes = data_of<const void>(x.codes);
+  if (x.block_rows == 1) {
+    check(x.rows % 4 == 0 && !x.whole_rows(), "cuBLASLt takes scales of 1x128 of rows that are a multiple of 4; ", x.name, " is ",
+          describe(x.codes), " and ", x.scales_name, " ", describe(x.scales));
+    place_rows(x, memory, laid);
+  } else {
+    laid.scales = data_of<const float>(x.scales);
+    check(x.scales.IsContiguous(), x.scales_name, " must be contiguous for cuBLASLt; it is ", describe(x.scales));
+    if (x.block_rows == 128 && x.blocks() % 4 != 0) {
+      laid.scales = laid.scales_to = memory.take<float>(x.grid_rows() * ceil_div(x.blocks(), 4) * 4);
+    }
+  }
+  return laid.scales;
+}
+
+void by_cublas(const OnDevice& on, const Side& a, const Side& b, const GemmArguments& of, Workspace& memory, bool fast) {
+  check(of.groups == 1 && !of.along_k && a.k % 16 == 0 && b.rows % 16 == 0,
+        "cuBLASLt takes single products with n and k multiples of 16; a is ", describe(a.codes), " and b ", describe(b.codes));
+  Laid left{}, right{};
+  const float *a_scales = scales_for_cublas(a, memory, left), *b_scales = scales_for_cublas(b, memory, right);
+  memory.check_size();
+  for (const auto& [side, laid] : {std::pair<const Side&, const Laid&>{a, left}, {b, right}}) {
+    if (laid.scales_to != nullptr && side.block_rows == 128) {
+      on.done(launch_fill_rows(data_of<const void>(side.scales), laid.scales_to, side.grid_rows(), side.blocks() * 4,
+                               ceil_div(side.blocks(), 4) * 16, on.stream));
+    } else {
+      lay(on, side, laid);
+    }
+  }
+  const ProductArguments p{{left.codes, a_scales, a.element, static_cast<int>(a.block_rows)},
+                           {right.codes, b_scales, b.element, static_cast<int>(b.block_rows)},
+                           of.m, of.n, of.k, of.bias, of.bias_dtype, of.out, of.dtype, of.accumulate,
+                           memory.rest(), static_cast<size_t>(memory.left()), fast, on.device.device_id};
   const std::string wrong = launch_product(p, on.stream);
   if (wrong.empty()) return;
-  TVM_FFI_THROW(RuntimeError) << "product with m = " << p.m << ", n = " << p.n << ", k = " << p.k << " on " << on.device
-                              << ": " << wrong;
+  TVM_FFI_THROW(RuntimeError) << "product with m = " << of.m << ", n = " << of.n << ", k = " << of.k << " on " << on.device << ": "
+                              << wrong;
 }
 
-GemmOperand gemm_operand_of(const TensorView& codes, const char* side, const TensorView& scales, const char* scales_name,
-                            int64_t element, bool squares, DLDevice device) {
-  check_codes(codes, side, element, device);
-  check(scales.ndim() >= 2, scales_name, " must have two or more axes; it is ", describe(scales));
-  const int64_t n = codes.size(-2), k = codes.size(-1), groups = n * k == 0 ? 0 : codes.numel() / (n * k);
-  const int64_t blocks = ceil_div(k, 128), across = scales.size(-2), along = scales.size(-1);
-  check(squares ? across == ceil_div(n, 128) && along >= blocks : along == ceil_div(n, 4) * 4 && (across == blocks || across == 1),
-        scales_name, " must have the shape that the product wants for ", side, ", ", describe(codes), "; it is ", describe(scales));
-  check_array(scales, scales_name, device, groups * across * along, 32, "float32 scales of each group");
-  const void* data = data_of<const void>(codes);
-  const float* first = data_of<const float>(scales);
-  check(k % 16 == 0, "k must be a multiple of 16, and is ", k);
-  check(aligned(data) && aligned(first), side, " and ", scales_name, " must begin on multiples of 16 bytes: pass copies");
-  return {data, static_cast<int>(element), {first, across == 1 && !squares ? 0 : along}};
-}
-
-void block_product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scales, MaybeTensor ends, MaybeTensor bias,
-                   TensorView out, int64_t a_element, int64_t b_element, int64_t b_block_rows, bool accumulate) {
+void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scales, MaybeTensor ends, MaybeTensor bias, TensorView out,
+             MaybeTensor workspace, int64_t a_element, int64_t a_block_rows, int64_t b_element, int64_t b_block_rows, bool a_ordered,
+             bool b_ordered, bool own, int64_t tile, bool fast, bool accumulate) {
   const OnDevice on(a, "a");
-  check(b_block_rows == 1 || b_block_rows == 128, "b's blocks must be 1x128 or 128x128: 1 or 128 rows; they have ", b_block_rows);
-  check(a.ndim() == 2 && (b.ndim() == 2 || b.ndim() == 3) && b.size(-1) == a.size(1),
-        "a must be [m, k], b [n, k] or [groups, n, k]; a is ", describe(a), " and b ", describe(b));
-  const int64_t groups = b.ndim() == 3 ? b.size(0) : 1, m = a.size(0), n = b.size(-2), k = a.size(1);
-  check(m * n * k * groups > 0 && m <= INT32_MAX && groups * n <= INT32_MAX && k <= INT32_MAX,
+  const bool along_k = out.ndim() == 3;
+  check(a.ndim() == 2 && (b.ndim() == 2 || (b.ndim() == 3 && !along_k)) && b.size(-1) == a.size(1),
+        "a must be [m, k], and b [n, k] or for groups of a's rows [groups, n, k]; a is ", describe(a), " and b ", describe(b));
+  const int64_t groups = along_k ? out.size(0) : (b.ndim() == 3 ? b.size(0) : 1), m = a.size(0), n = b.size(-2), k = a.size(1);
+  check(m * n * k * groups > 0 && m <= INT32_MAX && groups * n <= INT32_MAX && k <= INT32_MAX - 16,
         "a and b must have elements, and less than 2^31 rows and columns; a is ", describe(a), " and b ", describe(b));
-  const bool squares = b_block_rows == 128;
-  const GemmOperand left = gemm_operand_of(a, "a", a_scales, "a_scales", a_element, false, on.device);
-  const GemmOperand right = gemm_operand_of(b, "b", b_scales, "b_scales", b_element, squares, on.device);
+  check(has(ends) || groups == 1, "ends must be there for more than one group, and there are ", groups);
+  check_array(ends, "ends", on.device, groups, 32, "an int32 for each group");
+  const Side left = side_of("a", "a_scales", a, a_scales, a_element, a_block_rows, a_ordered, groups, on.device);
+  const Side right = side_of("b", "b_scales", b, b_scales, b_element, b_block_rows, b_ordered, groups, on.device);
   GemmArguments p{};
   p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(k), p.groups = static_cast<int>(groups);
-  check(has(ends) || groups == 1, "ends must be there for more than one group; b has ", groups);
-  check_array(ends, "ends", on.device, groups, 32, "an int32 for each group");
-  p.ends = data_of<const int32_t>(ends);
+  p.ends = data_of<const int32_t>(ends), p.along_k = along_k;
   p.dtype = dtype_of(out, "out");
-  check_out(out, m, n, p.dtype, on.device);
+  check_array(out, "out", on.device, (along_k ? groups : 1) * m * n, 8 * dtype_bytes(p.dtype), along_k ? "[groups, m, n]" : "[m, n]");
   p.out = data_of<void>(out);
   if (has(bias)) {
+    check(!along_k, "products along k of groups have no bias");
     p.bias_dtype = dtype_of(bias.value(), "bias");
     check_array(bias, "bias", on.device, groups * n, 8 * dtype_bytes(p.bias_dtype), "[groups, n]");
     p.bias = data_of<const void>(bias);
   }
   p.accumulate = accumulate;
-  on.done(launch_gemm(p, left, right, squares, on.stream));
+  Workspace memory(workspace, on.device);
+  if (own) {
+    by_own_kernel(on, left, right, p, memory, tile);
+  } else {
+    by_cublas(on, left, right, p, memory, fast);
+  }
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(product, product);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(block_product, block_product);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cublas_version, cublas_version);
 
 }  // namespace

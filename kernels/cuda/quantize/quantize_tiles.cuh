@@ -35,14 +35,13 @@ struct Nothing {};
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
   __shared__ __align__(16) struct {
     Staging<E> codes;
     std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
   } shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
   piece.load(vectors);
-  const TensorScale tensor = tensor_scales<E, Block>(a).rows;
+  const TensorScale tensor = tensor_scales<E, Block>(a, blockIdx.x == 0).rows;
   BlockScale<float> scale{0, tensor.multiplier};
   bool nan = false;
   if constexpr (Block == 0) {
@@ -81,12 +80,17 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
     if (a.rotate_column && row + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || row >= 0)) rotate_columns<T>(piece.x);
   }
   LineScales<E, Block, T, 8, Block / kDepth<E>, 8> scales;
-  scales.decide([&](auto poison, auto& words) { piece.template column_amaxes<decltype(poison)::value>(words); }, a, tensor.columns,
+  const auto amaxes = [&](auto poison, auto& words) {
+    constexpr bool kPoison = decltype(poison)::value;
+    piece.template column_amaxes<kPoison>(words);
+    if constexpr (kOfGroups<R> && Block != 16) note_overflow(a, largest_of<T, kPoison>(words));
+  };
+  scales.decide(amaxes, a, tensor.columns,
                 [&](int j, int32_t stored) { shared.scales.put_column(piece.place.column + j, piece.place.row, stored); });
   encode_columns(piece, scales, tensor.columns, staged(piece, shared.codes));
-  if (a.column.codes == nullptr) return;
+  if (!kOfGroups<R> && a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  if (!kOfGroups<R> || a.column.codes != nullptr) shared.codes.copy_out(piece);
   shared.scales.copy_out(piece);
 }
 
@@ -94,18 +98,18 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
+  if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedLines<E, Block> shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
   piece.load(vectors);
-  quantize_lines(piece, tensor_scales<E, Block>(a), shared);
+  quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
 // Blocks of 1x128, whose scales the warps of a tile decide together.
 template <class E, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
+  if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) struct {
     Staging<E> codes;
     WideScales<E, T, R> scales;

@@ -33,6 +33,12 @@ struct Staging {
   __device__ __forceinline__ void copy_out(const P& piece) const {
     const QuantizeArguments& a = piece.a;
     const TileOrigin& tile = piece.tile;
+    if constexpr (P::kInGroups) {
+      const int64_t pitch = a.groups.columns / 8 * E::kBits, first = a.groups.own.first_column + tile.row;
+      copy_vectors(a.column.codes + tile.column * pitch + first / 8 * E::kBits, pitch, filled_rows(a) - tile.row,
+                   a.x.columns - tile.column);
+      return;
+    }
     const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows);
     if constexpr (P::kWhole) {
       uint8_t* out = a.column.codes + (tile.batch * a.x.columns + tile.column) * pitch + tile.row / 8 * E::kBits;
@@ -91,7 +97,8 @@ class RowOutput {
     const QuantizeArguments& a = piece.a;
     const int64_t column = piece.tile.column + piece.place.column, row = piece.tile.row + piece.place.row;
     pitch_ = Packing<E::kBits>::row_bytes(a.x.columns);
-    out_ = a.row.codes + (piece.tile.batch * a.x.rows + row) * pitch_ + column / 8 * E::kBits;
+    const int64_t line = kOfGroups<R> ? a.groups.own.first_row + row : piece.tile.batch * a.x.rows + row;
+    out_ = a.row.codes + line * pitch_ + column / 8 * E::kBits;
     inside_ = a.row.codes != nullptr && piece.inside();
     bytes_ = packed_bytes<E::kBits>(static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0})));
   }
@@ -100,6 +107,8 @@ class RowOutput {
   __device__ __forceinline__ void put(int r, uint2 codes) {
     if constexpr (Piece<E, T, R>::kWhole) {
       if (inside_) store_eight<E::kBits>(out_, codes);
+    } else if constexpr (R == Rounding::kGroups) {
+      if (inside_ && piece_.inside(r)) store_eight<E::kBits>(out_, codes);
     } else {
       if (inside_ && piece_.inside(r)) store_some<E::kBits>(out_, codes, 0, bytes_);
     }
@@ -211,7 +220,7 @@ __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const P
   const QuantizeArguments& a = piece.a;
   const auto same = [&](int) { return multiplier; };
   RowOutput<E, T, R> out(piece);
-  if (R == Rounding::kNearest || (R == Rounding::kGeneral && a.row.key == nullptr && a.column.key == nullptr)) {
+  if (kToNearest<R> || (kTold<R> && a.row.key == nullptr && a.column.key == nullptr)) {
     if constexpr (R != Rounding::kStochastic && E::kBits != 6) {
       uint2 rows[kDepth<E>];
       codes.rows(same, [&](int r, uint2 c) { rows[r] = c, out.put(r, c); });
@@ -229,7 +238,7 @@ __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const P
       return;
     }
   }
-  if constexpr (R != Rounding::kNearest || E::kBits == 6) {
+  if constexpr (!kToNearest<R> || E::kBits == 6) {
     if (a.row.codes != nullptr) codes.rows(same, [&](int r, uint2 c) { out.put(r, c); });
     if (a.column.codes != nullptr) codes.columns(same, staged(piece, staging));
   }
@@ -250,7 +259,7 @@ __device__ __forceinline__ uint2 encode_values(Value value_of) {
 }
 
 template <class E, class T, Rounding R>
-constexpr bool kMultipliesPairs = T::kId == Bf16::kId && E::kBits == 8 && R == Rounding::kNearest;
+constexpr bool kMultipliesPairs = T::kId == Bf16::kId && E::kBits == 8 && kToNearest<R>;
 
 // PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers.
 template <class E, Rounding R, class Put>

@@ -39,6 +39,14 @@ struct TileOrigin {
   int64_t batch, row, column;
 };
 
+// Rows that a group is filled up to, along the columns.
+__device__ __forceinline__ int64_t filled_rows(const QuantizeArguments& a) { return (a.x.rows + kGroupUnit - 1) / kGroupUnit * kGroupUnit; }
+
+// Raises the word of the group that a kernel is at where a block of it has an amax of Inf.
+__device__ __forceinline__ void note_overflow(const QuantizeArguments& a, int32_t amax) {
+  if (amax == kInfinity) a.groups.overflows[a.groups.own.group] = kInfinity;
+}
+
 // Lines that a word stands for.
 template <class T>
 constexpr int kLinesPerWord = 8 / kWords<T>;
@@ -78,7 +86,8 @@ struct LaneShare {
 template <class E, class T, Rounding R>
 struct Piece {
   // Whole: x begins on tile boundaries and pieces lie in it or outside it, with aligned vectors.
-  static constexpr bool kWhole = R != Rounding::kGeneral;
+  static constexpr bool kWhole = R == Rounding::kNearest || R == Rounding::kStochastic;
+  static constexpr bool kInGroups = kOfGroups<R>;
   static constexpr int kRows = kDepth<E>;
 
   const QuantizeArguments& a;
@@ -111,6 +120,12 @@ struct Piece {
       if (!inside()) return;
 #pragma unroll
       for (int r = 0; r < kRows; ++r, at += a.x.row_stride) x[r] = load_vector<T>(at);
+    } else if constexpr (R == Rounding::kGroups) {
+      if (!inside()) return;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, at += a.x.row_stride) {
+        if (row + r < a.x.rows) x[r] = load_vector<T>(at);
+      }
     } else {
       const int first = column < 0 ? 8 : 0;
       const int last = static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));

@@ -13,14 +13,15 @@ struct TensorScales {
   TensorScale rows, columns;
 };
 
-// What all blocks have in common, in each direction. Every thread of the block comes here, while its piece is on the way.
+// What all blocks have in common, in each direction; `stores`: in whose first tile this is. Every thread of the block comes here, while
+// its piece is on the way.
 template <class E, int Block>
-__device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a) {
+__device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a, bool stores) {
   TensorScales scales{};
   if constexpr (Block == 0) {
     // By every thread, rather than by one for which all would wait.
     scales.rows = tensor_scale<E, Block>(a, a.amax);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (stores && threadIdx.x == 0) {
       if (a.row.codes != nullptr) *static_cast<float*>(a.row.scales) = scales.rows.decode;
       if (a.column.codes != nullptr) *static_cast<float*>(a.column.scales) = scales.rows.decode;
     }
@@ -31,7 +32,7 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
       const bool transposed = threadIdx.x != 0;
       const TensorScale t = tensor_scale<E, Block>(a, transposed ? a.amax_t : a.amax);
       tensor[transposed] = t;
-      if (blockIdx.x == 0) *(transposed ? a.tensor_scale_t : a.tensor_scale) = t.decode;
+      if (stores) *(transposed ? a.tensor_scale_t : a.tensor_scale) = t.decode;
     }
     __syncthreads();
     scales = {tensor[0], tensor[1]};
@@ -74,12 +75,18 @@ template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ void store_square_scale(const Piece<E, T, R>& piece, int32_t stored) {
   const QuantizeArguments& a = piece.a;
   if (piece.place.row % Block != 0 || piece.place.column % Block != 0) return;
-  const int64_t grid_rows = (a.window.row_phase + a.x.rows + Block - 1) / Block;
+  const int64_t grid_rows = ((kOfGroups<R> ? filled_rows(a) : a.window.row_phase + a.x.rows) + Block - 1) / Block;
   const int64_t grid_columns = (a.window.column_phase + a.x.columns + Block - 1) / Block;
   // A tile begins on a block boundary, so phase + origin is a multiple of the block.
   const int64_t row = (piece.tile.row + a.window.row_phase + piece.place.row) / Block;
   const int64_t column = (piece.tile.column + a.window.column_phase + piece.place.column) / Block;
   if (row >= grid_rows || column >= grid_columns) return;
+  if constexpr (kOfGroups<R>) {
+    const int64_t at = a.groups.own.first_column / Block + row;
+    if (a.row.codes != nullptr) store_scale<Block>(a.row.scales, at * grid_columns + column, stored);
+    if (a.column.codes != nullptr) store_scale<Block>(a.column.scales, column * (a.groups.columns / Block) + at, stored);
+    return;
+  }
   const int64_t batch = piece.tile.batch;
   if (a.row.codes != nullptr) store_scale<Block>(a.row.scales, (batch * grid_rows + row) * grid_columns + column, stored);
   if (a.column.codes != nullptr) store_scale<Block>(a.column.scales, (batch * grid_columns + column) * grid_rows + row, stored);
@@ -188,6 +195,18 @@ struct StoredScales {
     const QuantizeArguments& a = piece.a;
     const int64_t row = piece.tile.row + a.window.row_phase, column = piece.tile.column + a.window.column_phase;
     const auto grid = [](int phase, int64_t elements) { return (phase + elements + Block - 1) / Block; };
+    if constexpr (P::kInGroups) {
+      const int64_t blocks = grid(0, a.x.columns), pitch = a.groups.columns / Block;
+      if (a.row.codes != nullptr) {
+        uint8_t* out = static_cast<uint8_t*>(a.row.scales) + (a.groups.own.first_row + piece.tile.row) * blocks + column / Block;
+        copy_units<kAcross>(rows, row_slot, out, a.x.rows - piece.tile.row, blocks - column / Block, blocks);
+      }
+      if (a.column.codes != nullptr) {
+        uint8_t* out = static_cast<uint8_t*>(a.column.scales) + column * pitch + (a.groups.own.first_column + row) / Block;
+        copy_units<kDown>(columns, column_slot, out, a.x.columns - column, (filled_rows(a) - row) / Block, pitch);
+      }
+      return;
+    }
     if (a.row.codes != nullptr) {
       copy_lines<kAcross>(piece, rows, row_slot, static_cast<uint8_t*>(a.row.scales), piece.tile.row, a.x.rows, column / Block,
                           grid(a.window.column_phase, a.x.columns));
@@ -204,6 +223,28 @@ struct StoredScales {
   }
   __device__ __forceinline__ static int row_slot(int row) { return slot<kDepth<E>, kTileRows<E>>(row); }
   __device__ __forceinline__ static int column_slot(int column) { return slot<8, kTileColumns>(column); }
+
+  // A tile's scales, `Width` a line, to `lines` lines that are left from `out`, each `pitch` from the next, with `blocks` left. They come
+  // in as many as 128 elements have, which lie in one group.
+  template <int Width, int Bytes, class Slot>
+  __device__ __forceinline__ static void copy_units(const uint8_t (&scales)[Bytes], Slot slot_of, uint8_t* out, int64_t lines,
+                                                    int64_t blocks, int64_t pitch) {
+    constexpr int kUnit = kGroupUnit / Block, kUnits = Width / kUnit;
+    using Unit = std::conditional_t<kUnit == 4, uint32_t, uint2>;
+    static_assert(sizeof(Unit) == kUnit && Width % kUnit == 0, "a vector has the scales of 128 elements");
+    const bool vectors = pitch % kUnit == 0 && reinterpret_cast<uintptr_t>(out) % kUnit == 0;
+    for (int i = threadIdx.x; i < Bytes / kUnit; i += kTileThreads) {
+      const int line = i / kUnits, first = i % kUnits * kUnit;
+      if (line >= lines) continue;
+      const uint8_t* from = scales + slot_of(line) * Width + first;
+      uint8_t* to = out + line * pitch + first;
+      if (vectors && first + kUnit <= blocks) {
+        *reinterpret_cast<Unit*>(to) = *reinterpret_cast<const Unit*>(from);
+      } else {
+        for (int j = 0; j < kUnit && first + j < blocks; ++j) to[j] = from[j];
+      }
+    }
+  }
 
   // A tile's scales, `Width` a line, to their place among `lines` lines of `grid`.
   template <int Width, class P, int Bytes, class Slot>
@@ -267,7 +308,18 @@ struct WideScales {
     // Half of the threads have a row each, half a column.
     const int line = threadIdx.x % 128;
     const TileOrigin& tile = piece.tile;
-    if (threadIdx.x >= 128) {
+    if constexpr (kOfGroups<R>) {
+      // Block after block, as products take them.
+      const GroupTile& own = a.groups.own;
+      if (threadIdx.x >= 128) {
+        const int64_t at = (own.first_column + tile.row) / 128 * fours(a.x.columns) + tile.column + line;
+        const bool inside = a.column.codes != nullptr && tile.column + line < a.x.columns;
+        column_multipliers[line] = scale_line(a, column_parts, line, inside, a.column, at);
+      } else if (rows) {
+        const int64_t at = tile.column / 128 * fours(a.groups.tokens) + own.first_row + tile.row + line;
+        row_multipliers[line] = scale_line(a, row_parts, line, tile.row + line < a.x.rows, a.row, at);
+      }
+    } else if (threadIdx.x >= 128) {
       const int64_t at = place(a, tile.batch * a.x.columns + tile.column + line, (tile.row + a.window.row_phase) / 128,
                                grid(a.window.row_phase + a.x.rows));
       column_multipliers[line] = scale_line(a, column_parts, line, is_inside(tile.column + line, a.x.columns), a.column, at);
@@ -293,6 +345,7 @@ struct WideScales {
   }
 
   __device__ __forceinline__ static int64_t grid(int64_t elements) { return (elements + 127) / 128; }
+  __device__ __forceinline__ static int64_t fours(int64_t lines) { return (lines + 3) / 4 * 4; }
 
   __device__ __forceinline__ static int64_t place(const QuantizeArguments& a, int64_t line, int64_t block, int64_t blocks) {
     return P::kWhole && a.scales_by_tile ? index_by_tile(line, block, blocks) : line * blocks + block;
@@ -318,6 +371,7 @@ struct WideScales {
 #pragma unroll
     for (int i = 1; i < Parts; ++i) most = max(most, parts[i][line]);
     const BlockScale<float> scale = block_scale<E, 128>(most, a, {});
+    if constexpr (kOfGroups<R>) note_overflow(a, most);
     if (inside && P::kWhole && a.scales_by_tile) {
       store_by_tile(static_cast<uint32_t*>(out.scales), at, scale.stored);
     } else if (inside) {

@@ -15,8 +15,9 @@ constexpr int kMomentBlock = 128;
 // What is rounded at random, as the key is told (adamw.rounding_key).
 constexpr uint32_t kRoundFirst = 3, kRoundSecond = 4;
 
-// What a step writes besides master and moments.
-enum class StepOutput : int { kNone = 0, kCopy = 1, kCodes = 2 };
+// What a step writes besides master and moments. kAmax (on a GPU): int32 at out_scales is raised to the fp32 bits of the largest magnitude
+// of the new master, for codes that a second pass writes.
+enum class StepOutput : int { kNone = 0, kCopy = 1, kCodes = 2, kAmax = 3 };
 
 struct StepCoefficients {
   float decay, l2, weight1, beta2, weight2, unbias2, eps, rate, unscale, skip;

@@ -11,7 +11,7 @@
 //                       its columns begin at padded_ends[g - 1] and every operand of a product is aligned
 //                       scales of 1xb: [features, columns / b]
 //   square blocks       scales [columns / b, features / b] and [features / b, columns / b]: a group's begin at padded_ends[g - 1] / b
-//   one scale           scales [groups], of two levels tensor_scale [groups]; one scale of FP8 also for each row, [1, tokens]
+//   one scale           scales [groups], of two levels tensor_scale [groups]
 //
 // Scales of 1x128 lie as products take them, block after block: [features / 128, tokens] and [columns / 128, features], the last axis
 // filled up to a multiple of 4 floats. Blocks that are zeros alone have the scale that a block of zeros has.
@@ -44,14 +44,21 @@ struct GroupTile {
   int32_t unused[3];
 };
 
-// Tile heights that group_rows knows, one table behind the other.
-constexpr int kGroupTileRows[] = {128, 256};
+// Tile heights that group_rows knows, whose tables lie one behind the other.
+constexpr int kLowTile = 128, kHighTile = 256;
 
 // Words of what group_rows writes: ends, padded_ends, filled up to a multiple of 8, and both tables of tiles.
+constexpr int kTileWords = sizeof(GroupTile) / 4;
+inline int64_t group_tables(int64_t groups) { return (2 * groups + kTileWords - 1) / kTileWords * kTileWords; }
 inline int64_t group_words(int64_t tokens, int64_t groups) {
-  constexpr int kTileWords = sizeof(GroupTile) / 4;
-  return (2 * groups + kTileWords - 1) / kTileWords * kTileWords +
-         kTileWords * (group_tiles(tokens, groups, kGroupTileRows[0]) + group_tiles(tokens, groups, kGroupTileRows[1]));
+  return group_tables(groups) +
+         kTileWords * (group_tiles(tokens, groups, kLowTile) + group_tiles(tokens, groups, kHighTile));
+}
+
+// The table of tiles of a height, in what group_rows wrote.
+inline const GroupTile* tiles_of_groups(const int32_t* words, int64_t tokens, int64_t groups, int tile_rows) {
+  const auto* first = reinterpret_cast<const GroupTile*>(words + group_tables(groups));
+  return tile_rows == kLowTile ? first : first + group_tiles(tokens, groups, kLowTile);
 }
 
 }  // namespace blockfp

@@ -1,0 +1,159 @@
+"""Plans for the CUDA library's `product`: its own kernel or cuBLASLt, whichever was faster, and how much scratch memory.
+
+kernels/cuda/products/product_exports.cu documents the function. The own kernel is for compute capability 9.0; it takes every
+pair of FP8 formats with one scale or in blocks of 128, of any lengths. cuBLASLt takes fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..formats import Format
+from .format_numbers import format_numbers
+from .product_table import MEASURED
+
+HOPPER = (9, 0)
+TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
+"""The first cuBLASLt that multiplies FP8 with a scale per tensor, and with scales of blocks."""
+
+_CUBLAS_WORKSPACE = 32 * 2**20  # what it recommends on Hopper
+_OWN_CHOOSES_TILE = -1
+
+
+class Plan(NamedTuple):
+    """The way in which one product runs.
+
+    Attributes:
+        own: whether by the library's own kernel; else by cuBLASLt.
+        workspace: bytes of scratch memory that the call needs.
+        adds_bias: whether the call adds the bias; else it comes after.
+        numbers: the arguments of `product` after its arrays.
+    """
+
+    own: bool
+    workspace: int
+    adds_bias: bool
+    numbers: tuple[int, ...]
+
+
+def padded_rows(rows: int, groups: int) -> int:
+    """Columns of columnwise codes that hold any split of rows into groups, each of which is filled up to a multiple of 128."""
+    return (rows + 127 * groups) // 128 * 128
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    a: Format,
+    b: Format,
+    m: int,
+    n: int,
+    k: int,
+    *,
+    capability: tuple[int, int],
+    cublas: int,
+    dtype: str,
+    bias: str | None = None,
+    groups: int = 0,
+    along_k: bool = False,
+    ordered: tuple[bool, bool] = (False, False),
+    fast: bool = False,
+    accumulate: bool = False,
+) -> Plan:
+    """Plans a @ b^T of FP8 codes.
+
+    Args:
+        a, b: formats: FP8 with one scale, or in blocks of 1x128 or 128x128.
+        m, n, k: lengths: a is [m, k] and b [n, k].
+        capability: of the device.
+        cublas: cuBLASLt's version, such as 130100; 0 where there is none.
+        dtype, bias: names of the dtypes of the result and of the bias, None where there is none.
+        groups: how many; 0 for a single product.
+        along_k: whether groups are of columns of a and of b. Else they are of rows of a, and b is [groups, n, k].
+        ordered: which of a's and b's scales of 1x128 are in the product's order already.
+        fast: whether sums may keep fewer bits; those of blocks never do.
+        accumulate: whether the product is added to what the result holds.
+
+    Raises:
+        ValueError: neither takes such a product.
+    """
+    fast = fast and a.per_tensor and b.per_tensor
+    refused = _refusal(a, b, m, n, k, cublas, groups)
+    adds_bias = bias is None or (bias == dtype and dtype != "float32")
+    if capability != HOPPER and refused:
+        raise ValueError(
+            f"no kernel of compute capability {capability} multiplies {a} by {b} with m, n, k = {m}, {n}, {k}: {refused}"
+        )
+    own = capability == HOPPER and (bool(refused) or not adds_bias or _own_is_faster(a, b, m, n, k, fast))
+    matrices = groups if groups and not along_k else 1
+    pieces = _own_pieces if own else _cublas_pieces
+    workspace = sum(_piece(size) for size in pieces(a, b, m, n, k, matrices, ordered)) + (0 if own else _CUBLAS_WORKSPACE)
+    kinds = (number for format in (a, b) for number in format_numbers(format)[:2])
+    numbers = (*kinds, *ordered, own, _OWN_CHOOSES_TILE, fast, accumulate)
+    return Plan(own, workspace, own or adds_bias, tuple(int(number) for number in numbers))
+
+
+def _refusal(a: Format, b: Format, m: int, n: int, k: int, cublas: int, groups: int) -> str:
+    """Says why cuBLASLt doesn't take a product; empty where it does."""
+    blocks = not (a.per_tensor and b.per_tensor)
+    needed = BLOCK_SCALES if blocks else TENSOR_SCALES
+    if cublas < needed:
+        return f"cuBLASLt is {cublas or 'not found'}, and {needed} or later is needed"
+    if groups:
+        return "it has no groups"
+    elements = {a.element.name, b.element.name}
+    if elements == {"e5m2"} or (blocks and elements != {"e4m3"}):
+        return "it takes E4M3 by E4M3, and with one scale E4M3 by E5M2"
+    if a.per_tensor != b.per_tensor or (blocks and a.square and b.square):
+        return "of blocks it takes 1x128 by 1x128 and by 128x128"
+    if n % 16 or k % 16 or (blocks and m % 4):
+        return "it takes n and k that are multiples of 16, and in blocks m that is one of 4"
+    return ""
+
+
+def _own_is_faster(a: Format, b: Format, m: int, n: int, k: int, fast: bool) -> bool:
+    """Asks the measured shape that is nearest."""
+    if a.per_tensor and b.per_tensor:
+        kind = "tensor fast" if fast else "tensor"
+    else:
+        kind = "squares" if a.square or b.square else "rows"
+    nearest = min(MEASURED[kind], key=lambda row: sum(math.log2(x / y) ** 2 for x, y in zip((m, n, k), row, strict=False)))
+    return nearest[3] >= nearest[4]
+
+
+def _fill(x: int, to: int) -> int:
+    return -(-x // to) * to
+
+
+def _piece(size: int) -> int:
+    return _fill(size, 256)
+
+
+def _in_order(format: Format, rows: int, k: int) -> int:
+    """Bytes of scales of rows in the product's order; of one scale, a row of it."""
+    return 4 * _fill(rows, 4) * (1 if format.per_tensor else -(-k // 128))
+
+
+def _own_pieces(a: Format, b: Format, m: int, n: int, k: int, matrices: int, ordered: tuple[bool, bool]) -> list[int]:
+    pieces = [m * _fill(k, 16), matrices * n * _fill(k, 16)] if k % 16 else []
+    if a.per_tensor and b.per_tensor:
+        return pieces
+    if not ordered[0]:
+        pieces.append(_in_order(a, m, k))
+    if not ordered[1] and not (b.square and not b.per_tensor):
+        pieces.append(matrices * _in_order(b, n, k))
+    return pieces
+
+
+def _cublas_pieces(a: Format, b: Format, m: int, n: int, k: int, matrices: int, ordered: tuple[bool, bool]) -> list[int]:
+    pieces = []
+    for format, rows, done in ((a, m, ordered[0]), (b, n, ordered[1])):
+        if format.per_tensor or done:
+            continue
+        blocks = -(-k // 128)
+        if not format.square:
+            pieces.append(_in_order(format, rows, k))
+        elif blocks % 4:
+            pieces.append(4 * -(-rows // 128) * _fill(blocks, 4))
+    return pieces

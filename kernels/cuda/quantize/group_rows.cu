@@ -1,0 +1,319 @@
+// Where groups of rows lie, and small things that are done group by group: amaxes, scales of what holds an Inf, zeros for what no group
+// has. Their launches don't depend on where the groups end, which is in device memory.
+#include <algorithm>
+
+#include "blockfp/hadamard.h"
+#include "hadamard.cuh"
+#include "launch.h"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+constexpr int kRowsThreads = 1024, kWarps = kRowsThreads / 32;
+
+struct Three {
+  int32_t x, y, z;
+};
+
+// Scans of the block's threads, each with those before it and itself. `warps` is used again: threads meet at both ends.
+template <class T, class Shuffle, class Combine>
+__device__ __forceinline__ T scan(T own, T (&warps)[kWarps], Shuffle shuffle, Combine combine) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const T other = shuffle(own, distance);
+    if (lane >= distance) own = combine(other, own);
+  }
+  if (lane == 31) warps[warp] = own;
+  __syncthreads();
+  for (int i = 0; i < warp; ++i) own = combine(warps[i], own);
+  __syncthreads();
+  return own;
+}
+
+__device__ __forceinline__ int32_t scan_largest(int32_t own, int32_t (&warps)[kWarps]) {
+  return scan(own, warps, [](int32_t v, int d) { return __shfl_up_sync(~0u, v, d); }, [](int32_t a, int32_t b) { return max(a, b); });
+}
+
+__device__ __forceinline__ Three scan_sums(Three own, Three (&warps)[kWarps]) {
+  const auto shuffle = [](Three v, int d) {
+    return Three{__shfl_up_sync(~0u, v.x, d), __shfl_up_sync(~0u, v.y, d), __shfl_up_sync(~0u, v.z, d)};
+  };
+  return scan(own, warps, shuffle, [](Three a, Three b) { return Three{a.x + b.x, a.y + b.y, a.z + b.z}; });
+}
+
+__device__ __forceinline__ int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
+
+// Tiles of `height` rows, at least one.
+__device__ __forceinline__ int32_t tile_count(int32_t rows, int height) { return max(divide_up(rows, height), 1); }
+
+__device__ __forceinline__ void write_tiles(GroupTile* tiles, int32_t count, int height, GroupTile own) {
+  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+    own.row = i * height;
+    tiles[i] = own;
+  }
+}
+
+// One block: each thread has a group, of as many as there are threads at a time.
+__global__ void __launch_bounds__(kRowsThreads) group_rows(const int32_t* ends, int32_t tokens, int32_t groups, int32_t* words,
+                                                           GroupTile* low, GroupTile* high, int32_t most_low, int32_t most_high) {
+  __shared__ int32_t largest[kWarps];
+  __shared__ Three sums[kWarps];
+  __shared__ int32_t starts[kRowsThreads + 1];  // of the groups, in x
+  __shared__ Three before[kRowsThreads + 1];    // units along the columns, low and high tiles before each group
+  __shared__ int32_t carried_end;
+  __shared__ Three carried;
+  if (threadIdx.x == 0) carried_end = 0, carried = {0, 0, 0};
+  __syncthreads();
+  for (int32_t first = 0; first < groups; first += kRowsThreads) {
+    const int32_t group = first + threadIdx.x;
+    const bool is_group = group < groups;
+    // Ends that descend, or lie outside of x, are those before them, or x's.
+    int32_t end = is_group ? min(max(ends[group], 0), tokens) : 0;
+    end = max(scan_largest(end, largest), carried_end);
+    starts[threadIdx.x + 1] = end;
+    if (threadIdx.x == 0) starts[0] = carried_end;
+    __syncthreads();
+    const int32_t rows = end - starts[threadIdx.x];
+    const Three own{divide_up(rows, kGroupUnit), tile_count(rows, kLowTile), tile_count(rows, kHighTile)};
+    Three sum = scan_sums(is_group ? own : Three{0, 0, 0}, sums);
+    const Three base = carried;
+    sum = {sum.x + base.x, sum.y + base.y, sum.z + base.z};
+    before[threadIdx.x + 1] = sum;
+    if (threadIdx.x == 0) before[0] = base;
+    __syncthreads();
+    if (is_group) words[group] = end, words[groups + group] = sum.x * kGroupUnit;
+    if (threadIdx.x == kRowsThreads - 1) carried_end = end, carried = sum;
+    for (int32_t i = threadIdx.x / 32; i < kRowsThreads && first + i < groups; i += kWarps) {
+      const Three at = before[i], to = before[i + 1];
+      const GroupTile tile{first + i, 0, starts[i], starts[i + 1] - starts[i], at.x * kGroupUnit, {}};
+      write_tiles(low + at.y, to.y - at.y, kLowTile, tile);
+      write_tiles(high + at.z, to.z - at.z, kHighTile, tile);
+    }
+    __syncthreads();
+  }
+  const GroupTile none{-1, 0, 0, 0, 0, {}};
+  for (int32_t i = carried.y + threadIdx.x; i < most_low; i += kRowsThreads) low[i] = none;
+  for (int32_t i = carried.z + threadIdx.x; i < most_high; i += kRowsThreads) high[i] = none;
+}
+
+constexpr int kAmaxThreads = 256, kAmaxColumns = 8 * 32, kAmaxRows = kLowTile;
+
+// Amaxes of groups: a block has a tile, a thread eight columns of sixteen rows.
+template <class T, bool Rotated>
+__global__ void __launch_bounds__(kAmaxThreads) group_amax(const __grid_constant__ Matrices x, const GroupTile* tiles, int across,
+                                                           bool vectors, int32_t* out) {
+  const GroupTile tile = tiles[blockIdx.x / across];
+  if (tile.group < 0) return;
+  const int64_t column = static_cast<int64_t>(blockIdx.x % across) * kAmaxColumns + threadIdx.x % 32 * 8;
+  const int first = tile.row + threadIdx.x / 32 * kHadamardGroup, left = min(tile.rows - first, kHadamardGroup);
+  const int count = static_cast<int>(max(min(x.columns - column, int64_t{8}), int64_t{0}));
+  const auto* data = static_cast<const typename T::Raw*>(x.data) + (tile.first_row + first) * x.row_stride + column;
+  Eight<T> part[kHadamardGroup];
+#pragma unroll
+  for (int r = 0; r < kHadamardGroup; ++r) {
+    part[r] = zeros<T>();
+    if (r >= left || count == 0) continue;
+    part[r] = vectors && count == 8 ? load_vector<T>(data + r * x.row_stride) : load_some<T>(data + r * x.row_stride, 0, count);
+  }
+  int32_t most[2] = {0, 0};
+  const auto largest_of_part = [&] {
+    Eight<T> all = part[0];
+#pragma unroll
+    for (int r = 1; r < kHadamardGroup; ++r) {
+#pragma unroll
+      for (int i = 0; i < kWords<T>; ++i) all.word[i] = larger_magnitude<T, false>(all.word[i], part[r].word[i]);
+    }
+    return lanes_max<32>(largest<T, false>(all));
+  };
+  most[0] = largest_of_part();
+  if constexpr (Rotated) {
+    if (left == kHadamardGroup) rotate_columns<T>(part);
+    most[1] = largest_of_part();
+  }
+  constexpr int kAmaxes = Rotated ? 2 : 1;
+  __shared__ int32_t warps[kAmaxes][kAmaxThreads / 32];
+#pragma unroll
+  for (int i = 0; i < kAmaxes; ++i) {
+    if (threadIdx.x % 32 == 0) warps[i][threadIdx.x / 32] = most[i];
+  }
+  __syncthreads();
+  if (threadIdx.x >= kAmaxes) return;
+  int32_t of_block = 0;
+#pragma unroll
+  for (int i = 0; i < kAmaxThreads / 32; ++i) of_block = max(of_block, warps[threadIdx.x][i]);
+  int32_t* to = out + tile.group * kAmaxes + threadIdx.x;
+  // Most blocks have nothing larger than what is there already, and spare the others a wait.
+  if (of_block > *static_cast<volatile int32_t*>(to)) atomicMax(to, of_block);
+}
+
+constexpr int kSumThreads = 256, kSumColumns = 64, kSumLanes = kSumThreads / kSumColumns;
+
+// Sums of a group's rows: a block has some columns of a group, and each of its threads every fourth row of one.
+template <class T>
+__global__ void __launch_bounds__(kSumThreads) sum_groups(const typename T::Raw* x, int64_t columns, const int32_t* ends, float* out) {
+  __shared__ float parts[kSumLanes][kSumColumns];
+  const int group = blockIdx.y, in_block = threadIdx.x % kSumColumns, lane = threadIdx.x / kSumColumns;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + in_block;
+  const int64_t begin = group == 0 ? 0 : ends[group - 1], end = ends[group];
+  float sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int64_t row = begin + lane; row < end; row += kSumLanes) sum += __int_as_float(widen<T, float>(x[row * columns + column]));
+  }
+  parts[lane][in_block] = sum;
+  __syncthreads();
+  if (lane != 0 || column >= columns) return;
+#pragma unroll
+  for (int i = 1; i < kSumLanes; ++i) sum += parts[i][in_block];
+  out[group * columns + column] = sum;
+}
+
+constexpr int kSpoilThreads = 128;
+
+__device__ __forceinline__ void spoil(void* scales, int64_t index, bool bytes) {
+  if (bytes) {
+    static_cast<uint8_t*>(scales)[index] = 0xFF;
+  } else {
+    static_cast<uint32_t*>(scales)[index] = 0x7FFFFFFF;
+  }
+}
+
+// A block has a tile of 128 rows, whose scales it spoils where the group holds an Inf.
+__global__ void __launch_bounds__(kSpoilThreads) spoil_groups(const __grid_constant__ QuantizeArguments a) {
+  const GroupTile tile = a.groups.tiles[blockIdx.x];
+  if (tile.group < 0 || a.groups.overflows[tile.group * a.groups.overflow_stride] != kInfinity) return;
+  const bool bytes = a.format.scale_bits() == 8;
+  if (a.format.per_tensor() || a.format.two_levels()) {
+    if (threadIdx.x == 0 && tile.row == 0) {
+      if (a.format.two_levels()) {
+        spoil(a.tensor_scale, tile.group, false), spoil(a.tensor_scale_t, tile.group, false);
+      } else {
+        if (a.row.codes != nullptr) spoil(a.row.scales, tile.group, false);
+        if (a.column.codes != nullptr) spoil(a.column.scales, tile.group, false);
+      }
+    }
+    return;
+  }
+  const int block = a.format.block_columns;
+  const int64_t across = (a.x.columns + block - 1) / block, pitch = a.groups.columns / block;
+  const int64_t at = (tile.first_column + tile.row) / block;
+  const int down = kGroupUnit / block;
+  const auto fours = [](int64_t lines) { return (lines + 3) / 4 * 4; };
+  if (a.row.codes != nullptr) {
+    if (a.format.square()) {
+      for (int64_t i = threadIdx.x; i < down * across; i += kSpoilThreads) spoil(a.row.scales, at * across + i, bytes);
+    } else {
+      const int rows = min(tile.rows - tile.row, kGroupUnit);
+      const int64_t first = tile.first_row + tile.row;
+      for (int64_t i = threadIdx.x; i < rows * across; i += kSpoilThreads) {
+        const int64_t row = first + i / across, column = i % across;
+        spoil(a.row.scales, block == 128 ? column * fours(a.groups.tokens) + row : row * across + column, bytes);
+      }
+    }
+  }
+  if (a.column.codes != nullptr) {
+    const int64_t lines = a.format.square() ? across : a.x.columns;
+    for (int64_t i = threadIdx.x; i < lines * down; i += kSpoilThreads) {
+      const int64_t line = i / down, column = at + i % down;
+      spoil(a.column.scales, block == 128 && !a.format.square() ? column * fours(a.x.columns) + line : line * pitch + column, bytes);
+    }
+  }
+}
+
+constexpr int kClearThreads = 256, kClearOfRows = 264, kClearOfMatrix = 32;
+
+__device__ __forceinline__ void clear(char* begin, int64_t bytes, int64_t first, int64_t step) {
+  // Rows of 16-bit elements begin at any even address.
+  if ((reinterpret_cast<uintptr_t>(begin) | bytes) % 16 == 0) {
+    for (int64_t i = first; i < bytes / 16; i += step) reinterpret_cast<uint4*>(begin)[i] = uint4{};
+  } else {
+    for (int64_t i = first; i < bytes / 2; i += step) reinterpret_cast<uint16_t*>(begin)[i] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kClearThreads) clear_rows(const int32_t* last, int64_t tokens, char* rows, int64_t row_bytes) {
+  const int64_t end = *last;
+  if (end < tokens) {
+    clear(rows + end * row_bytes, (tokens - end) * row_bytes, static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x,
+          static_cast<int64_t>(gridDim.x) * kClearThreads);
+  }
+}
+
+// Each group's matrix has a few blocks.
+__global__ void __launch_bounds__(kClearThreads) clear_matrices(const int32_t* ends, char* matrices, int64_t matrix_bytes) {
+  const int64_t group = blockIdx.x / kClearOfMatrix, own = blockIdx.x % kClearOfMatrix;
+  if (ends[group] == (group == 0 ? 0 : ends[group - 1])) {
+    clear(matrices + group * matrix_bytes, matrix_bytes, own * kClearThreads + threadIdx.x, kClearOfMatrix * kClearThreads);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream) {
+  if (groups == 0) return cudaSuccess;
+  // Rows and columns are counted in 32 bits.
+  if (group_columns(tokens, groups) > INT32_MAX) return cudaErrorInvalidValue;
+  const auto tiles = [&](int height) { return const_cast<GroupTile*>(tiles_of_groups(words, tokens, groups, height)); };
+  group_rows<<<1, kRowsThreads, 0, stream>>>(ends, static_cast<int32_t>(tokens), static_cast<int32_t>(groups), words,
+                                             tiles(kLowTile), tiles(kHighTile),
+                                             static_cast<int32_t>(group_tiles(tokens, groups, kLowTile)),
+                                             static_cast<int32_t>(group_tiles(tokens, groups, kHighTile)));
+  return cudaGetLastError();
+}
+
+cudaError_t launch_group_amax(const Matrices& x, const int32_t* words, int64_t groups, bool rotated, int32_t* out, cudaStream_t stream) {
+  const size_t bytes = sizeof(int32_t) * groups * (rotated ? 2 : 1);
+  if (cudaError_t error = cudaMemsetAsync(out, 0, bytes, stream); error != cudaSuccess) return error;
+  if (x.rows * x.columns * groups == 0) return cudaSuccess;
+  const int64_t across = ceil_div(x.columns, kAmaxColumns), blocks = across * group_tiles(x.rows, groups, kAmaxRows);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  const GroupTile* tiles = tiles_of_groups(words, x.rows, groups, kAmaxRows);
+  return with_dtype(x.dtype, [&](auto dtype) {
+    using T = decltype(dtype);
+    const auto kernel = rotated ? group_amax<T, true> : group_amax<T, false>;
+    kernel<<<blocks, kAmaxThreads, 0, stream>>>(x, tiles, static_cast<int>(across), vectors_fit(x), out);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_sum_groups(const Matrices& x, const int32_t* words, int64_t groups, float* out, cudaStream_t stream) {
+  const int64_t across = ceil_div(x.columns, kSumColumns);
+  if (groups * across == 0) return cudaSuccess;
+  if (groups > 65535 || across > kMostBlocks) return cudaErrorInvalidConfiguration;
+  return with_dtype(x.dtype, [&](auto dtype) {
+    using T = decltype(dtype);
+    const dim3 blocks(static_cast<unsigned>(across), static_cast<unsigned>(groups));
+    sum_groups<T><<<blocks, kSumThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), x.columns, words, out);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_spoil_groups(const QuantizeArguments& a, const int32_t* words, cudaStream_t stream) {
+  if (a.groups.count == 0) return cudaSuccess;
+  QuantizeArguments own = a;
+  own.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kGroupUnit);
+  const int64_t blocks = group_tiles(a.groups.tokens, a.groups.count, kGroupUnit);
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  spoil_groups<<<blocks, kSpoilThreads, 0, stream>>>(own);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_clear_groups(const int32_t* words, int64_t tokens, int64_t groups, void* rows, int64_t row_bytes, void* matrices,
+                                int64_t matrix_bytes, cudaStream_t stream) {
+  if (groups == 0) {
+    return rows == nullptr || tokens * row_bytes == 0 ? cudaSuccess : cudaMemsetAsync(rows, 0, tokens * row_bytes, stream);
+  }
+  if (groups * kClearOfMatrix > kMostBlocks) return cudaErrorInvalidConfiguration;
+  if (rows != nullptr) {
+    clear_rows<<<kClearOfRows, kClearThreads, 0, stream>>>(words + groups - 1, tokens, static_cast<char*>(rows), row_bytes);
+  }
+  if (matrices != nullptr) {
+    clear_matrices<<<groups * kClearOfMatrix, kClearThreads, 0, stream>>>(words, static_cast<char*>(matrices), matrix_bytes);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace cuda
+}  // namespace blockfp

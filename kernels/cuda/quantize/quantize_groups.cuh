@@ -1,0 +1,119 @@
+// Quantizes rows that are sorted by group, both directions from one read: the tiles of quantize_tiles.cuh, each in one group.
+//
+// A tile begins at a multiple of its height in its group, so that pieces end inside a group but never reach into the next. What the kernel
+// is told of x it changes to what is so of the group; along the columns a group has room for the zeros that fill it up.
+#pragma once
+
+#include "quantize_tiles.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+// The arguments of this block's group, and its tile; false where there is none. Blocks go across, then down.
+__device__ __forceinline__ bool find_group(QuantizeArguments& a, TileOrigin& tile, uint32_t across) {
+  const uint32_t down = blockIdx.x / across;
+  const int4* at = reinterpret_cast<const int4*>(a.groups.tiles + down);
+  const int4 first = __ldg(at), second = __ldg(at + 1);
+  const GroupTile own{first.x, first.y, first.z, first.w, second.x, {}};
+  if (own.group < 0) return false;
+  a.groups.own = own;
+  tile = {0, own.row, static_cast<int64_t>(blockIdx.x - down * across) * kTileColumns};
+  a.x.data = static_cast<const char*>(a.x.data) + own.first_row * a.x.row_stride * dtype_bytes(a.x.dtype);
+  a.x.rows = a.window.rows = own.rows;
+  const auto key_of = [&](const uint32_t* keys) { return keys == nullptr ? nullptr : keys + 4 * own.group; };
+  a.row.key = key_of(a.row.key), a.column.key = key_of(a.column.key);
+  return true;
+}
+
+// What each group has one of.
+template <int Block>
+__device__ __forceinline__ void find_tensor_scale(QuantizeArguments& a) {
+  const int group = a.groups.own.group;
+  if (a.amax != nullptr) a.amax += group * a.groups.overflow_stride, a.amax_t += group * a.groups.overflow_stride;
+  if constexpr (Block == 0) {
+    a.row.scales = static_cast<float*>(a.row.scales) + group;
+    a.column.scales = static_cast<float*>(a.column.scales) + group;
+    if (a.recorded != nullptr) a.recorded += group;
+  } else {
+    a.tensor_scale += group, a.tensor_scale_t += group;
+  }
+}
+
+// One scale for both directions: of the group, or of square blocks.
+template <class E, int Block, class T, Rounding R>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+    quantize_groups_one_scale(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
+  __shared__ __align__(16) struct {
+    Staging<E> codes;
+    std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
+  } shared;
+  QuantizeArguments a = all;
+  TileOrigin tile;
+  if (!find_group(a, tile, across)) return;
+  if constexpr (Block == 0 || Block == 16) find_tensor_scale<Block>(a);
+  Piece<E, T, R> piece(a, tile);
+  piece.load(vectors);
+  const TensorScale tensor = tensor_scales<E, Block>(a, tile.row == 0 && tile.column == 0).rows;
+  if (a.x.rows == 0) return;
+  BlockScale<float> scale{0, tensor.multiplier};
+  bool nan = false;
+  if constexpr (Block == 0) {
+    if (a.recorded != nullptr) record_amax(a.recorded, piece.template amax<false>());
+  } else {
+    if constexpr (Block == 128) scale = shared.scale.decide(piece);
+    if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
+    if constexpr (Block != 16) note_overflow(a, piece.template amax<false>());
+    store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
+  }
+  encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
+  if (a.column.codes == nullptr) return;
+  __syncthreads();
+  shared.codes.copy_out(piece);
+}
+
+// Blocks of 1x16 and 1x32, whose scales a warp decides.
+template <class E, int Block, class T, Rounding R>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+    quantize_groups_within_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
+  __shared__ __align__(16) StagedLines<E, Block> shared;
+  QuantizeArguments a = all;
+  TileOrigin tile;
+  if (!find_group(a, tile, across)) return;
+  if constexpr (Block == 16) find_tensor_scale<Block>(a);
+  Piece<E, T, R> piece(a, tile);
+  piece.load(vectors);
+  const TensorScales tensor = tensor_scales<E, Block>(a, tile.row == 0 && tile.column == 0);
+  if (a.x.rows == 0) return;
+  quantize_lines(piece, tensor, shared);
+}
+
+// Blocks of 1x128, whose scales the warps of a tile decide together.
+template <class E, class T, Rounding R>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+    quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
+  __shared__ __align__(16) struct {
+    Staging<E> codes;
+    WideScales<E, T, R> scales;
+  } shared;
+  QuantizeArguments a = all;
+  TileOrigin tile;
+  if (!find_group(a, tile, across) || a.x.rows == 0) return;
+  Piece<E, T, R> piece(a, tile);
+  piece.load(vectors);
+  shared.scales.decide(piece);
+  const PieceCodes<E, T, R> codes(piece, false, {});
+  float multipliers[8];
+  if (a.row.codes != nullptr) {
+    RowOutput<E, T, R> out(piece);
+    shared.scales.read_rows(piece.place.row, multipliers);
+    codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
+  }
+  if (a.column.codes == nullptr) return;
+  shared.scales.read_columns(piece.place.column, multipliers);
+  codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
+  __syncthreads();
+  shared.codes.copy_out(piece);
+}
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,78 @@
+"""The CUDA optimizer's two passes carried out on a CPU: what they read and write is what the tables point to."""
+
+import ctypes
+import math
+
+import numpy as np
+from blockfp.torch_backend.optimizer import optimizer_step
+
+from blockfp.definition import layout, numerics
+from blockfp.formats import FORMATS
+from blockfp.kernels import native
+from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.step_table import _AMAX, _NONE, _ROW, one_pass
+
+_BY_NUMBERS = {format_numbers(format): format for format in FORMATS if not one_pass(format)}
+
+
+class Kernels:
+    """Stands where `custom_ops.cuda` does in the optimizer's step; counts its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def adamw(self, table, on):
+        rows = table.view(_ROW).reshape(-1).copy()
+        waiting = rows["output"] == _AMAX
+        self.calls.append(("adamw", int(waiting.sum())))
+        rows["output"][waiting] = _NONE
+        native.adamw(rows.view(np.int64).reshape(len(rows), -1), on)
+        for row in table.view(_ROW).reshape(-1)[waiting]:
+            if _moves(row):
+                amax = _memory(row["out_scales"], np.int32, 1)
+                amax[0] = max(amax[0], numerics.amax(_weight(row), "fp8_e4m3").blocks.max())
+
+    def adamw_codes(self, table, on):
+        rows = table.view(_ROW).reshape(-1)
+        self.calls.append(("adamw_codes", len(rows)))
+        for row in rows:
+            if not _moves(row):
+                continue
+            format = _BY_NUMBERS[tuple(int(row[name]) for name in ("element", "block_rows", "block_columns", "rule"))]
+            weight, amax = _weight(row), _memory(row["first"], np.int32, 1)
+            whole = numerics.Amax(amax.reshape((1,) * weight.ndim), None, None)
+            if format.scale.two_level:
+                whole = numerics.amax(weight, format)._replace(tensor=amax.reshape(()))
+            codes, scales, tensor_scale = numerics.quantize(weight, format, amax=whole)
+            _memory(row["out"], np.uint8, codes.size)[:] = codes.ravel()
+            _memory(row["out_scales"], scales.dtype, scales.size)[:] = scales.ravel()
+            if format.scale.two_level:
+                assert scales.shape == layout.scales_shape(weight.shape, format)
+                _memory(row["second"], np.float32, 1)[0] = tensor_scale
+            else:
+                assert row["second"] == 0
+
+
+def install(monkeypatch):
+    """Puts them in the optimizer's step for the rest of a test, and returns them."""
+    kernels = Kernels()
+    monkeypatch.setattr(optimizer_step, "kernels_for", lambda x: kernels)
+    monkeypatch.setattr(optimizer_step, "cuda", kernels)
+    return kernels
+
+
+def _moves(row):
+    decay, rate, skip = row["coefficients"][[0, 7, 9]]
+    return not skip and not (rate == 0 and decay == 1)
+
+
+def _weight(row):
+    shape = tuple(int(row[name]) for name in ("batches", "rows", "columns"))
+    return _memory(row["weight"], np.float32, math.prod(shape)).reshape(shape)
+
+
+def _memory(address, dtype, count):
+    dtype = np.dtype(dtype)
+    if not count:
+        return np.empty(0, dtype)
+    return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(int(address)), dtype)

@@ -1,0 +1,80 @@
+"""Plans by which codes and scales become values: what is static is checked and worked out once for tensors of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import numerics
+from blockfp.definition.checks import check_codes, check_output_dtype, check_scales
+from blockfp.formats import Format
+from blockfp.kernels import native, switch
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
+
+from . import cuda
+from .dtypes import name_of
+from .kernels import kernels_for
+from .quantize_plans import kept
+
+Run = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+# A dictionary: compiled code calls no cache of functools.
+_plans: dict[Any, Run] = {}
+switch.when_turned(_plans.clear)
+
+
+def dequantize_parts(
+    parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale."""
+    codes, scales = parts[0], parts[1]
+    tensor_scale = parts[2] if len(parts) > 2 else None
+    key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
+    key = (*key, None if tensor_scale is None else tensor_scale.device, id(format), dtype, columns, origin)
+    run = _plans.get(key)
+    if run is None:
+        run = kept(_plans, key, _plan_of(codes, scales, tensor_scale, format, dtype, columns, origin))
+    return run(codes, scales, tensor_scale)
+
+
+def _plan_of(
+    codes: Tensor,
+    scales: Tensor,
+    tensor_scale: Tensor | None,
+    format: Format,
+    dtype: torch.dtype,
+    columns: int,
+    origin: tuple[int, int],
+) -> Run:
+    name, shape = name_of(dtype), (*codes.shape[:-1], columns)
+    kernels = kernels_for(codes)
+    if kernels is cuda:
+        cuda.check_beside(codes, "codes", scales=scales, tensor_scale=tensor_scale)
+    check_output_dtype(name)
+    check_codes(codes, columns, format)
+    check_scales(scales, tensor_scale, shape, format, origin)
+    numbers, device = (*format_numbers(format), *origin), codes.device
+
+    def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *numbers)
+        return out
+
+    def on_the_host(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        out, scales = torch.empty(shape, dtype=dtype), scales.contiguous()
+        if scales.data_ptr() % scales.element_size():
+            scales = scales.clone()
+        factor = 1.0 if tensor_scale is None else float(tensor_scale)
+        dequantize(codes.contiguous(), scales, factor, out, DTYPE_NUMBERS[name], *numbers)
+        return out
+
+    def by_the_definition(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        return numerics.dequantize(codes, scales, tensor_scale, format, name, columns=columns, origin=origin).contiguous()
+
+    if kernels is numerics:
+        return by_the_definition
+    dequantize = (cuda if kernels is cuda else native).library().dequantize
+    return on_the_device if kernels is cuda else on_the_host

@@ -1,0 +1,286 @@
+"""The custom ops of a linear layer whose rows are sorted by group, each group with a weight of its own.
+
+    blockfp::grouped_forward    (x, weight, .., offs, casts, keep) -> [y, words, columnwise parts of x .., amaxes?]
+    blockfp::grouped_backward   (gradient, words, x, weight, .., casts, ..) -> [d_x?, d_weight?, d_bias?, amaxes?]
+
+A group is a tensor of its own (`definition.groups`). Its end is in device memory: on a GPU nothing waits for it. `words` say
+where groups lie. Operands lie in one array each. A weight [groups, n, k] comes as codes, scales and maybe tensor scale; as one
+`QuantizedTensor`, which the op table takes apart; or as values. `casts` is a `Recipe.text`. The amaxes
+of the groups are there where a multiplier is given.
+
+On a CPU groups are quantized and multiplied one after another. So they are on a GPU where `grouped_products` has no product of
+all groups; then the host waits for the ends, and a warning says so, once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from blockfp.definition import groups
+from blockfp.definition.numerics import Quantized
+from blockfp.definition.scaling import eps_for
+from blockfp.formats import Format
+from blockfp.kernels.once import once
+from blockfp.recipes import HIGH_PRECISION, Cast
+
+from . import cuda, cuda_groups
+from .grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
+from .kernels import kernels_for
+from .library import define, fake, impl
+from .linear_ops import recipe_of
+from .operand_ops import Directions, quantize_operand
+from .products import Matrix, multiply_parts
+
+forward = define(
+    "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
+    "Tensor? multiplier, str casts, bool keep) -> Tensor[]"
+)
+backward = define(
+    "grouped_backward(Tensor gradient, Tensor words, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, "
+    "Tensor? multiplier, Tensor? keys, str casts, SymInt groups, SymInt columns, bool needs_x, ScalarType? weight_dtype, "
+    "ScalarType? bias_dtype) -> Tensor[]"
+)
+
+
+def _weight(weight: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, format: Format | None) -> Matrix:
+    parts = [part for part in (weight, scales, tensor_scale) if part is not None]
+    return Matrix(parts, None if scales is None else format)
+
+
+def _in_squares(format: Format | None) -> bool:
+    return format is not None and format.block is not None and format.block[0] > 1
+
+
+def _on_device(x: Tensor, reason: str | None) -> bool:
+    """Says whether the groups' ends stay on the device; warns where they could not."""
+    if kernels_for(x) is not cuda:
+        return False
+    if reason is not None:
+        _warn(reason)
+    return reason is None
+
+
+@once
+def _warn(reason: str) -> None:
+    warnings.warn(f"groups are multiplied one after another, and the host waits for their ends: {reason}", stacklevel=2)
+
+
+# ---- forward
+
+
+@impl(forward)
+def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
+    recipe = recipe_of(casts)
+    row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
+    w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
+    (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
+    reason = why_apart(x, n, row.format, w.format, transposed=False)
+    if reason is None and _in_squares(column.format):
+        reason = f"columns in square blocks, {column.format}"
+    if _on_device(x, reason):
+        words = cuda_groups.group_rows(offs, tokens)
+        found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
+        return [y, words, *(found.column or []), *_present(found.amaxes)]
+    ends = offs.tolist()
+    if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
+        raise ValueError(f"offs must ascend to at most the {tokens} rows of x, got {ends}")
+    y, columns, amaxes = x.new_zeros((tokens, n)), [], []
+    for number, group in enumerate(groups.groups_of(ends, tokens)):
+        rows = x[group.begin : group.end]
+        found = _quantized(rows, row, column, multiplier, None, recipe.eps)
+        own = None if bias is None else bias[number]
+        options = (n, k, own, x.dtype, fast, number, recipe.exact_products)
+        y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, *options)
+        columns.append(found.column)
+        amaxes += _present(found.amax)
+    kept = [] if column.format is None else _laid_out(columns, x, ends, column.format, recipe.eps)
+    return [y, _words(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
+
+
+@fake(forward)
+def _forward_fake(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
+    count, format = offs.shape[0], recipe_of(casts).input_columnwise.format
+    kept: list[Tensor] = []
+    if keep and format is not None:
+        found: Any = groups.shapes(x.shape, count, format, columnwise=True)
+        kept = [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+    y, words = x.new_empty((x.shape[0], weight.shape[-2])), offs.new_empty(groups.words_for(x.shape[0], count))
+    return [y, words, *kept, *([] if multiplier is None else [offs.new_empty(count)])]
+
+
+# ---- backward
+
+
+@impl(backward)
+def _backward(
+    gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, bias_dtype
+) -> list[Tensor]:
+    recipe, (tokens, n), dtype = recipe_of(casts), gradient.shape, gradient.dtype
+    row = recipe.gradient if needs_x else HIGH_PRECISION
+    column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
+    kept_as, again = recipe.input_columnwise.format, recipe.weight_columnwise.format
+    fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
+    w, reason = Matrix([], None), None
+    if needs_x:
+        w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
+        reason = why_apart(gradient, k, row.format, w.format, transposed=True, again=again)
+    if reason is None and weight_dtype is not None:
+        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype)
+    if _on_device(gradient, reason):
+        results = []
+        found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
+        if needs_x:
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
+        if weight_dtype is not None:
+            a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
+            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
+        if bias_dtype is not None:
+            results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
+        return [*results, *_present(found.amaxes)]
+    ends = words[:count].tolist()
+    inputs = group_operands(x, kept_as, ends, tokens, k)
+    d_x = gradient.new_zeros((tokens, k)) if needs_x else None
+    d_weight = None if weight_dtype is None else gradient.new_empty((count, n, k), dtype=weight_dtype)
+    d_bias = None if bias_dtype is None else gradient.new_empty((count, n), dtype=bias_dtype)
+    amaxes = []
+    for number, group in enumerate(groups.groups_of(ends, tokens)):
+        rows = gradient[group.begin : group.end]
+        found = _quantized(rows, row, column, multiplier, None if keys is None else keys[number], recipe.eps)
+        amaxes += _present(found.amax)
+        if d_weight is not None:
+            a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
+            options = (k, group.rows, None, weight_dtype, fast["wgrad"], None, recipe.exact_products)
+            d_weight[number] = multiply_parts(a, inputs[number], *options)
+        if d_x is not None:
+            one, index = w, number
+            if w.format is None and again is not None:
+                # A weight whose rowwise operand is in high precision has no codes yet.
+                one, index = Matrix(quantize_operand(weight[number], None, again).column, again), None
+            a = _rows(rows, found.row, row)
+            options = (k, n, None, dtype, fast["dgrad"], index, recipe.exact_products)
+            d_x[group.begin : group.end] = multiply_parts(a, one, *options)
+        if d_bias is not None:
+            d_bias[number] = rows.sum(0).to(bias_dtype)
+    return [*_present(d_x), *_present(d_weight), *_present(d_bias), *_stacked(amaxes, multiplier, words)]
+
+
+@fake(backward)
+def _backward_fake(
+    gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, bias_dtype
+) -> list[Tensor]:
+    tokens, n = gradient.shape
+    results = [gradient.new_empty((tokens, k))] if needs_x else []
+    results += [] if weight_dtype is None else [gradient.new_empty((count, n, k), dtype=weight_dtype)]
+    results += [] if bias_dtype is None else [gradient.new_empty((count, n), dtype=bias_dtype)]
+    return [*results, *([] if multiplier is None else [words.new_empty(count)])]
+
+
+@register_flop_formula(torch.ops.blockfp.grouped_forward)
+def _forward_flops(x, weight, *_, **__) -> int:
+    """Counts what torch's counters count of the same product in high precision."""
+    return 2 * x[0] * x[1] * weight[-2]
+
+
+@register_flop_formula(torch.ops.blockfp.grouped_backward)
+def _backward_flops(
+    gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, *_, **__
+):
+    """Counts what torch's counters count of the same products in high precision."""
+    return 2 * gradient[0] * gradient[1] * k * (int(needs_x) + int(weight_dtype is not None))
+
+
+# ---- all groups at once
+
+
+def _quantized_at_once(
+    x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float
+) -> cuda_groups.GroupedParts:
+    if row.format is None and column.format is None:
+        return cuda_groups.GroupedParts(None, None, None)
+    return cuda_groups.quantize_groups(
+        x,
+        words,
+        count,
+        row.format,
+        column.format,
+        keys=keys,
+        row_keyed=keys is not None and row.stochastic,
+        column_keyed=keys is not None and column.stochastic,
+        rotate=column.rotate,
+        eps=eps,
+        multiplier=multiplier,
+    )
+
+
+def _rows(x: Tensor, parts: list[Tensor] | None, cast: Cast) -> Matrix:
+    """An operand by its parts, or by its values where the cast has no format."""
+    return Matrix([x], None) if cast.format is None else Matrix(parts or [], cast.format)
+
+
+# ---- one group after another
+
+
+def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float) -> Directions:
+    if row.format is None and column.format is None:
+        return Directions([], [], None)
+    return quantize_operand(
+        rows,
+        row.format,
+        column.format,
+        multiplier=multiplier,
+        row_key=keys[0] if keys is not None and row.stochastic else None,
+        column_key=keys[1] if keys is not None and column.stochastic else None,
+        rotate=column.rotate,
+        eps=eps,
+    )
+
+
+def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
+    """What `group_rows` writes, without the tables that kernels read."""
+    where = list(groups.groups_of(ends, tokens))
+    words = offs.new_zeros(groups.words_for(tokens, len(ends)))
+    found = [group.end for group in where] + [group.end_column for group in where]
+    words[: len(found)] = torch.tensor(found, dtype=torch.int32)
+    return words
+
+
+def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], format: Format, eps: float) -> list[Tensor]:
+    quantized = [Quantized(*parts[:2], parts[2] if len(parts) > 2 else None) for parts in each]
+    found = groups.lay_out(quantized, x, ends, format, columnwise=True, eps=eps_for(format, eps))
+    return [part for part in found if part is not None]
+
+
+def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
+    """Lists each group's operand [features, rows], from what the forward kept of x: its columnwise parts, or x itself.
+
+    Args:
+        x: the parts; x where it has no format; empty where nothing was kept.
+        format: of the parts.
+        ends: of the groups.
+        tokens, features: lengths of x.
+    """
+    if not x:
+        return []
+    if format is None:
+        return [Matrix([x[0][group.begin : group.end].mT], None) for group in groups.groups_of(ends, tokens)]
+    whole = Quantized(*x[:2], x[2] if len(x) > 2 else None)
+    each = groups.group_parts(whole, ends, tokens, features, format, columnwise=True)
+    return [Matrix([part.contiguous() for part in parts if part is not None], format) for parts in each]
+
+
+def _stacked(amaxes: Sequence[Tensor], multiplier: Tensor | None, words: Tensor) -> list[Tensor]:
+    if multiplier is None:
+        return []
+    return [torch.cat([amax.view(1) for amax in amaxes]) if amaxes else words.new_empty(0)]
+
+
+def _present(tensor: Tensor | None) -> list[Tensor]:
+    return [] if tensor is None else [tensor]

@@ -1,0 +1,183 @@
+"""Products of all groups at once on a GPU, the groups' ends in its memory.
+
+    rows       y [tokens, n]             rows of a group times its own weight       forward, input's gradient
+    columns    weight [groups, n, k]     what a group's rows contract to            weight's gradient
+
+FP8 per tensor and in blocks is multiplied on codes by the library's own kernel for Hopper. All else is dequantized, all groups
+in one launch, and goes to torch's `grouped_mm`, which takes and gives bfloat16: scales of whole groups multiply its result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from blockfp.definition import groups
+from blockfp.formats import Format
+from blockfp.kernels.products import HOPPER
+from blockfp.kernels.routes import exact_in_bfloat16
+
+from . import cuda, cuda_groups
+from .dequantize_plans import dequantize_parts
+from .products import Matrix, multiplies_groups, multiply_groups
+
+_ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
+
+
+def _on_codes(device: torch.device, a: Format | None, b: Format | None) -> bool:
+    """Says whether the library's own kernel multiplies codes of these formats."""
+    if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    return multiplies_groups(device, a, b)
+
+
+def why_apart(
+    x: Tensor, n: int, a: Format | None, w: Format | None, *, transposed: bool, again: str | None = None
+) -> str | None:
+    """Says why rows of groups are not multiplied all at once on a GPU; None where they are.
+
+    Args:
+        x: what a was made of, [tokens, k].
+        n: columns of the product.
+        a, w: formats of the rows and of the weight.
+        transposed: whether the weight is stored as [groups, k, n].
+        again: name of the format in which a weight of values is quantized for this product, or None.
+    """
+    if a is not None and a.block is not None and a.block[0] > 1:
+        return f"rows in square blocks, {a}"
+    if w is None and again is not None:
+        return f"a weight that is quantized columnwise alone, in {again}"
+    k = x.shape[1]
+    if (w is None or w.square) and _on_codes(x.device, a, w):
+        return None
+    return _why_not_dequantized(x, (k, n), (a, w))
+
+
+def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype) -> str | None:
+    """Says why columns of groups are not multiplied all at once on a GPU; None where they are.
+
+    Args:
+        x: what a was made of, [tokens, n].
+        a, b: formats of both operands.
+        k: rows of b.
+        dtype: of the product.
+    """
+    for format in (a, b):
+        if format is not None and format.block is not None and format.block[0] > 1:
+            return f"columns in square blocks, {format}"
+    if _on_codes(x.device, a, b):
+        return None
+    if (a is None) != (b is None):
+        return "one operand of the weight's gradient is in high precision"
+    if dtype is not torch.bfloat16:
+        return f"torch's grouped_mm gives no {dtype}"
+    return _why_not_dequantized(x, (x.shape[1], k), (a, b))
+
+
+def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[Format | None, Format | None]) -> str | None:
+    if x.dtype is not torch.bfloat16:
+        return f"torch's grouped_mm takes no {x.dtype}"
+    for format in formats:
+        if format is not None and not exact_in_bfloat16(format):
+            return f"values of {format} are exact in float32 only"
+    odd = [length for length in lengths if length % _ALIGNED or not length]
+    return f"torch's grouped_mm takes no lengths of {odd[0]}" if odd else None
+
+
+def multiply_rows(
+    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Multiplies the rows of each group with its own weight; rows past the last end become zero.
+
+    Args:
+        a: [tokens, k], parts of groups along the rows, or values.
+        w: [groups, n, k], or with `transposed` stored as [groups, k, n].
+        words: of `cuda_groups.group_rows`.
+        count: how many groups.
+        n, k: columns of the product, and the contracted length.
+        bias: [groups, n], or None.
+        dtype: of the product.
+    """
+    tokens, ends = a.parts[0].shape[0], words[:count]
+    if 0 in (tokens, n, k, count):
+        y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
+        return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)
+    if _on_codes(a.parts[0].device, a.format, w.format):
+        assert w.format is not None
+        if w.transposed:
+            w = Matrix(cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n), w.format)
+        y = a.parts[0].new_empty((tokens, n), dtype=dtype)
+        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y), words, count)
+    rows = _values(a, tokens, k, columnwise=False)
+    weight = w.values(torch.bfloat16, n if w.transposed else k, factored=True)
+    y = grouped_mm(rows, weight if w.transposed else weight.mT, offs=ends)
+    of_group = _group_of_rows(ends, tokens)
+    factor = _factor(a, w)
+    if factor is not None:
+        y.mul_(factor.expand(count)[of_group, None])
+    y = y if bias is None else y.add_(bias[of_group])
+    return _cleared(y.to(dtype), words, count)
+
+
+def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Contracts the rows of each group; zeros for groups without rows.
+
+    Args:
+        a, b: [n, columns] and [k, columns], parts of groups along the columns; or values, [tokens, n] and [tokens, k].
+        words: of `cuda_groups.group_rows`.
+        count: how many groups.
+        n, k: lengths of each product.
+        dtype: of the products.
+    """
+    if not a.parts[0].numel() or not b.parts[0].numel():
+        return a.parts[0].new_zeros((count, n, k), dtype=dtype)
+    if _on_codes(a.parts[0].device, a.format, b.format):
+        out = a.parts[0].new_empty((count, n, k), dtype=dtype)
+        multiply_groups(_in_order(a), _in_order(b), words[:count], out=out)
+    elif a.format is None:
+        out = grouped_mm(a.parts[0].mT, b.parts[0], offs=words[:count]).to(dtype)
+    else:
+        left, right = _values(a, n, None, columnwise=True), _values(b, k, None, columnwise=True)
+        out = grouped_mm(left, right.mT, offs=words[count : 2 * count])
+        factor = _factor(a, b)
+        if factor is not None:
+            out.mul_(factor.view(-1, 1, 1))
+        out = out.to(dtype)
+    cuda_groups.clear_groups(words, count, matrices=out)
+    return out
+
+
+def _in_order(x: Matrix) -> Matrix:
+    return x._replace(ordered=x.format is not None and groups.ordered(x.format))
+
+
+def _values(x: Matrix, lines: int, columns: int | None, *, columnwise: bool) -> Tensor:
+    """The values of an operand in bfloat16, scales of whole groups left out."""
+    if x.format is None:
+        return x.parts[0]
+    codes, scales, *_ = x.parts
+    length = codes.shape[1] * 8 // x.format.element.bits if columns is None else columns
+    if groups.ordered(x.format):
+        scales = cuda.transpose_words(scales)[:lines]
+    parts = [codes, scales]
+    if x.format.has_tensor_scale:
+        one = torch.ones((1, 1) if x.format.per_tensor else (), dtype=torch.float32, device=codes.device)
+        parts = [codes, one] if x.format.per_tensor else [codes, scales, one]
+    return dequantize_parts(parts, x.format, torch.bfloat16, length)
+
+
+def _factor(a: Matrix, b: Matrix) -> Tensor | None:
+    """The product of the operands' scales of whole groups or tensors, float32 [groups] or [1]; None where there are none."""
+    factors = [x.factor.reshape(-1) for x in (a, b) if x.format is not None and x.format.has_tensor_scale]
+    return None if not factors else factors[0] if len(factors) == 1 else factors[0] * factors[1]
+
+
+def _group_of_rows(ends: Tensor, tokens: int) -> Tensor:
+    rows = torch.arange(tokens, dtype=torch.int32, device=ends.device)
+    return torch.bucketize(rows, ends, right=True).clamp_(max=ends.shape[0] - 1)
+
+
+def _cleared(y: Tensor, words: Tensor, count: int) -> Tensor:
+    cuda_groups.clear_groups(words, count, rows=y)
+    return y
