@@ -92,7 +92,9 @@ class Experts(nn.Module):
             self.gate_up = nn.Parameter(torch.randn(experts, 2 * inner, features, **options) / features**0.5)
             self.down = nn.Parameter(torch.randn(experts, features, inner, **options) / inner**0.5)
         else:
-            self.gate_up = bfp.GroupedLinear(experts, features, 2 * inner, bias=False, recipe=recipe, keep_init=False, **options)
+            self.gate_up = bfp.GroupedLinear(
+                experts, features, 2 * inner, bias=False, recipe=recipe, keep_init=False, **options
+            )
             self.down = bfp.GroupedLinear(experts, inner, features, bias=False, recipe=recipe, keep_init=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:

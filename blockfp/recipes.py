@@ -157,7 +157,9 @@ class Recipe:
             casts.append(Cast(Format.parse(name) if name else None, "stochastic" in options, "rotate" in options))
         names = [operand + way for operand in _OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
-        return Recipe(text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact))
+        return Recipe(
+            text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact)
+        )
 
     def _check_weight(self):
         rowwise, columnwise = self.weight.format, self.weight_columnwise.format

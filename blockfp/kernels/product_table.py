@@ -2,13 +2,9 @@
 
 MEASURED: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
     # m, n, k, and TFLOP/s of the library's own kernel and of cuBLASLt, of operands with one scale, ..
-    "tensor": (
-        (8192, 8192, 8192, 0, 1290),
-    ),
+    "tensor": ((8192, 8192, 8192, 0, 1290),),
     # .. with one scale, where sums may keep fewer bits, ..
-    "tensor fast": (
-        (8192, 8192, 8192, 0, 1290),
-    ),
+    "tensor fast": ((8192, 8192, 8192, 0, 1290),),
     # .. of 1x128 by 128x128, ..
     "squares": (
         (8192, 8192, 8192, 1151, 1126),

@@ -225,6 +225,6 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
             words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
             shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
             place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
-        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=materialize, **place)
+        return numerics.quantize(tile, format, eps=eps, amax=amax, materialize=materialize, **place)
 
     return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

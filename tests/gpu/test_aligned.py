@@ -5,12 +5,12 @@ import pytest
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import numpy as np
+    from blockfp.torch_backend.custom_ops import cuda, products
 
     import blockfp.torch as bfp
     from blockfp import recipes
     from blockfp.definition import alignment, layout
     from blockfp.formats import FORMATS, Format
-    from blockfp.torch_backend.custom_ops import cuda, products
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the route is Hopper's", allow_module_level=True)

@@ -242,8 +242,7 @@ _defined: dict[tuple, bytes] = {}
 def hold_one(got, options, given, define, what, source=None):
     """Asserts that a result is the definition's, which is computed for the first executor that asks in this process.
 
-    Of what it gave a digest of 20 bytes is kept, by options and a digest of the arguments. A result with another one is compared
-    in full.
+    A digest of its results is kept, by options and a digest of the arguments. A result with another digest is compared in full.
     """
     key = (*options, digest_of(given))
     digest = digest_of(got)

@@ -8,8 +8,8 @@ from blockfp import recipes
 from blockfp.formats import FORMATS
 from blockfp.recipes import Cast
 
-# Kind of mesh, sequence parallelism. All formats run where weights are gathered, too. The others have a part of that, or a mean of
-# gradients more, and nothing of it goes by what a format rounds to.
+# Kind of mesh, sequence parallelism. All formats run where weights are gathered, too. The others are part of that, or have a
+# mean of gradients more, and nothing of it goes by what a format rounds to.
 MESHES = {"tp": ("tp", False), "tp+sp": ("tp", True), "fsdp x tp": ("fsdp x tp", True), "hsdp x tp": ("hsdp x tp", True)}
 
 

@@ -16,9 +16,9 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import cuda, cuda_groups
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
 from ..custom_ops.kernels import kernels_for
-from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.products import Matrix
 from ..quantized_tensor.tensor import QuantizedTensor
 from .coded import values_of

@@ -162,7 +162,9 @@ def _one_by_one(
             row, columns = quantized(x[first:last], "input", recipe.input, wanted, scaling)
             kept += [] if columns is None else columns.parts
         own = None if bias is None else bias[index]
-        y[first:last] = multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index, exact=recipe.exact_products)
+        y[first:last] = multiply(
+            row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index, exact=recipe.exact_products
+        )
     return y, kept
 
 
@@ -203,7 +205,9 @@ def _gradients(
         if d_weight is not None and column is not None and weight_dtype is not None:
             x = _columnwise_input(kept, coded, recipe, index, (first, last), inputs, gradient.dtype)
             size = (inputs, last - first)
-            d_weight[index] = multiply(column, x, size, None, weight_dtype, fast_accum="wgrad" in recipe.fast_accum, exact=recipe.exact_products)
+            d_weight[index] = multiply(
+                column, x, size, None, weight_dtype, fast_accum="wgrad" in recipe.fast_accum, exact=recipe.exact_products
+            )
         if d_x is not None and w is not None:
             d_x[first:last] = _dgrad(row, w, (inputs, outputs), recipe, gradient.dtype, index)
     return [d_x, d_weight, d_bias]
