@@ -100,8 +100,8 @@ class Recipe:
             is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
         exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's
-            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more than
-            2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
+            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more
+            than 2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
         text: all of it but name and delayed scaling, in one line; recipes that compute the same have the same.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
@@ -157,7 +157,9 @@ class Recipe:
             casts.append(Cast(Format.parse(name) if name else None, "stochastic" in options, "rotate" in options))
         names = [operand + way for operand in _OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
-        return Recipe(text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact))
+        return Recipe(
+            text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact)
+        )
 
     def _check_weight(self):
         rowwise, columnwise = self.weight.format, self.weight_columnwise.format

@@ -5,12 +5,12 @@ import pytest
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import numpy as np
+    from blockfp.torch_backend.custom_ops import cuda, products
 
     import blockfp.torch as bfp
     from blockfp import recipes
     from blockfp.definition import alignment, layout
     from blockfp.formats import FORMATS, Format
-    from blockfp.torch_backend.custom_ops import cuda, products
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the route is Hopper's", allow_module_level=True)
@@ -93,6 +93,18 @@ def test_bits_of_codes_that_begin_anywhere(format):
     got, powers = cuda.align(room[1:].view(rows, width), torch.from_numpy(scales).cuda(), format, columns=256)
     np.testing.assert_array_equal(got.cpu().numpy(), wanted.codes)
     np.testing.assert_array_equal(powers.cpu().numpy()[:, :rows].T, wanted.scales)
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32"])
+def test_a_stack_is_aligned_matrix_by_matrix(format):
+    """Of heights that are no multiple of 4 or 32."""
+    q = bfp.quantize(data("outlier columns", 3 * 45, 200, 0).view(3, 45, 200), format)
+    codes, powers = cuda.align(q.codes, q.scales, q.format, columns=200)
+    assert (codes.shape, powers.shape) == ((3, 45, 208), (3, 2, 48))
+    for i in range(3):
+        alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200)
+        assert torch.equal(codes[i], alone[0])
+        assert torch.equal(powers[i, :, :45], alone[1][:, :45])
 
 
 def test_refuses_what_is_not_there():

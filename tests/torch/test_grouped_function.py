@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from blockfp.torch_backend.linear import linear as linear_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -121,3 +123,27 @@ def test_observed_layers_look_at_each_group():
         records = observation.step()
     assert [record.elements for record in records] == [154 * 64, 154 * 64, 154 * 96, 154 * 96]
     assert_equal(found, results(layer_of("mxfp8")))
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": bfp.keep_products}], ids=["all", "casts"])
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "mxfp8"])
+def test_checkpointing_changes_nothing(recipe, options):
+    again = layer_of(recipe)
+    run = lambda x, counts: checkpoint(again, x, counts, use_reentrant=False, **options)  # noqa: E731
+    assert_equal(results(again, run=run), results(layer_of(recipe)))
+
+
+def test_keeping_products_multiplies_once():
+    layer, multiplied = layer_of("mxfp8"), []
+    x = torch.ones(sum(COUNTS), 64, dtype=torch.bfloat16, requires_grad=True)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            multiplied.append(func is torch.ops.blockfp.grouped_forward.default)
+            return func(*args, **(kwargs or {}))
+
+    y = checkpoint(layer, x, COUNTS, use_reentrant=False, context_fn=bfp.keep_products)
+    with Watch():
+        y.sum().backward()
+    assert not any(multiplied)
+    assert x.grad.any()

@@ -1,6 +1,7 @@
 """The custom ops of a linear layer whose rows are sorted by group, each group with a weight of its own.
 
     blockfp::grouped_forward    (x, weight, .., offs, casts, keep) -> [y, words, columnwise parts of x .., amaxes?]
+    blockfp::grouped_columns    (x, words, multiplier, casts, groups) -> [columnwise parts of x .., amaxes?]
     blockfp::grouped_backward   (gradient, words, x, weight, .., casts, ..) -> [d_x?, d_weight?, d_bias?, amaxes?]
 
 A group is a tensor of its own (`definition.groups`). Its end is in device memory: on a GPU nothing waits for it. `words` say
@@ -42,6 +43,7 @@ forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
     "Tensor? multiplier, str casts, bool keep) -> Tensor[]"
 )
+columns = define("grouped_columns(Tensor x, Tensor words, Tensor? multiplier, str casts, SymInt groups) -> Tensor[]")
 backward = define(
     "grouped_backward(Tensor gradient, Tensor words, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, "
     "Tensor? multiplier, Tensor? keys, str casts, SymInt groups, SymInt columns, bool needs_x, ScalarType? weight_dtype, "
@@ -92,28 +94,51 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
         raise ValueError(f"offs must ascend to at most the {tokens} rows of x, got {ends}")
-    y, columns, amaxes = x.new_zeros((tokens, n)), [], []
+    y, each, amaxes = x.new_zeros((tokens, n)), [], []
     for number, group in enumerate(groups.groups_of(ends, tokens)):
         rows = x[group.begin : group.end]
         found = _quantized(rows, row, column, multiplier, None, recipe.eps)
         own = None if bias is None else bias[number]
         options = (n, k, own, x.dtype, fast, number, recipe.exact_products)
         y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, *options)
-        columns.append(found.column)
+        each.append(found.column)
         amaxes += _present(found.amax)
-    kept = [] if column.format is None else _laid_out(columns, x, ends, column.format, recipe.eps)
+    kept = [] if column.format is None else _laid_out(each, x, ends, column.format, recipe.eps)
     return [y, _words(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
 
 
 @fake(forward)
 def _forward_fake(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
     count, format = offs.shape[0], recipe_of(casts).input_columnwise.format
-    kept: list[Tensor] = []
-    if keep and format is not None:
-        found: Any = groups.shapes(x.shape, count, format, columnwise=True)
-        kept = [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+    kept = _empty_columns(x, count, format) if keep and format is not None else []
     y, words = x.new_empty((x.shape[0], weight.shape[-2])), offs.new_empty(groups.words_for(x.shape[0], count))
     return [y, words, *kept, *([] if multiplier is None else [offs.new_empty(count)])]
+
+
+def _empty_columns(x: Tensor, count: int, format: Format) -> list[Tensor]:
+    found: Any = groups.shapes(x.shape, count, format, columnwise=True)
+    return [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+
+
+@impl(columns)
+def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
+    recipe = recipe_of(casts)
+    cast = recipe.input_columnwise
+    if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
+        found = _quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        return [*(found.column or []), *_present(found.amaxes)]
+    ends, each, amaxes = words[:count].tolist(), [], []
+    for group in groups.groups_of(ends, x.shape[0]):
+        made = _quantized(x[group.begin : group.end], HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        each.append(made.column)
+        amaxes += _present(made.amax)
+    return [*_laid_out(each, x, ends, cast.format, recipe.eps), *_stacked(amaxes, multiplier, words)]
+
+
+@fake(columns)
+def _columns_fake(x, words, multiplier, casts, count) -> list[Tensor]:
+    parts = _empty_columns(x, count, recipe_of(casts).input_columnwise.format)
+    return [*parts, *([] if multiplier is None else [words.new_empty(count)])]
 
 
 # ---- backward

@@ -10,8 +10,6 @@ groups multiply its result.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -54,19 +52,14 @@ def why_apart(
     if w is None and again is not None:
         return f"a weight that is quantized columnwise alone, in {again}"
     k = x.shape[1]
-    if _weight_mode(x.device, a, w, n, exact, transposed) is not None:
+    if _weight_mode(x.device, a, w, exact, transposed) is not None:
         return None
     return _why_not_dequantized(x, (k, n), (a, w))
 
 
-def _weight_mode(
-    device: torch.device, a: Format | None, w: Format | None, n: int, exact: bool, transposed: bool
-) -> Mode | None:
-    """`_mode` of rows and a weight, which is turned where it is transposed, and aligned as one matrix of all its rows."""
-    mode = _mode(device, a, w, exact)
-    if mode is None or w is None or (transposed and not w.square):
-        return None
-    return None if mode == "aligned" and w.block is not None and n % math.lcm(w.block[0], 4) else mode
+def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
+    """`_mode` of rows and a weight, which is turned where it is transposed."""
+    return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
 
 
 def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
@@ -121,16 +114,17 @@ def multiply_rows(
     if 0 in (tokens, n, k, count):
         y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
         return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)
-    mode = _weight_mode(a.parts[0].device, a.format, w.format, n, exact, w.transposed)
+    mode = _weight_mode(a.parts[0].device, a.format, w.format, exact, w.transposed)
     if mode is not None:
         assert w.format is not None
         if w.transposed:
             codes, scales = cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n)
             w = Matrix([codes, scales], w.format)
+        bands = mode == "aligned" and w.format is not None and w.format.square
         if mode == "aligned":
-            a, w = _aligned(a, k), _aligned_weight(w, k)
+            a, w = _aligned(a, k), _aligned(w, k)
         y = a.parts[0].new_empty((tokens, n), dtype=dtype)
-        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y), words, count)
+        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y, bands=bands), words, count)
     rows = _values(a, tokens, k, columnwise=False)
     weight = w.values(torch.bfloat16, n if w.transposed else k, factored=True)
     y = grouped_mm(rows, weight if w.transposed else weight.mT, offs=ends)
@@ -185,15 +179,6 @@ def _aligned(x: Matrix, columns: int) -> Matrix:
     assert x.format is not None
     codes, scales = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns)
     return Matrix([codes, scales], alignment.aligned_format(x.format), ordered=True)
-
-
-def _aligned_weight(w: Matrix, columns: int) -> Matrix:
-    """The same of a weight [groups, n, k]: scales [groups, k / 128, n]."""
-    (count, n), flat = w.parts[0].shape[:2], [part.flatten(0, 1) for part in w.parts]
-    codes, scales = _aligned(w._replace(parts=flat), columns).parts
-    by_group = scales[:, : count * n].unflatten(1, (count, n)).transpose(0, 1).contiguous()
-    assert w.format is not None
-    return Matrix([codes.unflatten(0, (count, n)), by_group], alignment.aligned_format(w.format), ordered=True)
 
 
 def _length(x: Matrix) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..custom_ops import grouped_ops
 from ..custom_ops.linear_ops import linear_forward, recipe_of
 from ..custom_ops.operand_ops import quantize_operand
 from ..custom_ops.products import product, weight_product
@@ -16,6 +17,7 @@ from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
     linear_forward,
+    grouped_ops.forward,
     product,
     weight_product,
     torch.ops.aten.mm.default,
@@ -80,6 +82,8 @@ class _Apart(TorchDispatchMode):
         self.below.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if func is grouped_ops.forward:
+            return _grouped_forward(*args)
         if func is not linear_forward:
             return func(*args, **(kwargs or {}))
         x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin = args
@@ -95,3 +99,13 @@ class _Apart(TorchDispatchMode):
         options = {"amax": amax, "multiplier": multiplier, "rotate": cast.rotate, "eps": recipe.eps}
         found = quantize_operand(x, None, cast.format, **options)
         return [y, *made, *found.column, *([] if found.amax is None else [found.amax])]
+
+
+def _grouped_forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Any]:
+    recipe = recipe_of(casts)
+    scaled = multiplier if recipe.input.format is not None else None
+    y, words, *recorded = grouped_ops.forward(x, weight, scales, tensor_scale, offs, bias, scaled, casts, False)
+    if not keep or recipe.input_columnwise.format is None:
+        return [y, words, *recorded]
+    made = grouped_ops.columns(x, words, multiplier, casts, offs.shape[0])
+    return [y, words, *made]
