@@ -88,6 +88,9 @@ foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[repor
 foreach_copy_: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 """Copies into many tensors in one launch."""
 
+assert_on_device: Callable[[Tensor], None] = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]
+"""Fails on the device where a bool isn't true, with nothing waiting for it. torch has no public name for it."""
+
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives by group name that begin now and are waited for later, also in compiled code. The public
 `torch.distributed._functional_collectives` is private too, and wraps results in a subclass."""

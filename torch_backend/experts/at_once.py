@@ -16,9 +16,9 @@ from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import cuda, cuda_groups
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
 from ..custom_ops.kernels import kernels_for
-from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.products import Matrix
 from ..quantized_tensor.tensor import QuantizedTensor
 from .coded import values_of
@@ -77,14 +77,16 @@ def backward(
         dtypes: of the gradients of weight and bias, None where they are not wanted.
     """
     (count, outputs, inputs), (weight_dtype, bias_dtype) = shape, dtypes
-    row, again = recipe.gradient if w is not None else HIGH_PRECISION, recipe.weight_columnwise.format
+    row, exact = recipe.gradient if w is not None else HIGH_PRECISION, recipe.exact_products
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
-    exact, reason = recipe.exact_products, None
+    reason = None
     if w is not None:
         w = _apart(w)._replace(transposed=True)
+        again = recipe.weight_columnwise.format
         reason = why_apart(gradient, inputs, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, recipe.input_columnwise.format, inputs, weight_dtype, exact=exact)
+        kept_as = recipe.input_columnwise.format
+        reason = why_columns_apart(gradient, column.format, kept_as, inputs, weight_dtype, exact=exact)
     if not _here(gradient) or reason is not None:
         return None
     columns = Matrix([], None)
