@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["TorchDispatchMode", "pytree", "return_and_correct_aliasing"]
+__all__ = ["pytree", "return_and_correct_aliasing"]
 
 # `pytree` finds tensors in nested arguments; torch has none without the underscore.
-# `TorchDispatchMode` sees every operation; torch documents it, and has no public name for it.
 # `return_and_correct_aliasing` tells autograd that what a subclass returns shares memory, as torch's own subclasses do.
 
 # ---- tensor subclasses

@@ -103,17 +103,34 @@ def test_opcheck_of_a_layer(name):
     x, gradient, weight = values((37, 80), 0), values((37, 24), 2), values((24, 80), 1)
     q, scale = bfp.quantize(weight, recipe.weight.format), torch.tensor(60.0) if recipe.delayed else None
     casts, keys = recipe.text, gradient_keys(torch.tensor([3, 4], dtype=torch.int32))[0]
-    for w in ((q.codes, q.scales, q.tensor_scale), (weight, None, None), (q, None, None)):
-        plain = not isinstance(w[0], bfp.QuantizedTensor)
-        checks = {} if plain else {"test_utils": ("test_schema", "test_faketensor")}
-        arguments = (x, *w, torch.ones(24), None, scale, casts, plain, [0, 0])
-        torch.library.opcheck(linear_ops.linear_forward, arguments, **checks)
-        parts = linear_ops.forward(x, q.codes, q.scales, q.tensor_scale, None, None, scale, casts, True)[1:]
-        kept = parts[:-1] if recipe.delayed else parts
-        if w[1] is not None or not plain:
-            for needs in ((True, True), (not plain, plain)):
-                arguments = (gradient, kept, *w, None, scale, keys, casts, *needs, 80, torch.bfloat16, [0, 0])
-                torch.library.opcheck(linear_ops.linear_backward, arguments, **checks)
+    parts = linear_ops.forward(x, q.codes, q.scales, q.tensor_scale, None, scale, casts, True)[1:]
+    kept = parts[:-1] if recipe.delayed else parts
+    some = {"test_utils": ("test_schema", "test_faketensor")}
+    for w, checks in (((q.codes, q.scales, q.tensor_scale), {}), ((q, None, None), some)):
+        for needs in ((True, True), (bool(checks), not checks)):
+            arguments = (gradient, kept, *w, None, scale, keys, casts, *needs, 80, torch.bfloat16, [0, 0])
+            torch.library.opcheck(linear_ops.linear_backward, arguments, **checks)
+
+
+def test_compiled_layers_share_a_cast():
+    """Layers that read one input quantize it once, and keep its codes once."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs = []
+
+    first, second = (bfp.Linear(64, 32, recipe="mxfp8") for _ in range(2))
+
+    def kept(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "blockfp" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept, partition_fn=min_cut_rematerialization_partition)
+    run = torch.compile(lambda x: (first(x), second(x)), backend=backend, fullgraph=True)
+    sum(y.square().sum() for y in run(values((8, 64), 0).requires_grad_())).backward()
+    forward, backward = graphs
+    assert sorted(forward) == ["blockfp.product.default"] * 2 + ["blockfp.quantize_operand.default"]
+    assert backward == ["blockfp.linear_backward.default"] * 2
 
 
 def test_plans_are_bounded(monkeypatch):

@@ -7,15 +7,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..custom_ops.linear_ops import linear_forward, recipe_of
-from ..custom_ops.operand_ops import quantize_operand
 from ..custom_ops.products import product, weight_product
-from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import TorchDispatchMode
 from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
-    linear_forward,
     product,
     weight_product,
     torch.ops.aten.mm.default,
@@ -40,58 +35,8 @@ def keep_products() -> tuple[Any, Any]:
     each layer's input, and costs as many more casts. Sequence parallelism's gathers run again too, since their results are of
     all tokens. No bit changes.
     """
-    forward, again = create_selective_checkpoint_contexts(_policy)
-    return _Apart(forward), _Apart(again)
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Apart(TorchDispatchMode):
-    """Takes the op of a layer's forward apart for the mode below it, which keeps all results of an op or none.
-
-    The product is kept. What is quantized for the backward, and a weight that is quantized at use, are made again.
-    """
-
-    def __init__(self, below: Any):
-        super().__init__()
-        self.below = below
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    @property
-    def ac_graph_id(self) -> Any:
-        """The number that torch.compile gives the mode below."""
-        return self.below.ac_graph_id
-
-    @ac_graph_id.setter
-    def ac_graph_id(self, number: Any) -> None:
-        self.below.ac_graph_id = number
-
-    def __enter__(self):
-        self.below.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any):
-        super().__exit__(*error)
-        self.below.__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if func is not linear_forward:
-            return func(*args, **(kwargs or {}))
-        x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin = args
-        recipe, made = recipe_of(casts), []
-        if scales is None and recipe.weight.format is not None and not isinstance(weight, QuantizedTensor):
-            made = quantize_operand(weight, recipe.weight.format, None).row
-            weight, scales, tensor_scale = (*made, None)[:3]
-        scaled = multiplier if recipe.input.format is not None else None
-        y, *recorded = func(x, weight, scales, tensor_scale, bias, amax, scaled, casts, False, origin)
-        cast = recipe.input_columnwise
-        if not keep or cast.format is None:
-            return [y, *made, *recorded]
-        options = {"amax": amax, "multiplier": multiplier, "rotate": cast.rotate, "eps": recipe.eps}
-        found = quantize_operand(x, None, cast.format, **options)
-        return [y, *made, *found.column, *([] if found.amax is None else [found.amax])]
