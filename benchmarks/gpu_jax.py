@@ -17,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.implementations.pallas import arrays
+from blockfp.jax_backend.linear import grouped_codes, tiles
 
-from blockfp.definition import numerics
+from blockfp.definition import groups, numerics
 from blockfp.formats import Format
+from blockfp.recipes import Cast
 
+GROUPS = 8
 SHAPES = ((16384, 8192), (4096, 4096), (4095, 4100))
 ROW = ("mxfp8_e4m3", "mxfp8_e4m3_floor", "mxfp8_e5m2", "mxint8", "fp8_e4m3_1x128", "fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128",
        "fp8_e4m3_128x128_fp32", "mxfp8_e4m3_32x32", "nvfp4", "nvfp4_16x16")  # fmt: skip
@@ -85,6 +88,10 @@ def cases(shape: tuple[int, int], x: jax.Array):
             yield f"{format}, ffi", "row", partial(_ffi, format, both=False), arguments, None
             if format.block[0] == 1:  # pyright: ignore[reportOptionalSubscript]
                 yield f"{format}, ffi", "row + column", partial(_ffi, format, both=True), arguments, None
+        for name in ("fp8_e4m3", "fp8_e4m3_1x128"):
+            for directions in (("row",), ("row", "column")):
+                run = partial(_grouped, Format.parse(name), directions=directions)
+                yield f"{name}, {GROUPS} groups, ffi", " + ".join(directions), run, (x,), None
     for name in ("mxfp8_e4m3", "nvfp4"):
         yield f"{name}, XLA", "row", partial(numerics.quantize, format=name), (x,), None
 
@@ -109,6 +116,16 @@ def _cast(x, multiplier, *, directions):
 def _ffi(format, x, amax=None, *, both):
     library = choice.choose("ffi", "quantize", format=format)
     return (library.quantize_both if both else library.quantize)(x, None, amax, format=format)
+
+
+def _grouped(format, x, *, directions):
+    """Groups of uneven sizes, one of them without rows."""
+    shares = np.random.default_rng(0).dirichlet([4.0] * (GROUPS - 1))
+    ends = np.rint(np.cumsum([0.0, *shares]) * x.shape[0]).astype(np.int32)
+    places = tiles.Tiles.of(jnp.asarray([0, *np.diff(ends)], jnp.int32), x.shape[0], groups.UNIT)
+    wanted = {"rows": "row" in directions, "columns": "column" in directions}
+    both = grouped_codes.quantize_groups(x, places, Cast(format), tiles.Scaling(0.0), **wanted)
+    return [(q.codes, q.scales) for q in both if q is not None]
 
 
 def against_torch(x: jax.Array) -> list[dict]:

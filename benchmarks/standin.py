@@ -21,10 +21,10 @@ import torch
 from blockfp.torch_backend.custom_ops import products
 from torch import Tensor
 
-from blockfp.kernels import cuda_library
+from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.routes import route
 
-CAPABILITY = (9, 0)
+CAPABILITY, CUBLAS = (9, 0), 130000
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def launches() -> Iterator[None]:
     import tvm_ffi
 
     nothing = tvm_ffi.get_global_func("testing.nop")
-    functions = dict.fromkeys(cuda_library._FUNCTIONS, nothing)
+    functions = {**dict.fromkeys(cuda_library._FUNCTIONS, nothing), "cublas_version": lambda: CUBLAS}
     with contextlib.ExitStack() as patches:
         patches.enter_context(
             mock.patch.object(cuda_library._cuda, "loaded", SimpleNamespace(path=Path("stand-in"), **functions))
@@ -41,6 +41,9 @@ def launches() -> Iterator[None]:
         # Attributes of the class stand before those that torch's C code has for its base.
         for name, value in (("is_cuda", True), ("is_cpu", False)):
             patches.enter_context(_class_attribute(name, value))
+        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
+        patches.callback(_forget_plans)
+        _forget_plans()
         for target, replacement in (
             (products.route_on, _route_on),
             (torch._scaled_mm, _scaled_mm),
@@ -49,6 +52,12 @@ def launches() -> Iterator[None]:
         ):
             _replace(patches, target, replacement)
         yield
+
+
+def _forget_plans() -> None:
+    """Drops what was worked out for CPU tensors before, or with a stand-in."""
+    with switch.definition_only():
+        pass
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from .jax_backend.arrays.quantize import fake_quantize, quantize, quantize_both,
 from .jax_backend.files import load, save
 from .jax_backend.linear.delayed import DelayedState, delayed_state, update_scales
 from .jax_backend.linear.dot_general import dot_general
-from .jax_backend.linear.experts import combine, dispatch
+from .jax_backend.linear.experts import Received, combine, dispatch
 from .jax_backend.linear.grouped import grouped_linear
 from .jax_backend.linear.linear import linear
 from .jax_backend.params.optimizer import (
@@ -42,6 +42,7 @@ __all__ = [
     "MasterState",
     "Optimizer",
     "QuantizedArray",
+    "Received",
     "Recipe",
     "Replacement",
     "adam",

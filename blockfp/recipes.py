@@ -99,6 +99,9 @@ class Recipe:
         eps: lifts the amaxes of inputs and gradients in FP8 with fp32 scales. A weight is stored without its recipe: its amax
             is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
+        exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's
+            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more than
+            2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
         text: all of it but name and delayed scaling, in one line; recipes that compute the same have the same.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.
@@ -114,6 +117,7 @@ class Recipe:
     delayed: Delayed | None = None
     eps: float = 0.0
     fast_accum: frozenset[Product] = frozenset({"forward"})
+    exact_products: bool = False
     text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -129,12 +133,14 @@ class Recipe:
         unknown = self.fast_accum - set(_PRODUCTS)
         if unknown:
             raise ValueError(f"fast_accum names products among {_PRODUCTS}, got {sorted(unknown)}")
+        if not isinstance(self.exact_products, bool):
+            raise TypeError(f"exact_products must be True or False, got {self.exact_products!r}")
         self._check_weight()
         self._check_rotations()
         casts = [self.cast(operand, direction)._text() for operand in _OPERANDS for direction in _DIRECTIONS]
         fast = "+".join(product for product in _PRODUCTS if product in self.fast_accum)
         # Written once: compilers read it as a constant, and would leave a number open.
-        object.__setattr__(self, "text", ",".join([*casts, repr(self.eps), fast]))
+        object.__setattr__(self, "text", ",".join([*casts, repr(self.eps), fast, "exact" * self.exact_products]))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -144,14 +150,16 @@ class Recipe:
     @staticmethod
     def of_text(text: str) -> Recipe:
         """Returns the recipe that a `text` stands for, with the text as its name and without delayed scaling."""
-        *six, eps, fast = text.split(",")
+        *six, eps, fast, exact = text.split(",")
         casts = []
         for one in six:
             name, *options = one.split("+")
             casts.append(Cast(Format.parse(name) if name else None, "stochastic" in options, "rotate" in options))
         names = [operand + way for operand in _OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
-        return Recipe(text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products)
+        return Recipe(
+            text, **dict(zip(names, casts, strict=True)), eps=float(eps), fast_accum=products, exact_products=bool(exact)
+        )
 
     def _check_weight(self):
         rowwise, columnwise = self.weight.format, self.weight_columnwise.format
@@ -232,19 +240,19 @@ def fp8_block(*, eps: float = 0.0) -> Recipe:
     return _recipe("fp8_block", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", eps=eps)
 
 
-def mxfp8() -> Recipe:
+def mxfp8(*, exact_products: bool = False) -> Recipe:
     """MXFP8 E4M3: 1x32, weights 32x32."""
-    return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3")
+    return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3", exact_products=exact_products)
 
 
-def mxfp6() -> Recipe:
+def mxfp6(*, exact_products: bool = False) -> Recipe:
     """MXFP6 E3M2: 1x32, weights 32x32."""
-    return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2")
+    return _recipe("mxfp6", "mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
-def mxfp4() -> Recipe:
+def mxfp4(*, exact_products: bool = False) -> Recipe:
     """MXFP4: 1x32, weights 32x32, gradients MXFP6 E3M2."""
-    return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2")
+    return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
 def nvfp4() -> Recipe:

@@ -1,4 +1,4 @@
-"""What has to be known before a test module imports a framework."""
+"""Settings that have to be there before a test module imports a framework."""
 
 import os
 

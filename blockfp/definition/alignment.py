@@ -8,7 +8,7 @@ The shift is chosen by the largest magnitude, which lands in the highest binade 
 block's MAX there. Codes change where they fall below the smallest spacing, by half of it at most:
 
     target   from          |change| / largest magnitude   no change up to
-    E4M3     E4M3          1 / (240 * 2^10) = 2^-17.9     (codes change that are subnormal once shifted, if their last bits are set)
+    E4M3     E4M3          1 / (240 * 2^10) = 2^-17.9     (codes change that are subnormal once they are shifted)
     E4M3     E2M3          1 / (240 * 2^10) = 2^-17.9     11 binades between the blocks' scales
     E4M3     E3M2, E2M1    2^-18                          9 and 14 binades
     E5M2     E5M2          2^-32                          (as E4M3)

@@ -16,7 +16,7 @@ from .library import Library, NothingToRunOn
 _NO_DEVICE = "no CUDA device is here"
 _FUNCTIONS = (
     *("amax", "amax_blocks", "quantize", "encode", "dequantize", "product", "cublas_version"),
-    *("transpose", "interleave", "fold_keys", "adamw", "adamw_codes"),
+    *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes"),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import switch
+from .once import once
 
 
 class NothingToRunOn(Exception):
@@ -36,7 +36,7 @@ class Library:
         self.loaded: Any = None
         self.why_not = ""
         self._find, self._functions, self._loud = find, functions, loud
-        self._loading = threading.Lock()
+        self._load = once(self._load_first)
 
     def available(self) -> bool:
         """Tells whether kernels run: the functions can be called, and `switch` lets them. Loads them the first time."""
@@ -58,14 +58,7 @@ class Library:
         why = (self.why_not if why is None else why) if switch.kernels_allowed() else switch.WHY_NOT
         return f"no {self.kind}: {why}; the definition runs instead, with the same bits"
 
-    def _load(self) -> Any:
-        if self.loaded is None and not self.why_not:
-            with self._loading:
-                if self.loaded is None and not self.why_not:
-                    self._load_first()
-        return self.loaded
-
-    def _load_first(self) -> None:
+    def _load_first(self) -> Any:
         try:
             path = self._find()
             # It takes a second to import.
@@ -79,6 +72,7 @@ class Library:
             self.why_not = f"{type(error).__name__}: {error}"
             if self._loud:
                 warnings.warn(self.missing(), RuntimeWarning, stacklevel=4)
+        return self.loaded
 
 
 def installed(name: str) -> Path | None:

@@ -2,9 +2,11 @@
 
 A product contracts the last axes of its operands, a [.., m, k] and b [.., n, k], along which their scales run too. Where the
 device multiplies two formats itself, codes and scales go there as they are. Elsewhere the operands are dequantized exactly
-and multiplied in a dtype that holds every value: no product ever rounds an operand.
+and multiplied in a dtype that holds every value. In between is one mode that may change an operand: "aligned" shifts the codes
+of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
+(`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-FP8 products with one scale and in blocks of 128 are the CUDA library's (`kernels.products` says by which kernel): of any
+FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which kernel): of any
 lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
 `torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
@@ -17,7 +19,7 @@ from typing import Literal
 
 from ..formats import Format
 
-Mode = Literal["tensor", "block", "mx", "nvfp4", "dequantize", "plain"]
+Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]
 
 
@@ -27,8 +29,8 @@ class Route:
 
     Attributes:
         mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
-            units take codes and scales. "dequantize": operands are dequantized, then multiplied. "plain": neither is
-            quantized.
+            units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
+            "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
         dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
         scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what
             is left of the operands is then exact in `dtype`. The product must stay in fp32 until then.
@@ -64,7 +66,7 @@ class Rule:
     @property
     def of_library(self) -> bool:
         """True for products of the CUDA library, False for those of `scaled_mm`."""
-        return self.mode in ("tensor", "block")
+        return self.mode in ("tensor", "block", "aligned")
 
 
 # cuBLAS has no kernel for two E5M2 operands; the library's own takes them.
@@ -72,19 +74,16 @@ _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ALL_FP8 = _FP8 | {("e5m2", "e5m2")}
 _ROW, _SQUARE = (1, 128), (128, 128)
 _FP32 = frozenset({"fp32", "pow2"})
+_MX = frozenset(product(((1, 32), (32, 32)), repeat=2))
+_E8M0 = frozenset({"e8m0_ceil", "e8m0_floor"})
+_ALIGNED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 RULES: tuple[Rule, ...] = (
     Rule("tensor", (9,), _ALL_FP8, frozenset({(None, None)}), _FP32, (1, 1, 1)),
     Rule("tensor", (10,), _FP8, frozenset({(None, None)}), _FP32, (1, 16, 16)),
     Rule("block", (9,), _ALL_FP8, frozenset(product((None, _ROW, _SQUARE), repeat=2)) - {(None, None)}, _FP32, (1, 1, 1)),
-    Rule(
-        "mx",
-        (10,),
-        _FP8,
-        frozenset((a, b) for a in ((1, 32), (32, 32)) for b in ((1, 32), (32, 32))),
-        frozenset({"e8m0_ceil", "e8m0_floor"}),
-        (1, 16, 32),
-    ),
+    Rule("mx", (10,), _FP8, _MX, _E8M0, (1, 16, 32)),
+    Rule("aligned", (9,), frozenset(product(_ALIGNED, repeat=2)), _MX, _E8M0, (1, 1, 1)),
     Rule(
         "nvfp4",
         (10,),
@@ -110,6 +109,7 @@ def route(
     k: int | None = None,
     in_order: bool = True,
     library: bool = True,
+    exact: bool = False,
 ) -> Route:
     """The route of a @ b^T, for a [.., m, k] and b [.., n, k].
 
@@ -120,7 +120,8 @@ def route(
         m, n, k: lengths; None takes them to fit.
         in_order: whether the scales of both operands run along k and their blocks begin where the operands do. Those of a shard
             that begins inside a block don't, nor do those of a weight in 1-D blocks that is contracted along its rows.
-        library: whether the CUDA library is there, which has the modes "tensor" and "block".
+        library: whether the CUDA library is there, which has the modes "tensor", "block" and "aligned".
+        exact: whether both operands must be multiplied as the values that they stand for, which "aligned" doesn't promise.
 
     Raises:
         ValueError: an unknown format or platform, or "cuda" without a capability.
@@ -139,10 +140,13 @@ def route(
         rule = _rule(a, b, capability[0])
         if rule is not None and rule.of_library and not library:
             why = "the CUDA library, which multiplies them, is missing"
+        elif rule is not None and rule.mode == "aligned" and exact:
+            why = "exact products are asked for"
         elif rule is not None:
             misfit = [f"{name} = {size}" for name, size in _misfits(rule, m, n, k)]
             if not misfit:
-                slower = _what_costs(n, k) if rule.of_library else ""
+                # What is aligned is filled up.
+                slower = _what_costs(n, 0 if rule.mode == "aligned" else k) if rule.of_library else ""
                 return Route(rule.mode, None, False, f"{_DEVICES[capability[0]]} multiplies {_kinds(a, b)}{slower}")
             units = " and ".join(f"{size} for {name}" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             why = f"{' and '.join(misfit)}: the matrix units want multiples of {units}"
@@ -219,6 +223,7 @@ def table() -> list[tuple[str, str, str]]:
             blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
             units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             how = "blockfp's kernel or cuBLASLt" if rule.of_library else "scaled_mm"
+            how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
             lines.append((device, f"{'/'.join(elements)} {blocks}", f"{how} ({rule.mode}){', ' if units else ''}{units}"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -104,6 +105,20 @@ class Backend(ABC):
         origin: tuple[int, int] = (0, 0),
     ) -> jax.Array:
         """Decodes the values of codes and scales as `numerics.dequantize` does."""
+
+
+def missing_library(platform: str, library: Any) -> str | None:
+    """Returns the reason why a kernel library can't run in programs for JAX's platform, or None.
+
+    Args:
+        platform: the library's, as JAX names it.
+        library: the module that loads it: `native` or `cuda_library`.
+    """
+    if jax.default_backend() != platform:
+        return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
+    if importlib.util.find_spec("jax_tvm_ffi") is None:
+        return "the package jax-tvm-ffi is not installed"
+    return None if library.available() else library.status()
 
 
 def keys_of_both(key: MaybeArray) -> tuple[MaybeArray, MaybeArray]:

@@ -8,7 +8,6 @@ An absent array is passed as one without elements.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from blockfp.kernels import native
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 
-from .backend import Backend, keys_of_both
+from .backend import Backend, keys_of_both, missing_library
 from .replication import vary, varying
 from .xla import XLA
 
@@ -208,11 +207,7 @@ class CpuLibrary(Backend):
     name = "ffi"
 
     def missing(self) -> str | None:
-        if jax.default_backend() != "cpu":
-            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
-        if importlib.util.find_spec("jax_tvm_ffi") is None:
-            return "the package jax-tvm-ffi is not installed"
-        return None if native.available() else native.status()
+        return missing_library("cpu", native)
 
     def amax(self, x, *, format: Format) -> Amax:
         call = _Call("amax", x.ndim, format, self.asked)

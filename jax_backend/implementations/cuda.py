@@ -5,7 +5,6 @@ kernels/cuda/exports.cu and products/product_exports.cu document the arguments. 
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from blockfp.definition import bits, layout
+from blockfp.definition import bits, groups, layout
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
@@ -22,7 +21,7 @@ from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan
 
-from .backend import Backend, amax_of_tensor, keys_of_both, refusal_of_amax
+from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
 _QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
@@ -31,7 +30,17 @@ _PRODUCT = (
     *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
     *("own", "tile", "fast", "accumulate"),
 )
-_ATTRIBUTES = {"amax": (), "quantize": _QUANTIZE, "dequantize": _DEQUANTIZE, "product": _PRODUCT, "product_by_cublas": _PRODUCT}
+_QUANTIZE_GROUPS = ("groups", "rows_keyed", "columns_keyed", *_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t")
+_ATTRIBUTES = {
+    "amax": (),
+    "quantize": _QUANTIZE,
+    "dequantize": _DEQUANTIZE,
+    "product": _PRODUCT,
+    "product_by_cublas": _PRODUCT,
+    "align": ("element", "block_rows", "columns"),
+    "group_rows": ("tokens",),
+    "quantize_groups": _QUANTIZE_GROUPS,
+}
 
 
 @once
@@ -68,11 +77,7 @@ class CudaLibrary(Backend):
     platform = "cuda"
 
     def missing(self) -> str | None:
-        if jax.default_backend() != "gpu":
-            return f"it needs a CUDA device, and JAX runs on {jax.default_backend()}"
-        if importlib.util.find_spec("jax_tvm_ffi") is None:
-            return "the package jax-tvm-ffi is not installed"
-        return None if cuda_library.available() else cuda_library.status()
+        return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
         return refusal_of_amax(operation, format)
@@ -172,14 +177,26 @@ def cublas_version() -> int:
 
 
 def product(
-    a: Quantized, a_format: Format, b: Quantized, b_format: Format, dtype, *, capability: tuple[int, int], fast: bool
+    a: Quantized,
+    a_format: Format,
+    b: Quantized,
+    b_format: Format,
+    dtype,
+    *,
+    capability: tuple[int, int],
+    fast: bool,
+    ordered: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`."""
+    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
+
+    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them.
+    """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
     version, name = cublas_version(), jnp.dtype(dtype).name
-    chosen = plan(a_format, b_format, m, n, k, capability=capability, cublas=version, dtype=name, fast=fast)
+    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered)}
+    chosen = plan(a_format, b_format, m, n, k, capability=capability, **options)
     out, _ = _call(
         "product" if chosen.own else "product_by_cublas",
         [jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
@@ -188,6 +205,136 @@ def product(
         a.scales.reshape(1) if a_format.per_tensor else a.scales,
         b.scales.reshape(1) if b_format.per_tensor else b.scales,
         _absent(jnp.int32),
+        _absent(jnp.float32),
+        **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
+    )
+    return out
+
+
+def align(x: Quantized, format: Format, columns: int) -> Quantized:
+    """The codes and scales of an MX matrix, shifted to one scale for 128 elements (`definition.alignment`).
+
+    Codes are [rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`.
+    """
+    rows, numbers = x.codes.shape[0], format_numbers(format)
+    codes, scales = _call(
+        "align",
+        [
+            jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
+            jax.ShapeDtypeStruct((-(-columns // 128), -(-rows // 4) * 4), jnp.float32),
+        ],
+        x.codes,
+        x.scales,
+        element=numbers[0],
+        block_rows=numbers[1],
+        columns=columns,
+    )
+    return Quantized(codes, scales, None)
+
+
+def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
+    """int32: where the groups that end at these rows lie, as `quantize_groups` wants to know it."""
+    count = groups.words_for(tokens, ends.shape[0])
+    return _call("group_rows", jax.ShapeDtypeStruct((count,), jnp.int32), ends, tokens=tokens)
+
+
+def quantize_groups(
+    x: jax.Array,
+    words: jax.Array,
+    multiplier: jax.Array | None,
+    *,
+    format: Format,
+    count: int,
+    eps: float,
+    rows: bool,
+    columns: bool,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Quantizes groups of rows to nearest in FP8, along the rows and the columns; groups that hold an Inf get NaN scales.
+
+    Args:
+        x: [tokens, features].
+        words: of `group_rows`.
+        multiplier: of delayed scaling, float32 (), or None.
+        format: FP8 with one scale for each group, or in blocks of 1x128.
+        count: of the groups.
+        eps: see `numerics.quantize`.
+        rows, columns: which directions to make.
+
+    Returns:
+        [codes, scales] of each direction as `blockfp.definition.groups` says, without elements where it isn't asked for.
+    """
+
+    def outputs(wanted: bool, columnwise: bool):
+        found = groups.shapes(x.shape, count, format, columnwise=columnwise)
+        return [jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found]
+
+    def word(wanted: bool):
+        return jax.ShapeDtypeStruct((count if wanted else 0,), jnp.int32)
+
+    whole, delayed, no_scale = format.per_tensor, multiplier is not None, jax.ShapeDtypeStruct((0,), jnp.float32)
+    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded`, `overflows` and no keys.
+    found = [*([] if delayed else [word(whole)]), word(delayed), word(not whole), word(False)]
+    made = _call(
+        "quantize_groups",
+        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale, no_scale],
+        x,
+        words,
+        *([multiplier.reshape(1)] if multiplier is not None else []),
+        groups=count,
+        rows_keyed=False,
+        columns_keyed=False,
+        **dict(zip(_FORMAT, format_numbers(format), strict=True)),
+        measure=whole and not delayed,
+        eps_bits=bits.constant_bits(eps),
+        largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
+        rotate_t=False,
+    )[len(found) :]
+    return list(made[:2]), list(made[3:5])
+
+
+def multiply_groups(
+    a: tuple[jax.Array, jax.Array],
+    b: tuple[jax.Array, jax.Array],
+    formats: tuple[Format, Format],
+    ends: jax.Array,
+    dtype,
+    *,
+    capability: tuple[int, int],
+    along_k: bool = False,
+    fast: bool = False,
+) -> jax.Array:
+    """Multiplies FP8 codes of groups of rows or columns by the library's own kernel, which finds them on the device.
+
+    Args:
+        a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
+            scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
+        formats: of both.
+        ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
+        dtype: of the result.
+        capability: of the device.
+        along_k: contracts each group's rows.
+        fast: whether sums of products with one scale may keep fewer bits.
+
+    Returns:
+        [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
+    """
+    (m, k), (*_, n, _), groups = a[0].shape, b[0].shape, ends.shape[0]
+    shape = (groups, m, n) if along_k else (m, n)
+    if 0 in (*shape, k, groups):
+        return jnp.zeros(shape, dtype)
+    ordered = (formats[0].block == (1, 128), along_k and formats[1].block == (1, 128))
+    chosen = plan(
+        *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
+        ordered=ordered, fast=fast,
+    )  # fmt: skip
+    out, _ = _call(
+        "product",
+        [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],
+        a[0],
+        b[0],
+        a[1],
+        b[1],
+        ends,
         _absent(jnp.float32),
         **dict(zip(_PRODUCT, chosen.numbers, strict=True)),
     )

@@ -11,7 +11,6 @@ from jax.core import Tracer
 from blockfp.formats import Format
 from blockfp.kernels.routes import exact_in_bfloat16
 from blockfp.recipes import Recipe
-from blockfp.sharding.experts import why_not_sent
 
 from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
@@ -44,13 +43,9 @@ def check_tensors(x, weight, bias, *, grouped: bool = False) -> None:
 
 
 def check_quantized_input(x: QuantizedArray, recipe: Recipe) -> None:
-    """Raises ValueError where rows that are quantized already aren't what a recipe makes of an input.
-
-    Raises:
-        ValueError: another format than that of the recipe's input, or one whose rows are not quantized one by one.
-    """
-    cast = recipe.input
-    if cast.format is not x.format or cast.rotate or cast.stochastic or why_not_sent(x.format):
+    """Raises ValueError where rows that are quantized already aren't what a recipe makes of an input."""
+    cast, block = recipe.input, x.format.block
+    if cast.format is not x.format or cast.rotate or cast.stochastic or recipe.delayed or (block and block[0] > 1):
         raise ValueError(
             f"x is in {x.format}, and recipe {recipe} takes {cast} as its input: pass what dispatch gave with this recipe, or "
             "x in high precision"

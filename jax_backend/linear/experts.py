@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,9 @@ from jax.core import Tracer
 
 from blockfp import recipes
 from blockfp.definition.scaling import eps_for
-from blockfp.formats import Format
-from blockfp.recipes import Recipe
-from blockfp.sharding.experts import why_not_sent, why_not_twice
+from blockfp.formats import FP8_E4M3, Format
+from blockfp.recipes import Cast, Recipe
+from blockfp.sharding.dispatching import check_rows
 
 from ..arrays.array import QuantizedArray, wrap_parts
 from ..implementations import ops, replication
@@ -24,161 +26,183 @@ from . import overflow
 from .experts_route import Route
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("tokens", "counts", "fits", "_route"), meta_fields=("recipe",))
+@dataclass(frozen=True)
+class Received:
+    """The rows that came to this rank's experts, from `dispatch`, sorted by expert.
+
+    Attributes:
+        tokens: [bound, in], a `QuantizedArray` in the recipe's format of inputs; values where it has none. Zeros follow the
+            last row that came.
+        counts: int32 [own experts], the rows of each: `grouped_linear`'s group_sizes.
+        fits: bool (), True where every rank's rows found room in its bound, and all experts are there. Where it is False no row
+            travels, and `combine` gives NaN.
+        recipe: the `Recipe`, or None.
+    """
+
+    tokens: jax.Array | QuantizedArray
+    counts: jax.Array
+    fits: jax.Array
+    recipe: Recipe | None
+    _route: Route
+
+
 def dispatch(
     x: jax.Array,
-    chosen: jax.Array,
+    experts: jax.Array,
+    num_experts: int,
     *,
-    experts: int,
-    recipe: Recipe | str | None = None,
+    recipe: Recipe | str | None,
     axis: str | None = None,
     bound: int | None = None,
-) -> tuple[jax.Array | QuantizedArray, jax.Array, Route]:
-    """Sends each token to the experts that were chosen for it.
+) -> Received:
+    """Sends each token to its experts, as codes and scales.
 
-    With a recipe a token is quantized once, as the recipe's input. Its codes and scales travel and are put in order, and
-    `grouped_linear` multiplies them as they are. What arrives is, bit for bit, the quantization of what would arrive without a
-    recipe. The gradient comes back as `combine` sends results, in x's dtype.
+    A token is quantized once, as the recipe's input. Its codes and scales travel and are put in order, and `grouped_linear`
+    multiplies them as they are. What arrives is, bit for bit, the quantization of what would arrive as values: by blocks of a
+    row, or by one scale, of the largest magnitude among the tokens of all ranks, in formats that have one. wgrad's operand is
+    quantized of the values that arrived. Gradients of the rows come back in x's dtype.
 
     Inside shard_map `axis` divides the experts evenly: rank 0 has the first ones. Rows travel by one `ragged_all_to_all` on
     GPUs, elsewhere by an `all_to_all` of buckets of equal length.
 
     Args:
-        x: float32, float16 or bfloat16 [tokens, features], of this rank.
-        chosen: int32 [tokens] or [tokens, choices], the experts of each token, numbered over all ranks; -1 for none.
-        experts: how many there are on all ranks.
-        recipe: a `Recipe` or its name; None lets tokens travel in high precision.
+        x: float32, float16 or bfloat16 [tokens, in], of this rank.
+        experts: int32 [tokens, k] (or [tokens]), the numbers of each token's experts among those of all ranks; -1 for none.
+        num_experts: how many there are on all ranks.
+        recipe: a `Recipe` or its name; None lets values travel.
         axis: inside shard_map, the mesh axis that divides the experts (`grouped_linear`'s `expert_axis`); None: this rank has
             all.
         bound: rows that each rank has room for, the same on all. The default is what all ranks could send to one; a smaller one
-            saves memory and time. No token is dropped: where a rank gets more rows, or a choice is no expert, all ranks' results
-            of `combine` are NaN, and `route.fits`, bool (), is False.
-
-    Returns:
-        (tokens [bound, features], a QuantizedArray with a recipe: the rows of this rank's first expert, then those of the next,
-        ..; those of one expert in the order of ranks and of their tokens.
-        sizes int32 [experts of this rank]: `grouped_linear`'s group_sizes.
-        route: what `combine` wants.)
+            saves memory and time. No token is dropped: where a rank would get more rows, or a number is no expert's, all ranks'
+            results of `combine` are NaN, and `fits` is False.
 
     Raises:
-        TypeError, ValueError: x or chosen have other shapes or dtypes, the ranks don't divide the experts, or the recipe's
-            input doesn't travel quantized: it has a scale for a whole tensor, blocks of several rows, or a rotation.
+        TypeError, ValueError: x or experts have other shapes or dtypes, the ranks don't divide the experts, or rows of the
+            recipe's input can't travel quantized: it has blocks of several rows, a rotation, or scales of earlier amaxes.
 
     Example:
-        >>> tokens, sizes, route = bfp.dispatch(x, chosen, experts=8, recipe="mxfp8", axis="expert")
-        >>> y = bfp.grouped_linear(tokens, w, sizes, recipe="mxfp8", expert_axis="expert")
-        >>> out = bfp.combine(y, route, weights)
+        >>> received = bfp.dispatch(x, experts, 8, recipe="mxfp8", axis="expert")
+        >>> y = bfp.grouped_linear(received.tokens, w, received.counts, recipe="mxfp8", expert_axis="expert")
+        >>> out = bfp.combine(y, received, weights)
     """
-    cast = _sendable(recipe, "input")
-    x, chosen, ranks = _checked(x, chosen, experts, axis)
-    tokens, choices = chosen.shape
-    bound = ranks * tokens * choices if bound is None else bound
+    recipe = None if recipe is None else check_recipe(recipes.for_linear(recipe))
+    x, experts, ranks = _checked(x, experts, num_experts, axis)
+    bound = ranks * experts.size if bound is None else bound
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
         raise ValueError(f"bound must be a number of rows, 1 or more, got {bound!r}")
-    route, sizes = Route.of(chosen, experts, axis, bound)
-    if cast is None:
-        return _linked(route.send(lax.stop_gradient(x), of_tokens=True), route, x, of_tokens=True), sizes, route
-    q = _quantized(x, cast, route, of_tokens=True)
-    if isinstance(x, Tracer):
-        zeros = carrier_of(jnp.zeros_like(q.codes, dtype=q.dtype, shape=q.shape))
-        q = q.replace(tangent=_linked(zeros, route, x, of_tokens=True))
-    return q, sizes, route
+    route, counts = Route.of(experts, num_experts, axis, bound)
+    if recipe is None or recipe.input.format is None:
+        tokens = _linked(route.send(lax.stop_gradient(x), of_tokens=True), route, x, of_tokens=True)
+    else:
+        tokens = _sent(x, recipe.input.format, recipe.eps, route, of_tokens=True)
+        if isinstance(x, Tracer):
+            zeros = carrier_of(jnp.zeros_like(tokens.codes, dtype=tokens.dtype, shape=tokens.shape))
+            tokens = tokens.replace(tangent=_linked(zeros, route, x, of_tokens=True))
+    return Received(tokens, counts, route.fits, recipe, route)
 
 
-def combine(y: jax.Array, route: Route, weights: jax.Array | None = None, *, recipe: Recipe | str | None = None) -> jax.Array:
-    """Returns the experts' results to their tokens and sums each token's.
+def combine(y: jax.Array, received: Received, weights: jax.Array | None = None) -> jax.Array:
+    """Sends the experts' results back, in their dtype, and adds up those of each token.
 
-    Results travel in y's dtype; the sum is in fp32, in the order of the choices, and rounded once to y's dtype. A token's
-    choice of no expert adds nothing.
+    Sums are made in fp32, in the order of each token's experts, and rounded once to y's dtype. In the backward the gradient of
+    each row is quantized on its token's rank, as the recipe's gradient, and travels as codes and scales, where the format's
+    scales are powers of two and rounding is to nearest: MX and FP8 blocks. It arrives as values of codes, which the layer's own
+    cast leaves as they are. In other formats that would round twice, and gradients travel in y's dtype.
 
     Args:
-        y: float32, float16 or bfloat16 [bound, out], what the experts made of the tokens of `dispatch`.
-        route: of `dispatch`.
-        weights: [tokens, choices], a factor for each of a token's choices; None sums as they are.
-        recipe: in the backward the gradient of each row of y is quantized as this recipe's gradient, before it travels as codes
-            and scales. `grouped_linear` with the same recipe then multiplies, for dgrad, by what it would multiply by without
-            it; wgrad's operand is quantized of these values. None lets gradients travel in y's dtype.
+        y: float32, float16 or bfloat16 [bound, out], sorted as `received.tokens`.
+        received: from `dispatch`.
+        weights: [tokens, k], what each expert's result is multiplied with; None for 1.
 
     Returns:
-        [tokens, out] in y's dtype; NaN where `route.fits` is False.
+        [tokens, out] in y's dtype; NaN where `received.fits` is False.
 
     Raises:
-        TypeError, ValueError: y or weights don't fit the route, or the recipe's gradient doesn't travel quantized.
+        TypeError, ValueError: y or weights don't fit what was dispatched.
     """
-    if not isinstance(route, Route):
-        raise TypeError(f"route must be that of dispatch, got {type(route).__name__}")
-    pairs = (route.tokens, route.choices)
+    if not isinstance(received, Received):
+        raise TypeError(f"received must be what dispatch gave, got {type(received).__name__}")
     if not isinstance(y, jax.Array) or not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"y must be a float array, got {getattr(y, 'dtype', type(y).__name__)}")
-    if y.ndim != 2 or y.shape[0] != route.arrived.shape[0]:
-        raise ValueError(f"y must be [bound, out] with bound = {route.arrived.shape[0]} as dispatch gave, got {y.shape}")
+    route = received._route
+    pairs, bound = (route.tokens, route.choices), route.arrived.shape[0]
+    if y.ndim != 2 or y.shape[0] != bound:
+        raise ValueError(f"y must be [{bound}, out], a row for each of received.tokens, got {y.shape}")
     if weights is not None and (weights.shape != pairs or not jnp.issubdtype(weights.dtype, jnp.floating)):
-        raise ValueError(f"weights must be floats [tokens, choices] = {pairs}, got {weights.dtype} {weights.shape}")
-    rows = _returned(y, route, _sendable(recipe, "gradient")).reshape(*pairs, y.shape[1]).astype(jnp.float32)
+        raise ValueError(
+            f"weights must be floats {pairs}, one for each expert of each token, got {weights.dtype} {weights.shape}"
+        )
+    rows = _returned(y, route, received.recipe).reshape(*pairs, y.shape[1]).astype(jnp.float32)
     terms = rows if weights is None else rows * weights.astype(jnp.float32)[..., None]
-    total = terms[:, 0]
-    for choice in range(1, route.choices):
+    total = jnp.zeros_like(terms[:, 0])
+    for choice in range(route.choices):
         total = total + terms[:, choice]
-    return jnp.where(route.fits, total, jnp.nan).astype(y.dtype)
+    return jnp.where(received.fits, total, jnp.nan).astype(y.dtype)
 
 
-class _Cast(NamedTuple):
-    """The format of rows that travel, and the recipe's eps for it."""
+def check_recipe(recipe: Recipe) -> Recipe:
+    """Returns a recipe by which tokens can be dispatched.
 
-    format: Format
-    eps: float
-
-
-def _sendable(recipe: Recipe | str | None, operand: Literal["input", "gradient"]) -> _Cast | None:
-    """The cast of rows that travel, None for high precision; raises ValueError where they can't travel quantized."""
-    if recipe is None:
-        return None
-    recipe = recipes.for_linear(recipe)
-    cast = recipe.cast(operand)
-    if cast.format is None:
-        return None
-    why = why_not_sent(cast.format)
-    if why is None and operand == "gradient":
-        why = why_not_twice(cast.format)
-    if why is None and (cast.stochastic or cast.rotate):
-        why = f"its {operand} is {cast}, which depends on where a row lies"
-    if why is not None:
-        raise ValueError(f"recipe {recipe}: {why}; pass recipe=None, which sends values as they are")
-    return _Cast(cast.format, eps_for(cast.format, recipe.eps))
+    Raises:
+        ValueError: it is none.
+    """
+    if recipe.delayed is not None:
+        raise ValueError(
+            f"recipe {recipe} scales by amaxes of earlier steps, which each layer keeps for itself, and tokens are quantized "
+            "before they come to one: use fp8_current, or recipe=None, which sends values"
+        )
+    if recipe.input.rotate or recipe.input.stochastic:
+        raise ValueError(f"recipe {recipe} quantizes its input in {recipe.input}: pass recipe=None, which sends values")
+    if recipe.input.format is not None:
+        check_rows(recipe.input.format)
+    return recipe
 
 
-def _checked(x, chosen, experts: int, axis: str | None) -> tuple[jax.Array, jax.Array, int]:
-    """Returns x, the choices [tokens, choices] and the number of ranks."""
+def _checked(x, experts, num_experts: int, axis: str | None) -> tuple[jax.Array, jax.Array, int]:
+    """Returns x, the experts [tokens, k] and the number of ranks."""
     if isinstance(x, QuantizedArray) or not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"x must be an array in high precision, got {type(x).__name__}: dispatch quantizes it, with recipe=")
     if np.dtype(x.dtype).name not in ("float32", "float16", "bfloat16") or x.ndim != 2:
-        raise TypeError(f"x must be float32, float16 or bfloat16 [tokens, features], got {x.dtype} {tuple(x.shape)}")
-    chosen = jnp.asarray(chosen)
-    if not jnp.issubdtype(chosen.dtype, jnp.integer) or chosen.ndim not in (1, 2) or chosen.shape[0] != x.shape[0]:
+        raise TypeError(f"x must be float32, float16 or bfloat16 [tokens, in], got {x.dtype} {tuple(x.shape)}")
+    experts = jnp.asarray(experts)
+    if not jnp.issubdtype(experts.dtype, jnp.integer) or experts.ndim not in (1, 2) or experts.shape[0] != x.shape[0]:
         raise ValueError(
-            f"chosen must be integers [tokens] or [tokens, choices] for the {x.shape[0]} tokens of x, got {chosen.dtype} "
-            f"{chosen.shape}"
+            f"experts must be integers [tokens, k] for the {x.shape[0]} tokens of x, got {experts.dtype} {experts.shape}"
         )
     ranks = 1
     if axis is not None:
         replication.axis_index(axis)
         ranks = lax.axis_size(axis)
-    if experts < 1 or experts % ranks:
-        raise ValueError(f"experts = {experts} must be a multiple of the {ranks} ranks of {axis!r}")
-    return jnp.asarray(x), chosen.astype(jnp.int32).reshape(x.shape[0], -1), ranks
+    if num_experts < 1 or num_experts % ranks:
+        raise ValueError(f"num_experts = {num_experts} must be a multiple of the {ranks} ranks of {axis!r}")
+    return jnp.asarray(x), experts.astype(jnp.int32).reshape(x.shape[0], -1), ranks
 
 
-def _quantized(x: jax.Array, cast: _Cast, route: Route, *, of_tokens: bool) -> QuantizedArray:
-    """Quantizes rows and sends codes and scales, side by side; a row with Inf or NaN has NaN scales, as overflow shows."""
-    parts = wrap_parts(ops.quantize(x, format=cast.format, eps=cast.eps), cast.format, x)
-    parts = overflow.propagate_rows(parts, jnp.isfinite(x).all(axis=1))
-    scales = parts.scales
+def _sent(x: jax.Array, format: Format, eps: float, route: Route, *, of_tokens: bool) -> QuantizedArray:
+    """Quantizes rows and sends their codes, with scales of their own beside them.
+
+    A row that isn't finite gets NaN scales, as overflow shows in layers; with a scale of the whole tensor all rows do.
+    """
+    amax = None
+    if format.has_tensor_scale and route.axis is not None:
+        # That of a tensor is the same in every format.
+        amax = replication.max_over(ops.amax(x, format=FP8_E4M3).blocks, (route.axis,))
+    q = wrap_parts(ops.quantize(x, None, amax, format=format, eps=eps_for(format, eps)), format, x)
+    if format.has_tensor_scale:
+        q = overflow.propagate(q, overflow.is_finite(x, frozenset(() if route.axis is None else (route.axis,))))
+    else:
+        q = overflow.propagate_rows(q, jnp.isfinite(x).all(axis=1))
+    if format.per_tensor:
+        return q.replace(codes=route.send(q.codes, of_tokens=of_tokens))
+    scales = q.scales
     if scales.dtype != jnp.uint8:
         scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(scales.shape[0], -1)
-    sent = route.send(jnp.concatenate([parts.codes, scales], axis=1), of_tokens=of_tokens)
-    codes, scales = jnp.split(sent, [parts.codes.shape[1]], axis=1)
-    if parts.scales.dtype != jnp.uint8:
-        scales = lax.bitcast_convert_type(scales.reshape(scales.shape[0], -1, 4), parts.scales.dtype)
-    return parts.replace(codes=codes, scales=scales)
+    rows = route.send(jnp.concatenate([q.codes, scales], axis=1), of_tokens=of_tokens)
+    codes, scales = jnp.split(rows, [q.codes.shape[1]], axis=1)
+    if q.scales.dtype != jnp.uint8:
+        scales = lax.bitcast_convert_type(scales.reshape(scales.shape[0], -1, 4), q.scales.dtype)
+    return q.replace(codes=codes, scales=scales)
 
 
 def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
@@ -199,23 +223,32 @@ def _linked(result: Any, route: Route, x: jax.Array, *, of_tokens: bool) -> Any:
     return attach(result, route, carrier_of(x), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
 
 
-def _returned(y: jax.Array, route: Route, cast: _Cast | None) -> jax.Array:
-    """[pairs, out]: what came back for each pair; in the backward rows are quantized by `cast`."""
+def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
+    """[pairs, out]: what came back for each pair."""
     rows = route.give_back(lax.stop_gradient(y))
     if not isinstance(y, Tracer):
         return rows
     over, like = replication.varying(y), [jax.typeof(rows)]
+    cast = None if recipe is None else recipe.gradient
 
     def forward(route, tangent):
         return [route.give_back(tangent)]
 
     def backward(route, _, cotangents):
         (g,) = cotangents
-        if cast is None:
+        if cast is None or not _keeps_values(cast):
             sent = route.send(g, of_tokens=False)
         else:
-            stopped = lax.stop_gradient(g)
-            sent = _linked(_quantized(stopped, cast, route, of_tokens=False).dequantize(), route, g, of_tokens=False)
+            q = _sent(lax.stop_gradient(g), cast.format, recipe.eps, route, of_tokens=False)
+            sent = _linked(q.dequantize(), route, g, of_tokens=False)
         return replication.sum_like(sent, over, ())
 
     return attach(rows, route, carrier_of(y), lambda route, _, dot: linear_map(forward, backward, route, dot, like))
+
+
+def _keeps_values(cast: Cast) -> bool:
+    """Returns True where rows keep their values when they are quantized once more, if maybe by other scales and codes."""
+    format = cast.format
+    if format is None or format.has_tensor_scale or cast.stochastic or cast.rotate:
+        return False
+    return format.block is not None and format.block[0] == 1 and format.scale.power_of_two

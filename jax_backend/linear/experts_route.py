@@ -1,7 +1,7 @@
 """The way of tokens to their experts and back, between the ranks of a mesh axis or within one: which row goes where.
 
-Rows arrive in the order of experts; of one expert in the order of ranks, then of tokens: as they would lie if one rank held all
-tokens. Every step is a gather by indices that are worked out once, so no sum depends on an order, in either direction.
+Rows arrive as `blockfp.sharding.dispatching` says: by expert, then by rank, then by token. Every step is a gather, by indices
+that are worked out once, so no sum depends on an order, in either direction.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from .tiles import gather_rows
 )
 @dataclass(frozen=True)
 class Route:
-    """The route of one rank's tokens, from `dispatch`; `combine` takes it.
+    """The route of one rank's tokens.
 
     A pair is one of a token's choices; pairs are numbered token by token. Sorted pairs are those of expert 0, of expert 1, ..
 
     Attributes:
-        fits: bool (), whether every rank's rows found room in its bound, and every choice is an expert or -1. Where it is False
-            no row travels, and `combine` gives NaN.
+        fits: see `Received`.
         order: int32 [pairs], the pair that each sorted pair is.
         place: int32 [pairs], where each pair is among the sorted ones.
         sent, received: int32 [ranks], rows for and from each rank.

@@ -15,19 +15,21 @@ import numpy as np
 from jax.core import Tracer
 
 from blockfp import recipes
+from blockfp.definition.groups import UNIT
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
-from blockfp.recipes import Recipe
+from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState
+from .grouped_codes import GroupCodes, kernels_do, multiply_columns, multiply_rows, quantize_groups
 from .grouped_products import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .operands import Pair
 from .straight_through import DGRAD, FORWARD, WGRAD, Product, by_group, of_each_group, token_values
-from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows
+from .tiles import Scaling, Tiles, gather_rows, largest_amax, move_tiles, quantize_tiles, tile_rows, turn_tiles
 
 
 def grouped_linear(
@@ -99,7 +101,9 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile_rows(recipe))
+    kernels = kernels_do(recipe)
+    tile = UNIT if kernels else tile_rows(recipe)
+    layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, kernels)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
     return y if state is None else (y, state_out)
@@ -112,10 +116,12 @@ class _GroupedLinear(Layer):
     Attributes:
         expert_axis: the mesh axis that divides the groups, or None.
         tile: rows of a tile.
+        kernels: whether the CUDA library quantizes and multiplies all groups at once (`grouped_codes`).
     """
 
     expert_axis: str | None
     tile: int
+    kernels: bool
 
     def _scaling(self, multiplier: jax.Array | None, tiles: Tiles, key: jax.Array | None = None) -> Scaling:
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
@@ -128,26 +134,37 @@ class _GroupedLinear(Layer):
 
     def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
         scaling = self._scaling(None if state is None else state.input_scale, tiles)
-        row = None
-        if rowwise:
-            quantized = isinstance(x, QuantizedArray)
-            row = move_tiles(x, tiles) if quantized else quantize_tiles(x, tiles, self.recipe.input, scaling, ROWWISE)
-        if not columnwise:
-            return row, None
-        x = x.dequantize() if isinstance(x, QuantizedArray) else x
-        return row, quantize_tiles(x, tiles, self.recipe.input_columnwise, scaling, COLUMNWISE)
+        casts = self.recipe.input, self.recipe.input_columnwise
+        if not isinstance(x, QuantizedArray):
+            return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
+        x = x.without_carrier()
+        if self.kernels:
+            row = GroupCodes.of_rows(x, tiles) if rowwise else None
+            return row, GroupCodes.turned(x, tiles, casts[1], scaling) if columnwise else None
+        row = move_tiles(x, tiles) if rowwise else None
+        return row, turn_tiles(x, tiles, casts[1], scaling) if columnwise else None
+
+    def _quantized(self, x, tiles, casts: tuple[Cast, Cast], scaling, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
+        if self.kernels:
+            return quantize_groups(x, tiles, casts[0], scaling, rows=rowwise, columns=columnwise)
+        row = quantize_tiles(x, tiles, casts[0], scaling, ROWWISE) if rowwise else None
+        return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
         scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key)
-        row = quantize_tiles(g, kept.tiles, self.recipe.gradient, scaling, ROWWISE) if rowwise else None
-        cast = self.recipe.gradient_columnwise
-        return row, quantize_tiles(g, kept.tiles, cast, scaling, COLUMNWISE) if columnwise else None
+        casts = self.recipe.gradient, self.recipe.gradient_columnwise
+        return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return gather_rows(by_rows(operand, weight, tiles, self.dtype, fast=fast), tiles.target)
+        if self.kernels:
+            return multiply_rows(operand, weight, tiles, self.dtype, fast=fast)
+        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=self.recipe.exact_products)
+        return gather_rows(y, tiles.target)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
-        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
+        if self.kernels:
+            return multiply_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
+        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)
@@ -160,6 +177,7 @@ class _GroupedLinear(Layer):
         return largest_amax(x, tiles)
 
     def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
+        operand = operand.tiles(tiles) if isinstance(operand, GroupCodes) else operand
         return token_values(operand, tiles, carrier, cast, transposed=transposed)
 
     def products(self, tiles) -> tuple[Product, Product, Product]:

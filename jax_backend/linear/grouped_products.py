@@ -25,7 +25,7 @@ class _Span(NamedTuple):
     own: jax.Array  # how many of them are its group's
 
 
-def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
     """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
     vary = _varying(x, weight, tiles)
     of_groups = _of_groups(tiles)
@@ -35,7 +35,7 @@ def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool) -> ja
 
         def of_span(i, y: jax.Array) -> jax.Array:
             span = _span(of_groups, tiles, group, i)
-            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, fast=fast)
+            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, fast=fast, exact=exact)
             return vary(lax.dynamic_update_slice_in_dim(y, each, span.first * tiles.rows, 0))
 
         return lax.fori_loop(0, -(-of_groups.own[group] // tiles.spare), of_span, y)
@@ -44,7 +44,7 @@ def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool) -> ja
     return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
 
 
-def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
+def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
     """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
     vary = _varying(a, b, tiles)
     of_groups = _of_groups(tiles)
@@ -53,7 +53,7 @@ def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool) -> jax.
         def of_span(i) -> jax.Array:
             span = _span(of_groups, tiles, group, i)
             left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
-            return vary(product(left, right, jnp.float32, fast=fast))
+            return vary(product(left, right, jnp.float32, fast=fast, exact=exact))
 
         # The first, zeros if the group is empty, spares an addition to zeros.
         count = -(-of_groups.own[group] // tiles.spare)

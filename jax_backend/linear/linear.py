@@ -59,10 +59,10 @@ class _Linear(Layer):
         return weight if self.layout is None else self.layout.constrained(weight)
 
     def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
-        return product(operand, weight, self.dtype, fast=fast)
+        return product(operand, weight, self.dtype, fast=fast, exact=self.recipe.exact_products)
 
     def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
-        return product(gradient, x, self.weight_dtype, fast=fast)
+        return product(gradient, x, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return bias[None]

@@ -1,4 +1,4 @@
-"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or exactly dequantized."""
+"""Products of quantized operands, run as the core's table says (`kernels.routes`): on codes, or dequantized."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from blockfp.definition import layout
+from blockfp.definition import alignment, layout
 from blockfp.definition.numerics import Quantized
 from blockfp.kernels.products import BLOCK_SCALES, HOPPER, TENSOR_SCALES
 from blockfp.kernels.routes import Route, exact_in_bfloat16, route
@@ -20,7 +20,7 @@ from . import partitioned
 Matrix = jax.Array | QuantizedArray
 
 
-def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
+def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> jax.Array:
     """Multiplies a @ b^T, of shape [m, n].
 
     Args:
@@ -28,6 +28,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         b: [n, k].
         dtype: of the result.
         fast: whether the matrix units may accumulate in reduced precision; it matters for products of FP8 codes only.
+        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
 
     # Where a shard begins inside a block is known only at run time, which no matrix unit takes.
@@ -36,7 +37,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
     def on(platform, capability=None):
         def run(a, b):
             sizes = {"m": a.shape[-2], "n": b.shape[-2], "k": b.shape[-1]}
-            chosen = route(_format(a), _format(b), platform=platform, capability=capability, **sizes)
+            chosen = route(_format(a), _format(b), platform=platform, capability=capability, exact=exact, **sizes)
             return _MODES[chosen.mode](a, b, dtype, chosen, fast)
 
         return run
@@ -48,15 +49,16 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool) -> jax.Array:
         assert isinstance(a, QuantizedArray)
         assert isinstance(b, QuantizedArray)
         return partitioned.split_product(a, b, run)
-    return lax.platform_dependent(a, b, cuda=on("cuda", _capability()), default=on("cpu"))
+    return lax.platform_dependent(a, b, cuda=on("cuda", capability()), default=on("cpu"))
 
 
 def least_cublas(version: int) -> int:
     """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
-    return 0 if _capability() == HOPPER else version
+    return 0 if capability() == HOPPER else version
 
 
-def _capability() -> tuple[int, int]:
+def capability() -> tuple[int, int]:
+    """The compute capability of JAX's first GPU."""
     major, minor = str(jax.devices()[0].compute_capability).split(".")
     return int(major), int(minor)
 
@@ -99,10 +101,20 @@ def _block(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: boo
     return _dequantized(a, b, dtype, Route("dequantize", working, False, missing), fast)
 
 
-def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool) -> jax.Array:
+def _aligned(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: bool) -> jax.Array:
+    """Multiplies MX codes shifted to one power of two for each 128 of k."""
+    missing = choice.missing_product(0)
+    if missing is None:
+        return _by_library(a, b, dtype, False, aligned=True)
+    return _dequantized(a, b, dtype, Route("dequantize", "bfloat16", False, missing), fast)
+
+
+def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
-    out = cuda.product(*operands[0], *operands[1], dtype, capability=_capability(), fast=fast)
+    if aligned and 0 not in (*a.shape, *b.shape):
+        operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
+    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned)
     return replication.vary(out, frozenset().union(*over))
 
 
@@ -157,5 +169,6 @@ _MODES = {
     "block": _block,
     "mx": _scaled,
     "nvfp4": _scaled,
+    "aligned": _aligned,
     "dequantize": _dequantized,
 }

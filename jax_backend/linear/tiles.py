@@ -17,6 +17,7 @@ import numpy as np
 
 from blockfp.definition import numerics
 from blockfp.definition.bits import INFINITY
+from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rotation import GROUP, rotate
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
 from blockfp.definition.scaling import eps_for
@@ -166,9 +167,22 @@ def quantize_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, dir
 
 
 def move_tiles(x: QuantizedArray, tiles: Tiles) -> QuantizedArray:
-    """Moves rows that are quantized one by one, [tokens, size], to tiles [tiles, rows, size]."""
-    q = x.replace(codes=tiles.split(x.codes), scales=tiles.split(x.scales), tangent=None)
+    """Moves rows that are quantized already, [tokens, size], to tiles [tiles, rows, size]."""
+    codes = tiles.split(x.codes)
+    if x.format.per_tensor:
+        return x.replace(codes=codes, scales=x.scales[None])
+    q = x.replace(codes=codes, scales=tiles.split(x.scales))
+    if x.tensor_scale is not None:
+        return q.replace(tensor_scale=jnp.broadcast_to(x.tensor_scale, codes.shape[:1]))
     return _showing_overflow(q, jnp.isfinite(q.dequantize()), tiles)
+
+
+def turn_tiles(x: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) -> Any:
+    """Makes the columnwise form of rows that are quantized already (`blockfp.definition.recoding`), [tiles, size, rows]."""
+    if cast.format is not None and keeps_codes(x.format, cast.format, cast.rotate):
+        codes = tiles.split(x.codes).swapaxes(1, 2)
+        return x.replace(codes=codes, scales=x.scales[None], columns=codes.shape[-1])
+    return quantize_tiles(x.dequantize(value_dtype(x.dtype.name)), tiles, cast, scaling, COLUMNWISE)
 
 
 def _showing_overflow(q: QuantizedArray, finite: jax.Array, tiles: Tiles) -> QuantizedArray:

@@ -19,7 +19,7 @@ def scales_of(model):
 
 
 def histories_of(model):
-    """How many steps each layer has recorded amaxes in."""
+    """The number of steps that each layer has recorded amaxes in."""
     return [int((layer.input_amax_history > 0).sum()) for layer in model.modules() if isinstance(layer, bfp.Linear)]
 
 
@@ -93,7 +93,7 @@ def fit(module, folder):
 
 
 def test_lightning(tmp_path):
-    """Which calls forward and backward within the optimizer's step."""
+    """Lightning calls forward and backward within the optimizer's step."""
     module = Module(bfp.AdamW)
     fit(module, tmp_path)
     assert histories_of(module) == [3, 3]

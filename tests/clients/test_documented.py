@@ -4,7 +4,14 @@ import pytest
 import torch
 from documented import run_documented
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import blockfp.torch as bfp
 
@@ -51,3 +58,18 @@ def test_a_gradient_penalty():
     critic = bfp.convert(nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 1)), "mxfp8")
     run_documented("gradient penalty", critic=critic, x=torch.randn(8, 32))
     assert all(layer.weight.grad.abs().max() > 0 for layer in (critic[0], critic[2]))
+
+
+def test_experts(tmp_path):
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, num_local_experts=4,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    space = run_documented("experts: transformers", model=model, tokens=torch.arange(32).view(2, 16), folder=tmp_path)
+    assert "QuantizedMixtralExperts" in str(space["bfp"].summary(model))
+    read = MixtralForCausalLM.from_pretrained(tmp_path)
+    for name, param in model.named_parameters():
+        value = param.dequantize() if isinstance(param, bfp.QuantizedTensor) else param
+        assert torch.equal(read.get_parameter(name), value)

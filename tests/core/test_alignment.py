@@ -10,8 +10,8 @@ from blockfp.definition.decoding import scaled
 from blockfp.formats import FORMATS, Format
 
 MX = [f for f in FORMATS if alignment.can_align(f)]
-BOUND = {"e4m3": Fraction(1, 240 << 10), "e2m3": Fraction(1, 240 << 10), "e3m2": Fraction(1, 1 << 18), "e2m1": Fraction(1, 1 << 18),
-         "e5m2": Fraction(1, 1 << 32)}  # fmt: skip
+BOUND = {"e4m3": Fraction(1, 240 << 10), "e2m3": Fraction(1, 240 << 10), "e5m2": Fraction(1, 1 << 32)}
+BOUND |= {"e3m2": Fraction(1, 1 << 18), "e2m1": Fraction(1, 1 << 18)}
 UNCHANGED_UP_TO = {"e3m2": 9, "e2m3": 11, "e2m1": 14}
 
 
@@ -29,7 +29,7 @@ def exact(codes, scales, format, columns):
 
 
 def largest(codes, scales, format, columns):
-    """The largest magnitude of the elements that share a scale with each one once they are aligned; NaN and Inf count as MAX."""
+    """The largest magnitude of those that share a scale with each element once they are aligned; NaN and Inf count as MAX."""
     element = format.element
     code = layout.unpack(codes, element.bits, columns) & ((1 << (element.bits - 1)) - 1)
     values = exact(layout.pack(np.minimum(code, element.max_code), element.bits), scales, format, columns)

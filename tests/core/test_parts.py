@@ -1,4 +1,4 @@
-"""What each rank's part of codes and scales is, on every mesh: that of a sharded array, or cut from the whole."""
+"""Each rank's part of codes and scales on every mesh: of a sharded array, or cut from the whole."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Where shards lie: against NumPy's own splitting, torch's DTensor and JAX's NamedSharding."""
+"""The places of shards, against NumPy's own splitting, torch's DTensor and JAX's NamedSharding."""
 
 import pickle
 import random

@@ -1,4 +1,4 @@
-"""What plans decide (axes, steps, sizes) and what they refuse. That the results are right is test_simulate's part."""
+"""Axes, steps and sizes of plans, and refusals. test_simulate holds that the results are right."""
 
 import pickle
 

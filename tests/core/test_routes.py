@@ -25,7 +25,11 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
         ("fp8_e4m3_128x128", "fp8_e4m3_128x128", HOPPER, "block"),
         ("fp8_e4m3_1x128", "fp8_e4m3", HOPPER, "block"),
         ("fp8_e4m3_1x128", "mxfp8_e4m3", HOPPER, "dequantize"),
-        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "mxfp8_e4m3_32x32", HOPPER, "aligned"),
+        ("mxfp8_e5m2_floor", "mxfp8_e5m2", HOPPER, "aligned"),
+        ("mxfp6_e3m2", "mxfp4_e2m1_32x32", HOPPER, "aligned"),
+        ("mxint8", "mxfp8_e4m3_32x32", HOPPER, "dequantize"),
+        ("mxfp8_e4m3", "nvfp4", HOPPER, "dequantize"),
         ("mxfp8_e4m3", "mxfp8_e5m2_32x32_floor", BLACKWELL, "mx"),
         ("nvfp4", "nvfp4_16x16", BLACKWELL, "nvfp4"),
         ("nvfp4", "mxfp4_e2m1", BLACKWELL, "dequantize"),
@@ -37,6 +41,20 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 )
 def test_routes(a, b, capability, mode):
     assert routes.route(a, b, platform="cuda", capability=capability).mode == mode
+
+
+def test_exact_products_keep_mx_codes_as_they_are():
+    pair = ("mxfp8_e4m3", "mxfp8_e4m3_32x32")
+    for options, why in (({"exact": True}, "exact products"), ({"library": False}, "library")):
+        chosen = routes.route(*pair, platform="cuda", capability=HOPPER, **options)
+        assert (chosen.mode, chosen.dtype) == ("dequantize", "bfloat16")
+        assert why in chosen.reason
+    # Modes that take codes and scales as they are stay.
+    assert routes.route(*pair, platform="cuda", capability=BLACKWELL, exact=True).mode == "mx"
+    # Any lengths: what is aligned is filled up.
+    any_length = routes.route(*pair, platform="cuda", capability=HOPPER, m=3, n=8, k=7)
+    assert any_length.mode == "aligned"
+    assert "copied" not in any_length.reason
 
 
 def test_a_cpu_dequantizes_everything_to_float32():

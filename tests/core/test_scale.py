@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 def calls(function) -> int:
-    """How many Python functions a function calls."""
+    """The number of Python functions that a function calls."""
     count = 0
 
     def count_calls(frame, event, arg):

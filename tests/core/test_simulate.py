@@ -107,7 +107,7 @@ def test_parts_of_whole_bytes_may_come_before_shorter_ones(format, columns):
 
 
 def gathered_activation(format, sharding, x, have, columnwise, rotated, key, nominal):
-    """What the gather of an activation must give: the definition, on the whole array."""
+    """The definition on the whole array: an activation's gather must give it."""
     if have is not None:
         q = numerics.quantize(x, have, nominal=nominal)
         if have is not format or rotated or (columnwise and (not format.square or key is not None)):

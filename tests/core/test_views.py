@@ -46,7 +46,7 @@ def test_arrays_are_made_of_views(format):
 
 
 def test_arrays_of_casts_by_ml_dtypes():
-    """What another library has: elements and E8M0 scales by its own casts."""
+    """Elements and E8M0 scales that another library has cast itself."""
     format = Format.parse("mxfp8_e5m2")
     scales = np.exp2(np.arange(-3, 5, dtype=np.float32)).reshape(4, 2).astype(ml_dtypes.float8_e8m0fnu)
     elements = sample("bf16_valued", (4, 64), "float32").clip(-100, 100).astype(ml_dtypes.float8_e5m2)

@@ -1,4 +1,4 @@
-"""What users import from the three faces: names and signatures, which change on purpose alone.
+"""Names and signatures of the three faces, which change on purpose alone.
 
 python tests/crosscheck/test_api.py      writes them anew into public/, after a change that is meant
 """

@@ -167,7 +167,7 @@ def test_bad_options(model, tmp_path, monkeypatch, arguments, message):
 
 
 def test_what_cannot_be_written(model, tmp_path, monkeypatch):
-    """What a folder is no place for is said in a line, before the work where that can be known, after it else."""
+    """One line says that nothing can be written there: before the work where that can be known, after it otherwise."""
     named = ("--format", "mxfp8_e4m3", "--backend", "numpy", "--backend", "numpy")
     assert "only one backend" in plain(run("check", model, *named).stdout)
     with monkeypatch.context() as patch:

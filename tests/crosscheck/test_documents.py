@@ -1,4 +1,4 @@
-"""What the documents show runs, and says all formats."""
+"""Runs the code that the documents show, and looks for all formats in them."""
 
 import ast
 import pydoc
@@ -18,7 +18,7 @@ from blockfp.check import crosscheck
 from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
-RANKS = {"training.md": 2, "parallelism.md": 4, "checkpoints.md": 2}
+RANKS = {"training.md": 2, "parallelism.md": 4, "experts.md": 4, "checkpoints.md": 2}
 """Pages whose programs run on several processes, with a default process group."""
 
 

@@ -1,4 +1,4 @@
-"""What importing costs and brings along, each in a process of its own."""
+"""Modules that an import brings along, each import in a process of its own."""
 
 import json
 import subprocess

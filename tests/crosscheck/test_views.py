@@ -68,7 +68,7 @@ def test_elements_of_another_format_are_refused():
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2_32x32", "nvfp4", "nvfp4_16x16"])
 def test_operands_of_block_scaled_products_are_the_values(name):
-    """What Blackwell's products are handed, which this machine may not run: one scale for each row and block of columns."""
+    """Operands of Blackwell's products, which this machine may not run: one scale for each row and block of columns."""
     q = blockfp.jax.quantize(jnp.asarray(X[0]), name)
     codes, scales = (np.asarray(part.astype("float32")) for part in products._as_scaled(q))
     columns = q.format.block[1]

@@ -27,11 +27,11 @@ def made(recipe, ranks):
     return [bfp.quantize(weight.cuda(), format) for weight in (up, down)], [[one.cuda() for one in rank] for rank in each]
 
 
-def run(weights, tokens, recipe, group):
+def run(weights, tokens, recipe, group, key=3):
     up, down = (weight.detach().requires_grad_() for weight in weights)
     x, experts, scores, gradient = tokens
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
-    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=group, key=3)
+    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=group, key=key)
     gate, value = received.multiply(received.tokens, up).chunk(2, 1)
     y = bfp.combine(received.multiply(F.silu(gate) * value, down), received, scores)
     y.backward(gradient)
@@ -71,3 +71,25 @@ def test_rows_are_those_of_the_cpu():
         for on_gpu, on_cpu in zip(*(one.tokens.parts for one in own), strict=True):
             assert torch.equal(on_gpu.cpu(), on_cpu)
         assert torch.equal(own[0].offs.cpu(), own[1].offs)
+
+
+def test_products_of_all_experts_at_once_are_near_those_of_the_cpu():
+    """bfloat16, which they are for; the codes are the same, and the order of sums is another."""
+    for recipe in ("mxfp8", "fp8_current", "fp8_block", "nvfp4"):
+        weights, each = made(recipe, 1)
+        on_gpu = run(weights, each[0], recipe, None)
+        on_cpu = run([weight.cpu() for weight in weights], [one.cpu() for one in each[0]], recipe, None)
+        for name, ours, theirs in zip(("y", "x.grad", "scores.grad", "up.grad", "down.grad"), on_gpu, on_cpu, strict=True):
+            error = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < (0.05 if recipe == "nvfp4" else 0.02), f"{recipe}, {name}: {error}"
+
+
+def test_the_host_does_not_wait_on_one_gpu():
+    weights, (tokens,) = made("mxfp8", 1)
+    run(weights, tokens, "mxfp8", None, key=None)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(weights, tokens, "mxfp8", None, key=None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -155,10 +155,27 @@ def test_the_library_multiplies_as_the_values_do(a, b, shape):
     assert_product(other, *exact, PRECISE)
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [("fp8_e5m2", "fp8_e5m2"), ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("fp8_e4m3_128x128", "fp8_e5m2_1x128")],
+)
+@pytest.mark.parametrize("shape", [(77, 33, 41), (3, 200, 520)])
+def test_hopper_multiplies_any_lengths(a, b, shape):
+    needs_library()
+    if products._capability() != (9, 0):
+        pytest.skip("Hopper's kernel")
+    m, n, k = shape
+    left, right = bfp.quantize(values((m, k), 3, dtype="float32"), a), bfp.quantize(values((n, k), 4), b)
+    exact = [np.asarray(q.dequantize("float32"), np.float64) for q in (left, right)]
+    lowered = jax.jit(partial(products.product, dtype=jnp.float32, fast=False)).lower(left, right)
+    assert "blockfp_product" in lowered.as_text()
+    assert_product(lowered.compile()(left, right), *exact, PRECISE)
+
+
 @pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0)])
 def test_codes_go_to_the_matrix_units(recipe, count):
     needs_library()
-    if products._capability()[0] != 9:
+    if products.capability()[0] != 9:
         pytest.skip("Hopper's table")
     x, w, g = sizes()
     state = bfp.delayed_state(recipe) if recipe == "fp8_delayed" else None

@@ -70,7 +70,7 @@ def trained(make, recipe, mesh, compiled, **options):
 
 
 def recordings():
-    """How many CUDA graphs were recorded so far."""
+    """The number of CUDA graphs that were recorded so far."""
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)

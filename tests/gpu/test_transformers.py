@@ -45,7 +45,7 @@ def trained(recipe, mode):
 
 
 def recordings():
-    """How many CUDA graphs torch.compile has recorded so far."""
+    """The number of CUDA graphs that torch.compile has recorded so far."""
     from torch._inductor.cudagraph_trees import get_manager
 
     manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said where one can't."""
+"""The implementation that runs, and errors where one can't."""
 
 import inspect
 from pathlib import Path
@@ -96,7 +96,7 @@ def test_kernels_inside_shard_map_vary_as_the_definition_does(monkeypatch):
     for module, name, answer in (
         (choice, "has_gpu", True),
         (choice, "missing", None),
-        (products, "_capability", (9, 0)),
+        (products, "capability", (9, 0)),
         (cuda, "cublas_version", 120900),
     ):
         monkeypatch.setattr(module, name, lambda *_, answer=answer: answer)

@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from blockfp.jax_backend.linear.layer_placement import LayerPlacement
 from blockfp.jax_backend.linear.operands import gradient_operands, input_operands
-from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
-from blockfp.torch_backend.custom_ops.operand_ops import quantize_operand
-from blockfp.torch_backend.linear.linear import apply
 from samples import bits_of, sample
 
 import blockfp.jax as bfp
-import blockfp.torch as bfp_torch
 from blockfp import recipes
 from blockfp.recipes import RECIPES, Cast
+
+torch = pytest.importorskip("torch")
+bfp_torch = pytest.importorskip("blockfp.torch")
+gradient_keys = pytest.importorskip("blockfp.torch_backend.custom_ops.key_ops").gradient_keys
+quantize_operand = pytest.importorskip("blockfp.torch_backend.custom_ops.operand_ops").quantize_operand
+apply = pytest.importorskip("blockfp.torch_backend.linear.linear").apply
 
 BY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 HERE = LayerPlacement(None, (), False)

@@ -1,4 +1,4 @@
-"""What XLA compiles has the bits of the definition on NumPy, for every format: codes, scales, dequantized values.
+"""XLA's programs have the bits of the definition on NumPy, for every format: codes, scales, dequantized values.
 
 The programs are also read: none may hold a division, which XLA replaces by a product with a reciprocal, nor an exponential,
 logarithm or power, which are inexact.
@@ -29,7 +29,7 @@ def executor(request):
 
 
 class TestEveryInput(executors.EveryInput):
-    """What XLA compiles of the definition, and the CPU library in its programs."""
+    """XLA's programs of the definition, and the CPU library in its programs."""
 
 
 def assert_same(got, expected, x=None):

@@ -322,7 +322,7 @@ def test_dot_general_of_a_quantized_kernel(arrays):
 
 
 def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type):
-    """What `jax.nn.scaled_matmul` is documented to give."""
+    """The result that `jax.nn.scaled_matmul` is documented to give."""
     values = []
     for x, scales in ((lhs, lhs_scales), (rhs, rhs_scales)):
         repeated = jnp.repeat(scales.astype(jnp.float32), x.shape[-1] // scales.shape[-1], axis=-1)
@@ -342,7 +342,7 @@ def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type):
     ],
 )
 def test_modes_of_gpus_give_the_product_of_the_values(mode, a, b, monkeypatch):
-    """What GPUs run, run on the CPU, where XLA has the same operations, slower, but for `scaled_matmul`."""
+    """Runs on the CPU the modes of GPUs: XLA has the same operations there, slower, but for `scaled_matmul`."""
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     a, b = (bfp.quantize(jnp.asarray(sample("gaussian", (rows, 128))), f) for rows, f in ((48, a), (32, b)))
     want = np.asarray(a.dequantize(), np.float64) @ np.asarray(b.dequantize(), np.float64).T

@@ -1,4 +1,4 @@
-"""What other code asks of arrays: answered by a quantized array, or refused with what to write."""
+"""Requests of other code to an array: a quantized array answers, or refuses and says what to write."""
 
 import os
 import socket
@@ -140,7 +140,7 @@ def test_export_of_functions_of_quantized_arrays():
 
 
 def test_export_of_a_step_on_a_mesh():
-    """Where parameters lie and what an optimizer keeps are in the file too."""
+    """Placements of parameters and the optimizer's state are in the file too."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
     optimizer = bfp.adamw(0.1)
     whole = bfp.quantize_params({"w": X, "plain": jnp.ones(3)}, "mxfp8", filter_fn=lambda path, _: path == "w")

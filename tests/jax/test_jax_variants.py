@@ -1,4 +1,4 @@
-"""What holds with and without jit and on arrays put on a device, and what is traced once."""
+"""The face with and without jit and on arrays put on a device, and traces that are made once."""
 
 import pickle
 

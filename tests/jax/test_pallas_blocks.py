@@ -1,4 +1,4 @@
-"""What the Pallas kernels compute for a block, on plain arrays, bit by bit against the definition."""
+"""A block as the Pallas kernels compute it, on plain arrays, bit by bit against the definition."""
 
 import numpy as np
 import pytest

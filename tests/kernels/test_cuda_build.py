@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from blockfp.kernels import cuda_build, cuda_library
+from blockfp.kernels.once import once
 
 NVCC = """#!/bin/sh
 echo call >> "$BLOCKFP_CALLS"
@@ -39,6 +40,7 @@ def devices(monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_build, "installed", lambda name: None)
     monkeypatch.setattr(cuda_build, "LIBRARY", "libblockfp_cuda_of_a_test.so")
     monkeypatch.setattr(cuda_library._cuda, "loaded", None)
+    monkeypatch.setattr(cuda_library._cuda, "_load", once(cuda_library._cuda._load_first))
     monkeypatch.setattr(cuda_library._cuda, "why_not", "")
 
     def visible(*capabilities):

@@ -1,4 +1,4 @@
-"""What the kernels accept and refuse: strides, read-only arrays, torch tensors, threads in another floating-point mode."""
+"""Arguments that the kernels accept and refuse: strides, read-only arrays, torch tensors, threads in another floating-point mode."""
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +8,7 @@ from samples import DTYPES, KINDS, sample
 
 from blockfp.definition import numerics, rotation
 from blockfp.kernels import native
+from blockfp.kernels.once import once
 
 NAMES = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3_32x32", "mxfp6_e3m2", "mxint8", "nvfp4")
 SOME = pytest.mark.parametrize("name", NAMES)
@@ -153,6 +154,7 @@ def test_without_a_library(monkeypatch):
 
     monkeypatch.setattr(native._cpu, "loaded", None)
     monkeypatch.setattr(native._cpu, "_find", missing)
+    monkeypatch.setattr(native._cpu, "_load", once(native._cpu._load_first))
     monkeypatch.setattr(native._cpu, "why_not", "")
     assert not native.available()
     assert "it was not built; the definition runs instead" in native.status()

@@ -14,7 +14,7 @@ BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 
 def assert_each(run, expected):
-    """What `run` returns has the expected bits, with each instruction set that this processor has."""
+    """Asserts that `run` returns the expected bits with each instruction set that this processor has."""
     for name in native.instruction_sets():
         native.use_instruction_set(name)
         assert_same_bits(run(), expected)

@@ -1,4 +1,4 @@
-"""What the library's functions say of arguments that would be read or written outside an array."""
+"""Errors of the library's functions for arguments that would be read or written outside an array."""
 
 import numpy as np
 import pytest

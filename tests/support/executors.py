@@ -34,7 +34,7 @@ KEY = (0xDEADBEEF, 0x87654321)
 
 
 class Executor(NamedTuple):
-    """What quantizes and dequantizes several NumPy arrays of one shape and dtype.
+    """Two functions that quantize and dequantize several NumPy arrays of one shape and dtype.
 
     Attributes:
         quantize: `(arrays, format, key) -> [Quantized]`; key is None or two words.

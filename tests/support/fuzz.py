@@ -34,7 +34,7 @@ MEMORY = 512 * 2**20
 
 
 class Refused(Exception):
-    """What a command does: it ends with 2."""
+    """A command has ended with 2."""
 
 
 def readers(kind: str, path: Path, out: Path) -> dict[str, object]:
@@ -97,7 +97,7 @@ class TooLong(BaseException):
 
 
 def outcome(read) -> str:
-    """What a reader makes of a file: "read", "refused", or what else happened."""
+    """A reader's answer to a file: "read", "refused", or what else happened."""
     from blockfp.errors import BadCheckpoint, BadFile
 
     def ring(*_):

@@ -1,4 +1,4 @@
-"""What a Python process that a test starts must know."""
+"""The environment of Python processes that tests start."""
 
 import os
 from pathlib import Path

@@ -56,7 +56,7 @@ def whole_and_shards(format, shape, sharding, kind, seed=0, dtype="float32", col
 
 
 def parts(whole, format, sharding):
-    """What each rank holds of a quantized array."""
+    """Each rank's part of a quantized array."""
     held = []
     codes = layout.unpack(whole.codes, format.element.bits, sharding.shape[-1])
     for region in sharding.regions:

@@ -43,7 +43,7 @@ def shapes(format, ranks, axis, across):
 
 
 def encoded(x, cast, across):
-    """What is quantized of x."""
+    """The array that is quantized of x."""
     x = x.mT.contiguous() if across else x
     return rotate(x) if cast.rotate else x
 

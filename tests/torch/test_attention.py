@@ -29,7 +29,7 @@ def torchs_rows(key_value_heads):
 
 
 def torchs_own(layer, causal):
-    """What `torch.nn.MultiheadAttention` computes of the dequantized weights, which are returned as leaves."""
+    """The result of `torch.nn.MultiheadAttention` with the dequantized weights, which are returned as leaves."""
     names = ("qkv.weight", "qkv.bias", "out.weight", "out.bias")
     leaves = [layer.get_parameter(name).detach() for name in names]
     leaves = [w.dequantize() if isinstance(w, bfp.QuantizedTensor) else w.clone() for w in leaves]

@@ -22,7 +22,7 @@ _one_at_a_time = threading.Lock()
 
 
 def seeded(seed, make):
-    """What `make` makes after seeding; ranks that are threads share torch's generator."""
+    """Calls `make` after seeding; ranks that are threads share torch's generator."""
     with _one_at_a_time:
         torch.manual_seed(seed)
         return make()
@@ -241,7 +241,7 @@ RECIPES = [None, "fp8_delayed", "fp8_current", "mxfp8", "nvfp4"]
 
 @pytest.mark.parametrize("theirs", RECIPES, ids=str)
 def test_requantizing_between_recipes(theirs, tmp_path):
-    """What only one of two recipes keeps in buffers stays as it is; a weight in fp32 is its own master."""
+    """Buffers that only one of two recipes has stay as they are; a weight in fp32 is its own master."""
 
     def layer_of(recipe):
         return seeded(0, lambda: nn.Linear(64, 64) if recipe is None else bfp.Linear(64, 64, recipe=recipe))

@@ -1,4 +1,4 @@
-"""What `convert` keeps of a layer: hooks, attributes, classes, references; and what it refuses because it can't."""
+"""Parts of a layer that `convert` keeps (hooks, attributes, classes, references), and refuses where it can't."""
 
 import copy
 import gc

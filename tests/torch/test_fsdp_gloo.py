@@ -1,4 +1,4 @@
-"""What the threaded tests hold, over real gloo: one format of each kind, every kind of shard, 2 and 4 processes."""
+"""Holds over real gloo what the threaded tests hold: one format of each kind, every kind of shard, 2 and 4 processes."""
 
 import gloo
 import pytest

@@ -1,4 +1,4 @@
-"""What can't be done with sharded quantized weights: the same clear error on every rank, and none of them left waiting."""
+"""Refusals for sharded quantized weights: the same clear error on every rank, and none of them left waiting."""
 
 import re
 

@@ -86,7 +86,7 @@ def test_deep_copies(weights):
 
 
 def test_a_cast_of_data_changes_the_nominal_dtype():
-    """What accelerate does to parameters where it is told of mixed precision, and peft before it trains on few bits."""
+    """Accelerate does so to parameters for mixed precision, and peft before it trains on few bits."""
     model = layers("mxfp8", "quantized")
     weight, codes, before = model[0].weight, model[0].weight.codes.clone(), model[0].weight.dequantize(torch.float32)
     weight.data = weight.data.to(torch.float32)

@@ -12,7 +12,7 @@ import blockfp.torch as bfp
 
 
 def terms(ranks, rows, columns):
-    """What each rank has of y: integers, whose sums are exact in any order."""
+    """Each rank's terms of y: integers, whose sums are exact in any order."""
     return [torch.from_numpy(sample("integers", (rows, columns), seed=rank)).bfloat16() // 8 for rank in range(ranks)]
 
 

@@ -122,7 +122,7 @@ def one_step(model, value, scaler, optimizer):
 
 
 def backs_off(model, optimizer):
-    """Whether a loss scaler lets ordinary steps pass and halves its scale after an Inf, which changes nothing."""
+    """Asserts that a loss scaler lets ordinary steps pass and halves its scale after an Inf, which changes nothing."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     one_step(model, 1.0, scaler, optimizer)
     assert scaler.get_scale() == 2.0**4

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a layer that a tensor-parallel group shares: which collectives run, and where."""
+"""Collectives in torch.compile's programs of a layer that a tensor-parallel group shares."""
 
 from collections import Counter
 

@@ -36,7 +36,7 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["fp8_delayed", "nvfp4", *SQUARE])
 def test_recipes_under_fsdp2(name, shape, style, sequence, seen):
-    """Those that say more than formats; formats alone are in test_parallel_formats.py."""
+    """Runs recipes that say more than formats; formats alone are in test_parallel_formats.py."""
     check_layer(linear(shape, ALL[name]), "fsdp x tp", style, sequence, shape, seen)
 
 

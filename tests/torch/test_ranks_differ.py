@@ -26,7 +26,7 @@ FORMAT = "mxfp8_e4m3_32x32"
 
 
 def raised(action, error, match):
-    """What this rank raises is what the others do, too."""
+    """Asserts that this rank raises what the others do."""
     with pytest.raises(error, match=match) as caught:
         action()
     everyones = [None] * dist.get_world_size()
@@ -192,7 +192,7 @@ def test_one_reduction_for_a_group_of_parameters_and_none_after_the_first_step()
 
 
 def a_protected_surplus(rank):
-    """What can't be removed is said with its path, and saving goes on."""
+    """Removing fails, which is said with the path, and saving goes on."""
     run = Path(os.environ["RUN"]) / "run"
     model = model_of(FORMAT, SHAPES)
     for step in (1, 2, 3):

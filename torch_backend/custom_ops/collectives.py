@@ -42,6 +42,8 @@ def max_reduce_together(tensors: Sequence[Tensor], groups: Sequence[str]) -> lis
     """`max_reduce` of several tensors in one collective a group."""
     if not tensors or not groups:
         return list(tensors)
+    if len(tensors) == 1:
+        return [max_reduce(tensors[0], groups)]
     flat = max_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), groups)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

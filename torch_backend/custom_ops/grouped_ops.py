@@ -87,7 +87,7 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, bias, x.dtype)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
@@ -97,7 +97,8 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
         rows = x[group.begin : group.end]
         found = _quantized(rows, row, column, multiplier, None, recipe.eps)
         own = None if bias is None else bias[number]
-        y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, n, k, own, x.dtype, fast, number)
+        options = (n, k, own, x.dtype, fast, number, recipe.exact_products)
+        y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, *options)
         columns.append(found.column)
         amaxes += _present(found.amax)
     kept = [] if column.format is None else _laid_out(columns, x, ends, column.format, recipe.eps)
@@ -137,7 +138,7 @@ def _backward(
         results = []
         found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, None, dtype))
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
         if weight_dtype is not None:
             a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
             results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
@@ -156,14 +157,16 @@ def _backward(
         amaxes += _present(found.amax)
         if d_weight is not None:
             a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
-            d_weight[number] = multiply_parts(a, inputs[number], k, group.rows, None, weight_dtype, fast["wgrad"], None)
+            options = (k, group.rows, None, weight_dtype, fast["wgrad"], None, recipe.exact_products)
+            d_weight[number] = multiply_parts(a, inputs[number], *options)
         if d_x is not None:
             one, index = w, number
             if w.format is None and again is not None:
                 # A weight whose rowwise operand is in high precision has no codes yet.
                 one, index = Matrix(quantize_operand(weight[number], None, again).column, again), None
             a = _rows(rows, found.row, row)
-            d_x[group.begin : group.end] = multiply_parts(a, one, k, n, None, dtype, fast["dgrad"], index)
+            options = (k, n, None, dtype, fast["dgrad"], index, recipe.exact_products)
+            d_x[group.begin : group.end] = multiply_parts(a, one, *options)
         if d_bias is not None:
             d_bias[number] = rows.sum(0).to(bias_dtype)
     return [*_present(d_x), *_present(d_weight), *_present(d_bias), *_stacked(amaxes, multiplier, words)]

@@ -15,6 +15,7 @@ from torch.nn.functional import grouped_mm
 
 from blockfp.definition import groups
 from blockfp.formats import Format
+from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import exact_in_bfloat16
 
 from . import cuda, cuda_groups
@@ -26,7 +27,9 @@ _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 def _on_codes(device: torch.device, a: Format | None, b: Format | None) -> bool:
     """Says whether the library's own kernel multiplies codes of these formats."""
-    return a is not None and b is not None and multiplies_groups(device, a, b)
+    if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
+        return False
+    return multiplies_groups(device, a, b)
 
 
 def why_apart(
@@ -82,7 +85,9 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
     return f"torch's grouped_mm takes no lengths of {odd[0]}" if odd else None
 
 
-def multiply_rows(a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def multiply_rows(
+    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
     Args:
@@ -90,12 +95,11 @@ def multiply_rows(a: Matrix, w: Matrix, words: Tensor, count: int, n: int, bias:
         w: [groups, n, k], or with `transposed` stored as [groups, k, n].
         words: of `cuda_groups.group_rows`.
         count: how many groups.
-        n: columns of the product.
+        n, k: columns of the product, and the contracted length.
         bias: [groups, n], or None.
         dtype: of the product.
     """
-    tokens, k = a.parts[0].shape[0], w.parts[0].shape[-2] if w.transposed else a.parts[0].shape[1]
-    ends = words[:count]
+    tokens, ends = a.parts[0].shape[0], words[:count]
     if 0 in (tokens, n, k, count):
         y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
         return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)

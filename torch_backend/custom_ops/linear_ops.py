@@ -60,6 +60,7 @@ class _Forward(NamedTuple):
         count: how many parts are rowwise.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
+        exact: whether it must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -67,6 +68,7 @@ class _Forward(NamedTuple):
     count: int
     weight: Format | None
     fast: bool
+    exact: bool
 
 
 class _Backward(NamedTuple):
@@ -79,6 +81,7 @@ class _Backward(NamedTuple):
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
+        exact: whether they must multiply the operands' very values.
     """
 
     quantize: Run | None
@@ -89,6 +92,7 @@ class _Backward(NamedTuple):
     weight: Format | None
     weight_columnwise: Format | None
     fast: tuple[bool, bool]
+    exact: bool
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -132,7 +136,7 @@ def forward(
     plan = _forwards.get(key)
     if plan is None:
         plan = kept(_forwards, key, _plan_forward(x, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast = plan
+    quantize, row, count, format, fast, exact = plan
     parts = [] if quantize is None else quantize(x, None, multiplier, None)
     a = Matrix([x] if row is None else parts[:count], row)
     del parts[:count]
@@ -144,7 +148,7 @@ def forward(
     else:
         made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
         w = Matrix(made, format)
-    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None)
+    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None, exact)
     return [y, *made, *parts]
 
 
@@ -154,7 +158,8 @@ def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool) -> _F
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
         quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps)
-    return _Forward(quantize, row, _count(row), recipe.weight.format, "forward" in recipe.fast_accum)
+    fast = "forward" in recipe.fast_accum
+    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
 
 
 # ---- backward
@@ -200,7 +205,7 @@ def backward(
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
         kept(_backwards, key, plan)
-    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad) = plan
+    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad), exact = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = Matrix([gradient] if row is None else parts[:count], row)
     del parts[:count]
@@ -209,7 +214,7 @@ def backward(
     if needs_weight:
         a = Matrix([gradient.mT] if column is None else parts, column)
         b = Matrix([x[0].mT] if of_input is None else x, of_input)
-        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None))
+        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None, exact))
         # Memory for the next product.
         del a, b
         parts.clear()
@@ -225,7 +230,7 @@ def backward(
             w = Matrix(made, weight_columnwise)
         else:
             w = Matrix([weight], None, (0, 0), True)
-        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None))
+        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None, exact))
     return results + recorded
 
 
@@ -241,7 +246,8 @@ def _plan_backward(
         quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, recipe.eps)
     weight = (recipe.weight.format, recipe.weight_columnwise.format)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
-    return _Backward(quantize, *formats, _count(formats[0]), recipe.input_columnwise.format, *weight, fast)
+    count, exact = _count(formats[0]), recipe.exact_products
+    return _Backward(quantize, *formats, count, recipe.input_columnwise.format, *weight, fast, exact)
 
 
 @impl(linear_backward)

@@ -1,12 +1,13 @@
 """The custom ops that multiply two quantized operands; `kernels.routes` says how.
 
-    blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin)
-    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin)
+    blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin,
+                             exact)
+    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact)
 
 Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
 tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
 weight that has rowwise codes alone, in the product that contracts its rows. Its columnwise codes are derived here and freed
-with the call. `index` takes one matrix of a stack.
+with the call. `index` takes one matrix of a stack. `exact` leaves out routes that may change an operand.
 
 The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
 """
@@ -24,25 +25,25 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from blockfp.definition import layout
+from blockfp.definition import alignment, layout
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
-from . import kernels
+from . import cuda, kernels
 from .dequantize_plans import dequantize_parts
 from .dtypes import name_of, view_codes, view_scales
 from .library import define, fake, impl
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0]) "
-    "-> Tensor"
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0], "
+    "bool exact=False) -> Tensor"
 )
 weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0]) -> Tensor"
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False) -> Tensor"
 )
 
 
@@ -92,6 +93,7 @@ def multiply(
     *,
     fast_accum: bool = False,
     index: int | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Calls the op that gives a @ b^T + bias.
 
@@ -103,22 +105,33 @@ def multiply(
         dtype: of the result.
         fast_accum: whether FP8 matrix units may keep fewer bits of their sums.
         index: which of a stack b is; None of a single matrix.
+        exact: whether the values of both operands must be multiplied as they are (`Recipe.exact_products`).
     """
     a_format = None if a.format is None else a.format.name
     b_format = None if b.format is None else b.format.name
     options = (*size, bias, dtype, fast_accum, b.transposed, index)
     if b.is_one_tensor:
-        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin)
-    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin)
+        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact)
+    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact)
 
 
 @lru_cache(maxsize=4096)
-def route_on(device: torch.device, a: Format | None, b: Format | None, m: int, n: int, k: int, in_order: bool = True) -> Route:
+def route_on(
+    device: torch.device,
+    a: Format | None,
+    b: Format | None,
+    m: int,
+    n: int,
+    k: int,
+    in_order: bool = True,
+    exact: bool = False,
+) -> Route:
     """The route of a product on a device; see `kernels.routes.route`."""
     if device.type != "cuda":
         return route(a, b, platform="cpu", in_order=in_order)
+    sizes = {"m": m, "n": n, "k": k, "in_order": in_order, "exact": exact}
     capability, library = torch.cuda.get_device_capability(device), cuda_library.available()
-    return route(a, b, platform="cuda", capability=capability, m=m, n=n, k=k, in_order=in_order, library=library)
+    return route(a, b, platform="cuda", capability=capability, library=library, **sizes)
 
 
 @impl(product)
@@ -136,10 +149,12 @@ def _product(
     index: int | None = None,
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
+    exact: bool = False,
 ) -> Tensor:
     formats = [None if name is None else Format.parse(name) for name in (a_format, b_format)]
     right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise)
-    return multiply_parts(Matrix(a, formats[0], (a_origin[0], a_origin[1])), right, n, k, bias, dtype, fast_accum, index)
+    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]))
+    return multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
 @fake(product)
@@ -164,7 +179,15 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
 
 
 def multiply_parts(
-    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, index: int | None
+    a: Matrix,
+    b: Matrix,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool,
+    index: int | None,
+    exact: bool = False,
 ) -> Tensor:
     """Does what the op `product` does, outside of a graph; arguments as for `multiply`, with b given by its parts."""
     if index is not None:
@@ -174,12 +197,15 @@ def multiply_parts(
         out = torch.zeros((m, n), dtype=dtype, device=device)
         return out if bias is None else out + bias
     across = b.transposed and b.format is not None and not b.format.square
-    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)))
+    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(a, b, n, k, bias, dtype, chosen)
     if b.transposed:
         b = _turned(b, n)
-    if chosen.mode in ("tensor", "block"):
+    if chosen.mode == "aligned":
+        a, b = _aligned(a, k), _aligned(b, k)
+        k = a.parts[0].shape[1]
+    if chosen.mode in ("tensor", "block", "aligned"):
         return _on_codes(a, b, n, k, bias, dtype, fast_accum)
     return _BLACKWELL[chosen.mode](a, b, bias, dtype)
 
@@ -213,6 +239,13 @@ def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtyp
         return out.to(dtype)
     out = torch.mm(left, right, out_dtype=torch.float32)
     return (out if bias is None else out + bias).to(dtype)
+
+
+def _aligned(x: Matrix, k: int) -> Matrix:
+    """Shifts the codes of MX [size, k] to one scale for 128 elements: FP8 blocks, filled up along k."""
+    assert x.format is not None
+    codes, scales = x.parts
+    return Matrix(cuda.align(codes, scales, x.format, columns=k), alignment.aligned_format(x.format), ordered=True)
 
 
 def _on_codes(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:

@@ -68,9 +68,14 @@ def columnwise(
         return Matrix([dequantize_parts(parts, format, dtype, columns).mT], None)
     if keeps_codes(format, cast.format, cast.rotate):
         return Matrix(part_ops.turned(parts[0], parts[1], format.name, columns), format)
-    values = dequantize_parts(parts, format, getattr(torch, value_dtype(name_of(dtype))), columns)
+    values = values_of(parts, format, columns, dtype)
     found = quantize_operand(values, None, cast.format, column_key=key, rotate=cast.rotate, eps=eps_for(cast.format, eps))
     return Matrix(found.column, cast.format)
+
+
+def values_of(parts: Sequence[Tensor], format: Format, columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns the values from which the columnwise form is quantized, of codes with this nominal dtype."""
+    return dequantize_parts(parts, format, getattr(torch, value_dtype(name_of(dtype))), columns)
 
 
 def joined(parts: Sequence[Tensor], format: Format) -> Tensor:

@@ -12,7 +12,6 @@ So a product of the rows multiplies the codes that were sent. Its columnwise ope
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +25,12 @@ from blockfp.sharding.dispatching import check_rows
 
 from ..custom_ops.key_ops import gradient_keys
 from ..linear.linear import LinearState
+from ..linear.parallel import Parallel
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .coded import joined, parted, quantize_rows, tensor_of
-from .product import multiply_groups, takes_codes
+from .product import Call, multiply_groups, takes_codes
 from .route import Group, Route, route
 
 if TYPE_CHECKING:
@@ -46,25 +46,30 @@ class Received:
         tokens: [rows, in], a `QuantizedTensor` in the recipe's format of inputs; values where it has none.
         offs: int32 [own experts], the end of each one's rows.
         recipe: the `Recipe`.
-        key: of stochastic rounding, int32 [2], or None.
+        state: the random key of the gradients that `combine` sends, and the step; None where the recipe needs none.
         route: where the rows came from.
     """
 
     tokens: Tensor
     offs: Tensor
     recipe: Recipe
-    key: Tensor | None
+    state: LinearState
     route: Route
 
     @property
-    def counts(self) -> list[int]:
-        """How many rows each of this rank's experts has; on one rank the host waits for its device to know."""
-        if self.route.counts is not None:
-            return self.route.counts
-        ends = [0, *self.offs.tolist()]
-        return [end - first for first, end in pairwise(ends)]
+    def counts(self) -> Tensor:
+        """How many rows each of this rank's experts has, int32 [own experts]."""
+        return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, state: LinearState | None = None) -> Tensor:
+    def multiply(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        state: LinearState | None = None,
+        parallel: Parallel | None = None,
+    ) -> Tensor:
         """Multiplies rows that are sorted as `tokens` are, by the recipe, each expert's with its own weight.
 
         `tokens` are multiplied as they are. A gradient that comes from `combine` is, too.
@@ -74,6 +79,7 @@ class Received:
             weight: [own experts, out, in], a `QuantizedTensor` in the recipe's weight format, or values.
             bias: [own experts, out], or None.
             state: of a layer, with its random key; by default this dispatch's key.
+            parallel: of a layer that `parallelize` has cut, by which a weight in high precision is quantized as a part.
 
         Returns:
             [rows, out].
@@ -85,9 +91,12 @@ class Received:
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
             if tensor is not None and mesh_of(tensor) is not None:
                 raise ValueError(f"{name} is a DTensor, and these rows are one rank's: pass {name}.to_local()")
-        state = LinearState(rng_key=self.key) if state is None else state
-        own = {"counts": self.counts, "first": self.route.first, "experts": self.route.experts}
-        return multiply_groups(x, weight, bias, self.recipe, state, **own)
+        state = self.state if state is None else state
+        if x.shape[0] != self.tokens.shape[0]:
+            raise ValueError(f"x must have a row for each of the {self.tokens.shape[0]} tokens that came, got {tuple(x.shape)}")
+        way = self.route
+        call = Call(self.recipe, self.offs, way.counts, way.first, way.experts, parallel)
+        return multiply_groups(x, weight, bias, state, call)
 
 
 def dispatch(
@@ -141,9 +150,16 @@ def dispatch(
         )
     if num_experts < 1:
         raise ValueError(f"num_experts must be 1 or more, got {num_experts}")
-    way = route(experts, num_experts, Group.of(group))
-    words = None if key is None else key_tensor(key, x.device)
-    return Received(_Dispatch.apply(x, way, recipe), way.offs, recipe, words, way)
+    state = LinearState(rng_key=None if key is None else key_tensor(key, x.device))
+    return send(x, experts, num_experts, recipe, Group.of(group), state)
+
+
+def send(x: Tensor, experts: Tensor, num_experts: int, recipe: Recipe, group: Group, state: LinearState) -> Received:
+    """Does what `dispatch` does, with a recipe from `check_recipe` and the state of the layer that makes the outputs."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    way = route(experts, num_experts, group)
+    return Received(_Dispatch.apply(x, way, recipe), way.offs, recipe, state, way)
 
 
 def check_recipe(recipe: Recipe) -> Recipe:
@@ -189,9 +205,9 @@ def combine(y: Tensor, received: Received, weights: Tensor | None = None) -> Ten
             f"weights must be {(way.tokens, way.k)}, one for each expert of each token, got {tuple(weights.shape)}"
         )
     cast = received.recipe.gradient
-    if cast.stochastic and received.key is None and y.requires_grad:
+    if cast.stochastic and received.state.rng_key is None and y.requires_grad:
         raise ValueError(f"recipe {received.recipe} rounds gradients stochastically: pass key= to dispatch")
-    return _Combine.apply(y, weights, way, cast, received.recipe.eps, received.key, takes_codes(y))
+    return _Combine.apply(y, weights, way, cast, received.recipe.eps, received.state, takes_codes(y))
 
 
 def _groups(way: Route) -> tuple[str, ...]:
@@ -238,11 +254,11 @@ class _Combine(torch.autograd.Function):
         way: Route,
         cast: Cast,
         eps: float,
-        key: Tensor | None,
+        state: LinearState,
         as_codes: bool,
     ) -> Tensor:
         rows = way.back(y).view(way.tokens, way.k, y.shape[1])
-        ctx.way, ctx.cast, ctx.eps, ctx.key, ctx.as_codes, ctx.dtype = way, cast, eps, key, as_codes, y.dtype
+        ctx.way, ctx.cast, ctx.eps, ctx.state, ctx.as_codes, ctx.dtype = way, cast, eps, state, as_codes, y.dtype
         ctx.weighted = weights is not None
         needs = weights is not None and weights.requires_grad
         ctx.save_for_backward(*([] if weights is None else [weights]), *([rows] if needs else []))
@@ -271,7 +287,8 @@ class _Combine(torch.autograd.Function):
                 slots = slots.to(ctx.dtype).view(way.tokens * way.k, gradient.shape[1])
             key = None
             if cast.stochastic:
-                key = gradient_keys(ctx.key, folds=(way.group.rank,))[0, 0]
+                rank = ctx.state.rank * way.group.ranks + way.group.rank
+                key = gradient_keys(ctx.state.rng_key, step=ctx.state.step, folds=(rank,))[0, 0]
             d_y = _send(slots, of_row, cast, ctx.eps, way, key)
             if isinstance(d_y, QuantizedTensor) and not ctx.as_codes:
                 d_y = d_y.dequantize()

@@ -29,13 +29,12 @@ from .operands import weight_operand
 from .second_order import backward_with_graph, plus, taken
 
 
-def takes(call: Call, state: Sequence[Tensor | None]) -> bool:
+def takes(call: Call, observed: Tensor | None) -> bool:
     """Says whether `GroupedFunction` carries out a call with groups; `SharedFunction` does the others, one group after another.
 
-    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe`, whose figures
-    are the last tensor of the state, measures each.
+    Those look at single groups: ranks that share each expert find the amaxes of a group together, and `observe` measures each.
     """
-    return (len(state) == 0 or state[-1] is None) and (call.parallel is None or call.parallel.style == "experts")
+    return observed is None and (call.parallel is None or call.parallel.style == "experts")
 
 
 def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
@@ -78,9 +77,9 @@ class GroupedFunction(torch.autograd.Function):
         multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
         y, words, *kept = grouped_ops.forward(x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
         if multiplier is not None:
-            amaxes = kept.pop()
             if call.training and input_amax_history is not None:
-                record_groups(input_amax_history, amaxes)
+                record_groups(input_amax_history, kept[-1])
+            kept = kept[:-1]
         if call.needs[1] and columnwise.format is None:
             kept = [x]
         parts = w.parts if call.needs[0] else []
@@ -135,11 +134,12 @@ class GroupedFunction(torch.autograd.Function):
             ctx.bias_dtype if needs_bias else None,
         )
         if multiplier is not None:
-            amaxes, found = found[-1], found[:-1]
             if ctx.history is not None:
-                record_groups(ctx.history, amaxes)
-        each = iter(found)
-        d_x, d_weight, d_bias = (next(each) if wanted else None for wanted in (needs_x, needs_weight, needs_bias))
+                record_groups(ctx.history, found[-1])
+            found = found[:-1]
+        d_x = found[0] if needs_x else None
+        d_weight = found[int(needs_x)] if needs_weight else None
+        d_bias = found[-1] if needs_bias else None
         if d_x is not None and carried is not None:
             d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
         return d_x, d_weight, d_bias, *nothing

@@ -262,7 +262,7 @@ def _run(
         function, arguments = LinearFunction.apply, (call, *tensors)
         if not call.traced and not functorch_is_active():
             function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
-    elif call.grouped and takes(call, tensors):
+    elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
         function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
     else:

@@ -58,7 +58,7 @@ class LinearFunction(torch.autograd.Function):
             row, column = quantized(x, "input", recipe.input, columnwise, scaling)
             operand = weight_operand(weight, call.stored, recipe.weight, None)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
-            y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast)
+            y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
             parts, kept = list(operand.parts), [] if column is None else list(column.parts)
         if needs_weight and format is None:
             kept = [x]

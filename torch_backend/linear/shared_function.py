@@ -88,7 +88,8 @@ class SharedFunction(torch.autograd.Function):
                     ctx.x_origin = columns.origin
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
-            terms.append(multiply(row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index))
+            fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
+            terms.append(multiply(row, w, size, own, x.dtype, fast_accum=fast, index=index, exact=exact))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
             kept = [x]
@@ -172,7 +173,8 @@ class SharedFunction(torch.autograd.Function):
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
-                    each = multiply(column, x, size, None, ctx.dtype, fast_accum="wgrad" in recipe.fast_accum)
+                    fast, exact = "wgrad" in recipe.fast_accum, recipe.exact_products
+                    each = multiply(column, x, size, None, ctx.dtype, fast_accum=fast, exact=exact)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
                     if d_weight is None:
@@ -214,7 +216,8 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
     else:
         w = w._replace(transposed=True)
     size = (ctx.shape[-1], ctx.shape[-2])
-    return multiply(row, w, size, None, dtype, fast_accum="dgrad" in recipe.fast_accum, index=index)
+    fast = "dgrad" in recipe.fast_accum
+    return multiply(row, w, size, None, dtype, fast_accum=fast, index=index, exact=recipe.exact_products)
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:

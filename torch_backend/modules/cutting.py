@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from blockfp import recipes
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.placement import Mesh, Shard, Sharding
 
+from ..experts.dispatch import check_recipe
 from ..linear import outputs
 from ..linear.parallel import Parallel, Style
 from ..quantized_tensor.geometry import Geometry
@@ -27,6 +29,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.shard import TensorParallelShard
 from ..weights import state_dict
 from ..weights.cast_weight import CastWeight
+from .experts import Experts
 from .in_place import become
 from .quantized_layer import QuantizedLayer
 from .shared_norms import SHARED_NORMS, SharedNorm
@@ -89,11 +92,21 @@ class Cutter:
         for module, style in styles.items():
             if style is None:
                 self._share(module)
+            elif isinstance(module, Experts):
+                self._share_experts(module)
             elif isinstance(module, QuantizedLayer):
                 # A parameter that torch has cut lies on this mesh's axis, which divides no batch.
                 module.parallel, module.data_rank = self._parallel(module, style), 0
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
+
+    def _share_experts(self, experts: Experts) -> None:
+        first, *_ = experts.biases
+        features = experts.get_parameter(first).shape[0]
+        experts.parallel = Parallel(self.group, self.ranks, self.rank, "experts", features)
+        for name in experts.biases:
+            product = experts.product_of(name)
+            product.parallel, product.data_rank = experts.parallel, 0
 
     def _share(self, norm: nn.Module) -> None:
         # The parameters are DTensors now, and so its forward is another.
@@ -149,6 +162,13 @@ class Cutter:
 def _check(module: nn.Module, style: Style | None) -> None:
     """Raises ValueError unless a module can be cut, in this style, and isn't yet."""
     kind = type(module).__name__
+    if isinstance(module, Experts):
+        if style != "experts":
+            raise ValueError(f"style of a {kind} must be 'experts', got {style!r}")
+        if module.parallel is not None:
+            raise ValueError(f"a {kind} is cut already: call parallelize once")
+        check_recipe(recipes.for_linear(module.recipe, module.compute))
+        return
     if not isinstance(module, QuantizedLayer):
         if isinstance(module, tuple(SHARED_NORMS.values())):
             raise ValueError(f"a {kind} is cut already: call parallelize once")
@@ -169,6 +189,8 @@ def _dims(module: nn.Module, style: Style | None) -> dict[str, int | None]:
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if style is None:
         return dict.fromkeys(names)
+    if isinstance(module, Experts):
+        return {name: 0 for pair in module.biases.items() for name in pair if name is not None}
     weight: Any = module.weight
     dim = _cut_dim(weight, style)
     return {name: None if name == "bias" and style == "row" else dim for name in names}

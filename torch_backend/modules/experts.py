@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from blockfp.formats import Format
 from blockfp.recipes import Compute, Recipe
 
+from ..experts.dispatch import Received, send
+from ..experts.route import Group
 from ..linear.linear import apply
+from ..linear.parallel import Parallel
 from ..quantized_tensor.dtensors import to_local
 from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_properties
 from .quantized_layer import Weights, check_weights, made_weight, moved
 from .stateful_layer import StatefulLayer
 
-OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init")
+OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "parallel")
 """The attributes that a module gets."""
 
 PRODUCT = "_product"
@@ -72,7 +75,7 @@ class Experts(InParts):
     Attributes:
         biases: the name of each weight's bias, or None, by the name of the weight.
         transposed: whether the weights are [experts, in, out].
-        recipe, weights, keep_init: see `QuantizedLayer`.
+        recipe, weights, keep_init, parallel: see `QuantizedLayer`.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -80,6 +83,7 @@ class Experts(InParts):
 
     biases: dict[str, str | None]
     transposed: bool
+    parallel: Parallel | None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -118,7 +122,7 @@ class Experts(InParts):
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.biases, made.transposed = found
-        made.weights, made.compute, made.keep_init = weights, compute, keep_init
+        made.weights, made.compute, made.keep_init, made.parallel = weights, compute, keep_init, None
         for name in made.biases:
             values = layer.get_parameter(name)
             product = GroupedProduct(recipe, compute, values.device)
@@ -160,6 +164,22 @@ class Experts(InParts):
         weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
         weight = weight if dtype is None else weight.to(dtype)
         return self.product_of(name)(x, weight, bias, offs, transposed=self.transposed)
+
+    def dispatched(self, x: Tensor, experts: Tensor) -> Received:
+        """Sends tokens [tokens, in] to their experts, [tokens, k], as the group that shares these has them."""
+        shares = self.parallel
+        assert shares is not None
+        *_, last = self.biases
+        product = self.product_of(last)
+        group = Group(shares.group, shares.ranks, shares.rank)
+        return send(x, experts, shares.features, product.linear_recipe, group, product.state())
+
+    def multiply_received(self, name: str, x: Tensor, received: Received) -> Tensor:
+        """Returns [rows, out]: rows that came to this rank's experts, multiplied with the weight of this name."""
+        bias = self.biases[name]
+        weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
+        weight = weight.mT if self.transposed else weight
+        return received.multiply(x, weight, bias, state=self.product_of(name).state(), parallel=self.parallel)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("biases", ()):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..experts.dispatch import combine
 from .experts import Experts
 
 
@@ -61,6 +62,8 @@ class TransformersExperts(Experts):
                 "transformers has cut these experts over ranks by a plan of its own (tp_plan or enable_expert_parallel), which "
                 "quantized experts don't follow: load the model without it"
             )
+        if self.parallel is not None:
+            return self._by_ranks(hidden_states, top_k_index, top_k_weights)
         tokens, k = top_k_index.shape
         experts, order = top_k_index.flatten().sort(stable=True)
         offs = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True, out_int32=True)
@@ -73,6 +76,15 @@ class TransformersExperts(Experts):
         back[order] = torch.arange(len(order), device=order.device)
         weighted = y[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
+
+    def _by_ranks(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        first, last = self.biases
+        received = self.dispatched(hidden_states, top_k_index)
+        y = self.multiply_received(first, received.tokens, received)
+        y = self.multiply_received(last, self._apply_gate(y) if self.has_gate else self.act_fn(y), received)
+        if self.has_post_expert_norm:
+            y = self.post_expert_norm(y)
+        return combine(y, received, top_k_weights).to(hidden_states.dtype)
 
 
 class TitanExperts(Experts):

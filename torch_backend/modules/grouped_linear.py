@@ -10,6 +10,8 @@ from torch import Tensor
 
 from blockfp.recipes import Compute, Recipe
 
+from ..experts.dispatch import Received
+from ..quantized_tensor.dtensors import to_local
 from ..quantized_tensor.sharding import local_of, mesh_of
 from .quantized_layer import QuantizedLayer, Weights
 
@@ -51,20 +53,24 @@ class GroupedLinear(QuantizedLayer):
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.make_parameters((experts, out_features, in_features), bias, device, dtype)
 
-    def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int] | Tensor | Received) -> Tensor:
         """Returns [tokens, out] for x [tokens, in].
 
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.
             counts: how many rows each expert has, [experts]; zero is fine. A tensor on x's GPU stays there, nothing waits for it:
                 its numbers are not checked, and rows that it counts for no expert become zero. Where the experts are cut over a
-                tensor-parallel group, only this rank's count; where each of them is, a tensor is read on the host.
+                tensor-parallel group, only this rank's count; where each of them is, a tensor is read on the host. Or the
+                `Received` of `dispatch`, whose tokens, or values sorted as these are, x is then.
 
         Raises:
             TypeError: a tensor of counts that aren't whole numbers.
             ValueError: counts that are negative or no whole numbers, don't add up to the rows of x, or are not as many as
-                experts; a DTensor for experts that are cut over a group.
+                experts; a DTensor for experts that are cut over a group; rows that were dispatched by another recipe, or to
+                experts each of which is cut.
         """
+        if isinstance(counts, Received):
+            return self._received(x, counts)
         if self.parallel is not None and self.parallel.style == "experts" and mesh_of(x) is not None:
             # Each rank gets as many as it gets, of which no DTensor can be made.
             raise ValueError("x: experts take the rows that were sent to this rank, got a DTensor: pass x.to_local()")
@@ -81,6 +87,14 @@ class GroupedLinear(QuantizedLayer):
         if sum(counts) != x.shape[0]:
             raise ValueError(f"x must be [tokens, in] with as many rows as counts add up to, got {tuple(x.shape)} and {counts}")
         return self.multiply(x, counts)
+
+    def _received(self, x: Tensor, received: Received) -> Tensor:
+        if received.recipe != self.linear_recipe:
+            raise ValueError(f"the rows were dispatched by recipe {received.recipe}, and this layer has {self.linear_recipe}")
+        if self.parallel is not None and self.parallel.style != "experts":
+            raise ValueError(f"rows that were dispatched are for whole experts, and these are cut as {self.parallel.style!r}")
+        bias = None if self.bias is None else to_local(self.bias)
+        return received.multiply(x, to_local(self.weight), bias, state=self.state(), parallel=self.parallel)
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

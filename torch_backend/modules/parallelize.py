@@ -15,6 +15,7 @@ from blockfp.formats import Format
 from ..linear.parallel import Style
 from ..quantized_tensor.sharding import mesh_of
 from .cutting import Cutter
+from .experts import Experts
 from .layernorm_linear import LayerNormLinear
 from .layernorm_mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention
@@ -48,6 +49,7 @@ def parallelize(
     |---|---|---|
     | `Linear` | column: rows cut; row: columns cut | "column", "row" |
     | `GroupedLinear` | the same of every expert; experts: each rank has some | "column", "row", "experts" |
+    | experts that `convert` has made | each rank has some; transformers' send their tokens, as `dispatch` does | "experts" |
     | `LayerNormLinear` | column; norm replicated | |
     | `LayerNormMLP` | up column, down row | |
     | `MultiheadAttention` | heads cut: qkv column, out row | |
@@ -87,10 +89,10 @@ def parallelize(
     if not isinstance(style, (str, Mapping, NoneType)):
         raise TypeError(f"style must be one, such as 'column', or a mapping from paths to styles, got {type(style).__name__}")
     cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format)
-    if isinstance(module, QuantizedLayer):
+    if isinstance(module, QuantizedLayer | Experts):
         if isinstance(style, Mapping):
             raise ValueError(f"style of a {type(module).__name__} must be one, such as 'column' or 'row', got {style}")
-        if sequence_parallel and module.weight.ndim > 2:
+        if sequence_parallel and (isinstance(module, Experts) or module.weight.ndim > 2):
             raise ValueError(f"sequence_parallel=True: the tokens of a {type(module).__name__} are sent to it; leave it out")
         cutter.cut({module: style})
         return module
@@ -152,7 +154,7 @@ def _styles_inside(module: nn.Module, styles: Mapping[str, Style], cutter: Cutte
             continue
         fitting = [pattern for pattern, expression in patterns.items() if expression.match(path)]
         unused -= set(fitting)
-        if isinstance(inner, QuantizedLayer):
+        if isinstance(inner, QuantizedLayer | Experts):
             if fitting:
                 found[inner] = styles[fitting[0]]
         elif fitting:

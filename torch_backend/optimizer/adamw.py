@@ -132,15 +132,15 @@ class _Adam(Optimizer):
                         one = self._known.get(id(param)) or self._known.setdefault(id(param), LocalParameter())
                         todo.append(one)
                         one.find(param)
-                        one.number, one.state, one.gradient = number, self._state_of(one, group), _local_gradient(param)
+                        one.take_gradient()
+                        one.number, one.state = number, self._state_of(one, group)
                     number += 1
                 if len(todo) > first and not self._begin(group, todo[first:], found, scale):
                     return
             # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
             carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
         finally:
-            for one in todo:
-                one.forget()
+            LocalParameter.forget(todo)
 
     def _state_of(self, one: LocalParameter, group: dict[str, Any]) -> dict[str, Tensor]:
         state = self.state[one.param]
@@ -243,19 +243,6 @@ class Adam(_Adam):
         capturable: bool = False,
     ):
         super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
-
-
-def _local_gradient(param: Tensor) -> Tensor:
-    gradient = param.grad
-    assert gradient is not None
-    if gradient.layout is not torch.strided:
-        raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
-    whole = sharding.as_dtensor(param)
-    if whole is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
-        if dtensor.placements != whole.placements:
-            dtensor = dtensor.redistribute(whole.device_mesh, whole.placements)
-        gradient = dtensor.to_local()
-    return gradient.contiguous()
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:

@@ -45,6 +45,7 @@ class LocalParameter:
     Attributes:
         param: the parameter, a DTensor or a plain tensor.
         local: its local tensor: quantized, or plain values.
+        placements: of a DTensor, else None.
         start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
         whole: (rows, columns) of the unsharded matrix.
         lies: how the parameter lies.
@@ -60,6 +61,7 @@ class LocalParameter:
 
     param: Tensor
     local: Tensor
+    placements: tuple[Any, ...] | None
     start: tuple[int, int, int]
     whole: tuple[int, int]
     lies: Sharding
@@ -87,7 +89,7 @@ class LocalParameter:
             local, placements = sharding.local_of(param), param.placements  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(local, CastWeight):
             local = local.values
-        self.param, self.local, format, origin = param, local, None, None
+        self.param, self.local, self.placements, format, origin = param, local, placements, None, None
         if isinstance(local, QuantizedTensor):
             format, origin = local.format, local.geometry.origin or local.geometry.start
         found = (mesh, placements, param.shape, local.shape, local.dtype, local.device, format, origin)
@@ -105,9 +107,27 @@ class LocalParameter:
         self._reduced_over: tuple[str, ...] | None = None
         self._found = found
 
-    def forget(self) -> None:
+    def take_gradient(self) -> None:
+        """Takes this rank's part of the parameter's gradient.
+
+        Raises:
+            TypeError: it is sparse.
+        """
+        gradient: Any = self.param.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
+        if self.placements is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
+            if dtensor.placements != self.placements:
+                dtensor = dtensor.redistribute(sharding.mesh_of(self.param), self.placements)
+            gradient = dtensor.to_local()
+        self.gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
+
+    @staticmethod
+    def forget(todo: list[LocalParameter]) -> None:
         """Lets go of the step's tensors."""
-        self.param = self.local = self.state = self.gradient = self.coefficients = self.step = None  # pyright: ignore
+        for one in todo:
+            one.param = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
 
     @property
     def origin(self) -> tuple[int, int]:

@@ -94,7 +94,9 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
                 out, out_scales = local.codes, local.scales
             elif by_kernels and one.two_passes and kernels is cuda:
                 check_writable(local)
-                out, out_scales = (_contiguous(part, copies) for part in (local.codes, local.scales))
+                out, out_scales = local.codes, local.scales
+                if not (out.is_contiguous() and out_scales.is_contiguous()):  # parts of something else
+                    copies += ((out, out := out.contiguous()), (out_scales, out_scales := out_scales.contiguous()))
             else:
                 later.append(one)
         if by_kernels:
@@ -151,14 +153,6 @@ def _table(todo: list[LocalParameter], addresses: list[list[int]], key: tuple[in
         [one.step if isinstance(one.step, int) else 0 for one in todo],
         key,
     )
-
-
-def _contiguous(part: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns what kernels write to: the part itself, or a copy of a part of something else, which is noted."""
-    if part.is_contiguous():
-        return part
-    copies.append((part, part.contiguous()))
-    return copies[-1][1]
 
 
 def _check_not_gathered(geometry: Geometry) -> None:

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from ..sharded.rank_plan import Chunk, rank_plan
 from ..torch_internals import keeping_version
 from .geometry import Base, Geometry
 from .sharding import local_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 AXIS = "fsdp"
 """The mesh axis over which FSDP2 shards, in the core's plans."""
@@ -164,13 +161,19 @@ def _refill(out: Tensor, own: tuple[Tensor | None, Tensor | None]) -> None:
                 into.copy_(values)
 
 
-def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, mesh: DeviceMesh) -> WeightGather:
+def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: int, rank: int) -> WeightGather:
     """A shard's role in the gather over the one-dimensional mesh over which FSDP shards.
+
+    Args:
+        format: of its codes.
+        shape: of the shard.
+        geometry: where it lies.
+        world, rank: the mesh's length, and this rank's number in it (`sharding.place_on`).
 
     Raises:
         ValueError: it isn't what `fully_shard` puts on this rank.
     """
-    world, rank, base = mesh.size(), mesh.get_local_rank(), geometry.base
+    base = geometry.base
     if base is None:
         raise ValueError(
             f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "

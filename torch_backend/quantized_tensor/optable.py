@@ -60,14 +60,15 @@ def _weight_product(
     columnwise: bool = False,
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
+    exact: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))
     if not is_real(weight.codes):
-        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin)
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
     left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
     right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
-    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index)
+    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
 @implements(linear_ops.linear_backward)

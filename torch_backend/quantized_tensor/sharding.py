@@ -161,6 +161,15 @@ def leading_rank(mesh: DeviceMesh, axes: int) -> int:
     return _mesh(tuple(mesh.shape)[:axes], ()).rank(_coordinate(mesh)[:axes])
 
 
+def place_on(mesh: DeviceMesh) -> tuple[int, int]:
+    """The length of a one-dimensional mesh, and this rank's number in it, in few of torch's steps: FSDP2 asks at every gather.
+
+    Raises:
+        ValueError: this rank is not in the mesh.
+    """
+    return mesh.shape[0], _coordinate(mesh)[0]
+
+
 def _coordinate(mesh: DeviceMesh) -> Sequence[int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -19,6 +19,7 @@ from .agreement import agree_before_gather
 from .dispatch import run
 from .geometry import COPIED, Base, Geometry, Origin
 from .identity import NO_POINTER, Wrapper
+from .sharding import place_on
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -265,7 +266,7 @@ class QuantizedTensor(Wrapper):
         if self.geometry.copied is not None:
             raise RuntimeError(COPIED)
         agree_before_gather()
-        gather = fsdp.weight_gather(self.format, self.shape, self.geometry, mesh)
+        gather = fsdp.weight_gather(self.format, self.shape, self.geometry, *place_on(mesh))
         return fsdp.send(gather, self.codes, self.scales, self.tensor_scale)
 
     def fsdp_post_all_gather(

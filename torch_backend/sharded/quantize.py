@@ -49,17 +49,19 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
 
     Every rank that holds a part of one of the weights must call it, with the weights in one order.
     """
-    exchange, found = AmaxExchange(), []
+    exchange = AmaxExchange()
+    found: list[list[Any] | None] = []
     for shard in shards:
-        format = Format.parse(shard.step.format)
-        amaxes = list(kernels_for(shard.values).amax(shard.values, format, origin=shard.step.origins[0]))
-        exchange.add(amaxes, shard.step, shard.groups)
-        found.append((shard, format, amaxes))
+        amaxes = None
+        if shard.step.reduces:
+            amaxes = list(kernels_for(shard.values).amax(shard.values, shard.step.format, origin=shard.step.origins[0]))
+            exchange.add(amaxes, shard.step, shard.groups)
+        found.append(amaxes)
     exchange.run()
-    return [_quantized(shard, format, Amax(*amaxes)) for shard, format, amaxes in found]
+    return [_quantized(shard, amaxes and Amax(*amaxes)) for shard, amaxes in zip(shards, found, strict=True)]
 
 
-def _quantized(shard: WeightShard, format: Format, amax: Amax) -> Quantized:
+def _quantized(shard: WeightShard, amax: Amax | None) -> Quantized:
     kernels, out = kernels_for(shard.values), shard.out
     options: dict[str, Any] = {
         "key": shard.key,
@@ -68,6 +70,7 @@ def _quantized(shard: WeightShard, format: Format, amax: Amax) -> Quantized:
         "shape": shard.step.shape,
         "amax": amax,
     }
+    format = Format.parse(shard.step.format)
     if out is None:
         return kernels.quantize(shard.values, format, **options)
     if kernels is cuda and all(part is None or part.is_contiguous() for part in out):
@@ -110,7 +113,7 @@ def quantize_operand_shard(
     found: list[list[Tensor] | None] = []
     for direction in directions:
         step, amaxes = direction.step, None
-        if step.amax_axes or step.shared:
+        if step.reduces:
             amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
             exchange.add(amaxes, step, {AXIS: shard.group})
         found.append(amaxes)

@@ -52,6 +52,11 @@ class Quantization(NamedTuple):
     block_fields: tuple[int, ...]
     shared: tuple[SharedBlocks, ...]
 
+    @property
+    def reduces(self) -> bool:
+        """Returns whether ranks share amaxes; else each part's own scales are those of the whole."""
+        return bool(self.amax_axes or self.shared)
+
 
 class Chunk(NamedTuple):
     """The way in which one tensor of a gather is sent and put together.

@@ -25,6 +25,7 @@ from ..quantized_tensor.dispatch import viewing
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
 from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
+from ..quantized_tensor.sharding import place_on
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import Quantization, weight_quantization
@@ -109,11 +110,14 @@ class CastWeight(Wrapper):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
         """Quantizes this rank's rows as a part of the whole, and returns codes and scales to send (`fsdp.send`)."""
         agree_before_gather()
-        base, step = _before_gather(self.format, self.whole, self.cut, mesh.size(), mesh.get_local_rank())
-        gather = fsdp.weight_gather(self.format, self.shape, Geometry(None, base), mesh)
-        groups: dict[str, str] = {fsdp.AXIS: mesh.get_group().group_name}
-        if self.cut is not None:
-            groups[AXIS] = self.cut.group
+        world, rank = place_on(mesh)
+        base, step = _before_gather(self.format, self.whole, self.cut, world, rank)
+        gather = fsdp.weight_gather(self.format, self.shape, Geometry(None, base), world, rank)
+        groups: dict[str, str] = {}
+        if step.reduces:
+            groups[fsdp.AXIS] = mesh.get_group().group_name
+            if self.cut is not None:
+                groups[AXIS] = self.cut.group
         (parts,) = quantize_weights([WeightShard(self.values, step, groups, name_of(self.dtype))])
         return fsdp.send(gather, *parts)
 

@@ -35,7 +35,6 @@ struct Nothing {};
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
   __shared__ __align__(16) struct {
     Staging<E> codes;
     std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
@@ -99,7 +98,7 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
+  if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedLines<E, Block> shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
   piece.load(vectors);
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
 template <class E, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  launch_dependents();
+  if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) struct {
     Staging<E> codes;
     WideScales<E, T, R> scales;

@@ -1,19 +1,22 @@
-"""Ranks as processes over real gloo, or NCCL: a fresh interpreter imports torch once and forks them.
+"""Ranks as processes over real gloo, or NCCL, forked from one that has imported torch and has no threads.
 
-    run(4, __file__, "function")    calls function(rank) of that file on four ranks
-
-Run as a script it is that interpreter: gloo.py WORLD FILE FUNCTION BACKEND.
+run(4, __file__, "function")    calls function(rank) of that file on four ranks
 """
 
 import importlib.util
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
-from processes import environment
+# Begun at the first call, in each worker once.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.torch"]
+)
 
 
 def run(world, file, function, timeout=120, backend="gloo"):
@@ -25,25 +28,46 @@ def run(world, file, function, timeout=120, backend="gloo"):
     Raises:
         AssertionError: a rank failed, or they are not done in time; the message has what all of them printed.
     """
-    command = [sys.executable, __file__, str(world), str(file), function, backend]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(), check=False)
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"{function} on {world} ranks hangs:\n{error.stdout}\n{error.stderr}") from error
-    assert done.returncode == 0, f"{function} on {world} ranks:\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        place = (dict(os.environ), os.getcwd(), folder)
+        ranks = [
+            _FORKS.Process(target=_rank_main, args=(rank, world, str(file), function, backend, *place)) for rank in range(world)
+        ]
+        for rank in ranks:
+            rank.start()
+        end = time.monotonic() + timeout
+        for rank in ranks:
+            rank.join(max(0, end - time.monotonic()))
+        hanging = [rank for rank in ranks if rank.is_alive()]
+        for rank in hanging:
+            rank.kill()
+            rank.join()
+        printed = "".join(path.read_text() for path in sorted(Path(folder).glob("printed-*")))
+    assert not hanging, f"{function} on {world} ranks hangs:\n{printed}"
+    assert not any(rank.exitcode for rank in ranks), f"{function} on {world} ranks:\n{printed}"
+    return printed
 
 
-def _rank_main(rank, world, store, function, backend):
-    import torch
-    import torch.distributed as dist
-
+def _rank_main(rank, world, file, name, backend, environment, here, folder):
+    printed = os.open(f"{folder}/printed-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(here)
     code = 1
     try:
+        import torch
+        import torch.distributed as dist
+
+        spec = importlib.util.spec_from_file_location("ranks", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["ranks"] = module
+        spec.loader.exec_module(module)
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-        function(rank)
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        getattr(module, name)(rank)
         dist.barrier()
         code = 0
     except BaseException:
@@ -52,23 +76,3 @@ def _rank_main(rank, world, store, function, backend):
     sys.stderr.flush()
     # gloo's threads make a plain exit abort now and then.
     os._exit(code)
-
-
-def _main(world, file, name, backend):
-    spec = importlib.util.spec_from_file_location("ranks", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ranks"] = module
-    spec.loader.exec_module(module)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = []
-        for rank in range(world):
-            pid = os.fork()
-            if pid == 0:
-                _rank_main(rank, world, Path(folder) / "store", getattr(module, name), backend)
-            ranks.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    sys.exit(max(map(abs, codes)))
-
-
-if __name__ == "__main__":
-    _main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What a linear layer must give: products in float64 of the operands that the recipe names, each quantized on its own."""
+"""A linear layer's reference: products in float64 of the operands that the recipe names, each quantized on its own."""
 
 from typing import NamedTuple
 

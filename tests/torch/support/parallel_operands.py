@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group multiply, held against what one process multiplies.
+"""Operands of a tensor-parallel group's ranks, held against those of one process.
 
 Outputs and gradients are sums of the same terms in another order, in fp32 here. A sum of n terms in fp32 is off by at most
 n * 2^-24 of the sum of their magnitudes, in whatever order; so two of them differ by at most `2 * n * 2^-24` of it.
@@ -44,7 +44,7 @@ ALL = {**{name: make() for name, make in RECIPES.items()}, **SQUARE}
 
 
 def record_products(monkeypatch):
-    """What each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
+    """Records the operands of each thread's products from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
     def alone(a, b, n, k, *arguments):

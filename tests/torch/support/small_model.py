@@ -93,7 +93,7 @@ def shard(model, mesh, **options):
 
 
 def assert_gathered(layer, expected):
-    """What the layer multiplied by is the expected weight."""
+    """Asserts that the layer multiplied by the expected weight."""
     assert layer.seen_as == (expected.format, tuple(expected.shape), expected.dtype, (0, 0))
     for got, want in zip(layer.seen, tensors_of(expected), strict=True):
         assert got.dtype == want.dtype

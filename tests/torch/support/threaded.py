@@ -22,7 +22,7 @@ class OneRankFailed(AssertionError):
 
 
 def run(world, function, *args, timeout=60):
-    """What `function(rank, *args)` returns on each of `world` ranks, by rank.
+    """Returns the results of `function(rank, *args)` on `world` ranks, by rank.
 
     Raises:
         OneRankFailed: a rank raised, or none of them got on for `timeout` seconds.
@@ -36,7 +36,7 @@ def run(world, function, *args, timeout=60):
 
 
 def errors(world, function, *args, timeout=5):
-    """What each rank raises, by rank: None where it raises nothing, SystemExit where it waits for another in vain."""
+    """Returns the error of each rank: None where it raises nothing, SystemExit where it waits for another in vain."""
     return _run(world, function, args, timeout, together=False)[1]
 
 

@@ -1,0 +1,169 @@
+"""`grouped_linear` as the CUDA library carries it out: where codes lie, and the definition, which stands in here."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from blockfp.jax_backend.implementations import choice, cuda
+from blockfp.jax_backend.linear import grouped, grouped_codes, tiles
+from same_bits import assert_same_bits
+
+import blockfp
+import blockfp.jax as bfp
+from blockfp.definition.groups import UNIT, columns_for
+from blockfp.definition.groups import quantize_groups as defined
+from blockfp.recipes import Cast
+
+SIZES = (300, 0, 37, 128)
+TOKENS, IN, OUT = 500, 272, 144
+RECIPES = ("fp8_block", "fp8_current", "fp8_delayed")
+SCALED = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(1000))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Takes the library's functions for there: on this device the definition stands in for them."""
+    monkeypatch.setattr(cuda, "_register", lambda name: f"blockfp_{name}")
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: True)
+    monkeypatch.setattr(grouped_codes, "capability", lambda: (9, 0))
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    x, g = (rng.standard_normal((TOKENS, size)) * np.exp2(rng.integers(-3, 3, (TOKENS, 1))) for size in (IN, OUT))
+    w = rng.standard_normal((len(SIZES), OUT, IN))
+    return tuple(jnp.asarray(a, jnp.bfloat16) for a in (x, g, w))
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_1x128", "fp8_e5m2", "fp8_e4m3_1x128_fp32"])
+def test_codes_lie_as_the_kernels_write_them(name, arrays, kernels):
+    """And as `definition.groups` says, which the kernels are held against; here group by group too."""
+    x, format = np.asarray(arrays[0]), blockfp.Format.parse(name)
+
+    @jax.jit
+    def run(x):
+        places = tiles.Tiles.of(jnp.asarray(SIZES), TOKENS, UNIT)
+        return grouped_codes.quantize_groups(x, places, Cast(format), tiles.Scaling(0.0), rows=True, columns=True)
+
+    rows, columns = run(arrays[0])
+    assert rows.codes.shape == (TOKENS, IN)
+    assert columns.codes.shape == (IN, columns_for(TOKENS, len(SIZES))) == (IN, 896)
+    if not format.per_tensor:
+        assert rows.scales.shape == (3, TOKENS)
+        assert columns.scales.shape == (7, IN)
+    for got, columnwise in ((rows, False), (columns, True)):
+        want = defined(x, np.cumsum(SIZES), format, columnwise=columnwise)
+        np.testing.assert_array_equal(got.codes[: sum(SIZES) if not columnwise else None], want.codes[: sum(SIZES)])
+    begin = padded = 0
+    for group, size in enumerate(SIZES):
+        own = x[begin : begin + size]
+        row, column = (blockfp.quantize(part, format) for part in (own, own.T.copy()))
+        codes = rows.codes[begin : begin + size], columns.codes[:, padded : padded + size]
+        if size:
+            assert_same_bits(codes, (row.codes, column.codes))
+        if format.per_tensor and size:
+            assert_same_bits((rows.scales[group], columns.scales[group]), (row.scales[0, 0], column.scales[0, 0]))
+        elif size:
+            blocks = -(-size // 128)
+            of_columns = columns.scales[padded // 128 : padded // 128 + blocks]
+            assert_same_bits((rows.scales[:, begin : begin + size].T, of_columns.T), (row.scales, column.scales))
+        filled = -(-size // 128) * 128
+        assert not columns.codes[:, padded + size : padded + filled].any()
+        begin, padded = begin + size, padded + filled
+
+
+def layer(x, w, g, recipe):
+    state = SCALED if recipe == "fp8_delayed" else None
+
+    def loss(x, w):
+        y = bfp.grouped_linear(x, w, jnp.asarray(SIZES), recipe=recipe, state=state)
+        y, new = (y, None) if state is None else y
+        return (y.astype(jnp.float32) * g).sum(), (y, new)
+
+    (_, (y, new)), gradients = bfp.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+    return y, *gradients, new
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
+    x, g, w = arrays
+    x = x.at[310].set(jnp.inf)
+    w = bfp.quantize_params(w, recipe)
+    got = jax.jit(layer, static_argnums=3)(x, w, g, recipe)
+    # JAX would take the function that it has traced.
+    jax.clear_caches()
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: False)
+    want = jax.jit(layer, static_argnums=3)(x, w, g, recipe)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(part, np.float32) for part in (a, b))
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        # bfloat16, of sums in another order.
+        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-5 * np.nanmax(np.abs(b)))
+    assert np.isnan(np.asarray(got[0], np.float32)[300:337]).all()
+    assert not np.asarray(got[0], np.float32)[sum(SIZES) :].any()
+
+
+def test_derivatives_go_through_tiles(arrays, kernels):
+    x, g, w = (a.astype(jnp.float32) for a in arrays)
+    q = bfp.quantize_params(w, "fp8_block")
+    run = lambda x: bfp.grouped_linear(x, q, jnp.asarray(SIZES), recipe="fp8_block")  # noqa: E731
+    dot = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), jnp.float32)
+    _, forward = jax.jit(lambda x: jax.jvp(run, (x,), (dot,)))(x)
+    second = jax.jit(jax.grad(lambda g: (jax.grad(lambda x: (run(x) * g).sum())(x) * dot).sum()))(g)
+    # Both are dot times the values of w.
+    np.testing.assert_allclose(forward, second, rtol=0, atol=2e-5 * np.abs(forward).max())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, monkeypatch):
+    x, _, w = arrays
+    chosen = jnp.asarray(np.repeat(np.arange(4), 125)[np.random.default_rng(0).permutation(TOKENS)])
+    q = bfp.quantize_params(w, recipe)
+
+    def run(x, q):
+        received = bfp.dispatch(x, chosen, 4, recipe=recipe)
+        return bfp.combine(bfp.grouped_linear(received.tokens, q, received.counts, recipe=recipe), received)
+
+    def gradients(x, q):
+        return run(x, q), *bfp.grad(lambda x, q: (run(x, q) ** 2).sum().astype(jnp.float32), (0, 1))(x, q)
+
+    # With a scale of the whole tensor a NaN is everywhere.
+    x = x.at[3].set(jnp.nan) if recipe == "fp8_block" else x
+    got = jax.jit(gradients)(x, q)
+    jax.clear_caches()
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: False)
+    for a, b in zip(got, jax.jit(gradients)(x, q), strict=True):
+        a, b = (np.asarray(part, np.float32) for part in (a, b))
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        np.testing.assert_allclose(a, b, rtol=2.0**-6, atol=2e-3 * np.nanmax(np.abs(b)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels):
+    """Two casts and three products, whatever the sizes of groups, and no loop over them."""
+    x, g, w = arrays
+    w = bfp.quantize_params(w, recipe)
+    jax.clear_caches()
+    text = jax.jit(layer, static_argnums=3).trace(x, w, g, recipe).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"@(blockfp_\w+)\(", text)
+    assert sorted(set(calls)) == ["blockfp_group_rows", "blockfp_product", "blockfp_quantize_groups"]
+    assert calls.count("blockfp_quantize_groups") == 2
+    assert calls.count("blockfp_product") == 3
+    # As spans are written and gradients added up, in loops.
+    assert "dynamic_update_slice" not in text
+
+
+def test_which_recipes_the_kernels_do(monkeypatch):
+    monkeypatch.setattr(choice, "has_gpu", lambda: True)
+    monkeypatch.setattr(choice, "would_be_partitioned", lambda: False)
+    monkeypatch.setattr(choice, "missing", lambda name: None)
+    monkeypatch.setattr(grouped_codes, "capability", lambda: (9, 0))
+    done = [name for name in blockfp.recipes.RECIPES if grouped_codes.kernels_do(blockfp.recipes.parse(name))]
+    assert sorted(done) == sorted(RECIPES)
+    stochastic = blockfp.recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
+    assert not grouped_codes.kernels_do(stochastic)
+    monkeypatch.setattr(grouped_codes, "capability", lambda: (10, 0))
+    assert not grouped_codes.kernels_do(blockfp.recipes.fp8_block())

@@ -1,0 +1,144 @@
+"""MX products on FP8 matrix units, with the library's functions carried out by the definition: what is asked of them."""
+
+import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda, products
+from blockfp.torch_backend.custom_ops.dtypes import name_of
+
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.definition import alignment, numerics
+from blockfp.formats import FORMATS, Format
+from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.products import plan
+from blockfp.kernels.routes import route
+
+ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
+
+
+class Library:
+    """`align` and `product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
+
+    def __init__(self):
+        self.products = 0
+
+    def align(self, codes, scales, out, out_scales, element, block_rows, columns):
+        format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
+        made = alignment.align(codes, scales, format, columns=columns)
+        assert tuple(out.shape) == (codes.shape[0], -(-columns // 16) * 16)
+        assert tuple(out_scales.shape) == (-(-columns // 128), -(-codes.shape[0] // 4) * 4)
+        out.zero_()
+        out[:, :columns] = made.codes
+        out_scales.fill_(float("nan"))
+        out_scales[:, : codes.shape[0]] = made.scales.mT
+
+    def product(
+        self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
+        b_ordered, own, tile, fast, accumulate,
+    ):  # fmt: skip
+        assert ends is workspace is None
+        assert (a_block_rows, b_block_rows, a_ordered, b_ordered, own, accumulate) == (1, 1, 1, 1, 1, 0)
+        sides = []
+        for codes, scales, element in ((a, a_scales, a_element), (b, b_scales, b_element)):
+            rows, columns = codes.shape
+            assert columns % 16 == 0
+            of_rows = scales[:, :rows].mT.contiguous()
+            sides.append(numerics.dequantize(codes, of_rows, None, ELEMENT[element], "float32", columns=columns))
+        out.copy_(sides[0] @ sides[1].mT + (0 if bias is None else bias))
+        self.products += 1
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Routes and plans of a Hopper GPU on this CPU."""
+    stand_in = Library()
+
+    def hopper(device, a, b, m, n, k, in_order=True, exact=False):
+        chosen = route(a, b, platform="cuda", capability=(9, 0), m=m, n=n, k=k, in_order=in_order, exact=exact)
+        return chosen if chosen.mode == "aligned" else route(a, b, platform="cpu", in_order=in_order)
+
+    def planned(device, a, b, m, n, k, dtype, bias, **options):
+        names = {"dtype": name_of(dtype), "bias": None if bias is None else name_of(bias)}
+        return plan(a, b, m, n, k, capability=(9, 0), cublas=0, **names, **options)
+
+    monkeypatch.setattr(products, "route_on", hopper)
+    monkeypatch.setattr(products, "_plan", planned)
+    monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
+    monkeypatch.setattr(cuda, "library", lambda: stand_in)
+    return stand_in
+
+
+def values(shape, seed, spread=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return x * torch.exp(spread * torch.randn(shape[-1], generator=generator))
+
+
+def step(recipe, shape=(40, 72, 24), spread=0.0):
+    tokens, inside, outside = shape
+    x, w = values((tokens, inside), 0, spread).requires_grad_(), values((outside, inside), 1).requires_grad_()
+    bias = values((outside,), 2).requires_grad_()
+    y = bfp.linear(x, w, bias, recipe=recipe)
+    y.backward(values(tuple(y.shape), 3))
+    return y.detach(), x.grad, w.grad, bias.grad
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4"])
+@pytest.mark.parametrize("shape", [(40, 72, 24), (64, 256, 96), (5, 33, 7), (1, 300, 130)])
+def test_all_three_products_of_a_layer(library, name, shape):
+    """Within 2^-17 of what the exact ones give: of the bound of each side and the sums of float32."""
+    got, wanted = step(name, shape), step(recipes.RECIPES[name](exact_products=True), shape)
+    assert library.products == 3
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2.0**-17 * max(shape) * 30)
+
+
+def test_a_recipe_asks_for_exact_products(library):
+    exact = recipes.mxfp8(exact_products=True)
+    assert exact != recipes.mxfp8()
+    assert recipes.mxfp8().replace(exact_products=True) == exact
+    with_route = step(exact, spread=3.0)
+    assert library.products == 0
+    shifted = step("mxfp8", spread=3.0)
+    assert library.products == 3
+    # Columns that differ this much are changed by shifting.
+    assert not torch.equal(shifted[0], with_route[0])
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3_32x32", "mxfp4_e2m1_32x32"])
+def test_quantized_weights_and_modules(library, format):
+    recipe = format.partition("_")[0]
+    layer = bfp.Linear(64, 40, recipe=recipe)
+    assert layer.weight.format is Format.parse(format)
+    x = values((3, 64), 5).requires_grad_()
+    layer(x).sum().backward()
+    assert library.products == 3
+    assert bool(x.grad.isfinite().all())
+
+
+def test_compiled_layers_take_the_same_route(library):
+    layer, x = bfp.Linear(64, 32, recipe="mxfp8"), values((8, 64), 5)
+    eager = layer(x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert library.products == 2
+    assert torch.equal(eager, compiled)
+
+
+def test_weights_in_rows_of_blocks_have_no_columnwise_codes(library):
+    """Their dgrad multiplies values: in the forward codes are shifted, in the backward only wgrad's."""
+    recipe = recipes.mxfp8().replace(weight=recipes.Cast("mxfp8_e4m3"))
+    step(recipe)
+    assert library.products == 2
+
+
+def test_an_infinity_in_an_operand_reaches_its_row(library):
+    x = values((4, 64), 0)
+    x[1, 3] = float("inf")
+    y = bfp.linear(x, values((32, 64), 1), recipe="mxfp4")
+    assert bool(y.isnan().all())
+
+
+def test_a_cpu_multiplies_exactly():
+    for name in ("mxfp8", "mxfp6", "mxfp4"):
+        for x, y in zip(step(name), step(recipes.RECIPES[name](exact_products=True)), strict=True):
+            assert torch.equal(x, y)
