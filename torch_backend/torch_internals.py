@@ -81,6 +81,9 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 # ---- operations
 
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+"""The number of a CUDA device's current stream; `torch.cuda.current_stream` makes an object of it, at ten times the cost."""
+
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""
 

@@ -28,6 +28,7 @@ from blockfp.recipes import Recipe
 from .library import define, fake, impl
 from .products import Matrix, multiply_parts
 from .quantize_plans import Run, kept, plan_of, quantize_matrix
+from .shared_casts import SharedCast
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
@@ -61,6 +62,7 @@ class _Forward(NamedTuple):
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
         exact: whether it must multiply the operands' very values.
+        cast: how the input's parts are made; equal ones make equal parts.
     """
 
     quantize: Run | None
@@ -69,6 +71,7 @@ class _Forward(NamedTuple):
     weight: Format | None
     fast: bool
     exact: bool
+    cast: tuple[Any, ...]
 
 
 class _Backward(NamedTuple):
@@ -115,6 +118,7 @@ def forward(
     casts: str,
     keep: bool,
     origin: Sequence[int] = (0, 0),
+    shared: SharedCast | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -127,6 +131,7 @@ def forward(
         casts: the recipe's text.
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
+        shared: casts of x that other layers made, or will ask for.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
@@ -136,10 +141,14 @@ def forward(
     plan = _forwards.get(key)
     if plan is None:
         plan = kept(_forwards, key, _plan_forward(x, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast, exact = plan
-    parts = [] if quantize is None else quantize(x, None, multiplier, None)
-    a = Matrix([x] if row is None else parts[:count], row)
-    del parts[:count]
+    quantize, row, count, format, fast, exact, cast = plan
+    found = None if shared is None else shared.parts.get(cast)
+    if found is None:
+        found = [] if quantize is None else quantize(x, None, multiplier, None)
+        if shared is not None and multiplier is None:
+            shared.parts[cast] = found
+    a, parts = Matrix([x] if row is None else found[:count], row), found[count:]
+    del found
     made: list[Tensor] = []
     if scales is not None:
         w = Matrix([weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], format, tuple(origin))
@@ -159,7 +168,8 @@ def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool) -> _F
         rotate = column is not None and recipe.input_columnwise.rotate
         quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps)
     fast = "forward" in recipe.fast_accum
-    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
+    cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps)
+    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products, cast)
 
 
 # ---- backward

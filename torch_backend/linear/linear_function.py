@@ -20,6 +20,7 @@ from blockfp.recipes import HIGH_PRECISION
 from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import multiply
+from ..custom_ops.shared_casts import SharedCast, forget_casts
 from ..torch_internals import apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
@@ -31,11 +32,11 @@ NO_STATE = (None,) * 7
 
 
 class LinearFunction(torch.autograd.Function):
-    """y from x, weight, bias, a `Call` and, of recipes with state, the seven tensors of `LinearState`."""
+    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *state: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
@@ -44,7 +45,7 @@ class LinearFunction(torch.autograd.Function):
         if call.direct and runs_now(x):
             multiplier = scale if recipe.input.format is not None or format is not None else None
             w = _taken_apart([weight], call)
-            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight, w[3])
+            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight, w[3], shared)
             if multiplier is not None:
                 largest = made.pop()
                 if history is not None and call.training:
@@ -87,6 +88,8 @@ class LinearFunction(torch.autograd.Function):
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
         compiled = torch.compiler.is_compiling()
         rest = (None,) * (len(ctx.needs_input_grad) - 3)
+        if not compiled:
+            forget_casts()
         if gradient is None:
             return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
         if not compiled and torch.is_grad_enabled():
