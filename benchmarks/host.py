@@ -4,8 +4,9 @@
 
 The shapes are small, so that the host is what takes the time. On a GPU the calls are those of users; on a machine without one
 the CUDA path's Python runs on CPU tensors, and launches do nothing (`standin`). Faces of NumPy and JAX run the CPU's kernels.
-Microseconds are the least of many short windows, in which all cases take turns. Frames are Python functions that are entered,
-torch's own too; calls are those of C functions from Python. tests/torch/test_host.py holds the frames.
+Microseconds are the least of many short windows, in which all cases take turns; on a CPU those of torch's own layers and
+optimizer hold their arithmetic. Frames are Python functions that are entered, torch's own too; calls are those of C functions
+from Python. tests/torch/test_host.py holds the frames.
 """
 
 from __future__ import annotations
@@ -308,7 +309,9 @@ def environment() -> dict[str, Any]:
         names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
         machine = f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, launches replaced"
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {"date": date, "machine": machine, "python": platform.python_version(), "versions": versions}
+    # More than one runs at a time on a busy machine, whose figures are too large.
+    load = round(os.getloadavg()[0], 1)
+    return {"date": date, "machine": machine, "load": load, "python": platform.python_version(), "versions": versions}
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Grouped linear layers of experts on one GPU, forward and backward: each recipe against bf16's `grouped_mm`; and a whole MoE layer.
+"""Experts on one GPU, forward and backward: each recipe's grouped layer against bf16's `grouped_mm`, and a whole MoE layer.
 
     python benchmarks/moe_gpu.py [--recipes fp8_current fp8_block mxfp8] [--rounds 3] [--profile RECIPE] [--json FILE]
 
-Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Rounds of all contenders take turns, each
-warmed up by as many steps as are timed; the figure is the median. The MoE layer is Qwen3's (128 experts, 8 for each token, 2048
-features, 768 of an expert): routing, permutation, experts and combination, eager and compiled.
+Rows per expert are uneven, drawn from a Dirichlet distribution, and stay on the device. Rounds of all contenders take turns,
+each warmed up by as many steps as are timed; the figure is the median. The MoE layer is Qwen3's (128 experts, 8 for each token,
+2048 features, 768 of an expert): routing, permutation, experts and combination, eager and compiled.
 """
 
 from __future__ import annotations

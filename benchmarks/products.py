@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -201,19 +200,16 @@ KINDS = {
 
 def write_table(results: dict) -> None:
     """Puts the figures of own kernel and cuBLASLt into the table that products choose by; kinds that were not measured stay."""
-    path = Path(product_table.__file__)
-    text = path.read_text()
-    for kind, theirs, source in (
-        ("squares", "cublaslt", "squares"), ("rows", "cublaslt", "rows"),
-        ("tensor", "cublaslt", "tensor"), ("tensor fast", "cublaslt fast", "tensor"),
-    ):  # fmt: skip
-        found = results.get(source, {})
-        rows = [(*map(int, shape.split(" x ")), each["own"], each[theirs]) for shape, each in found.items()]
-        rows = [row for row in rows if all(isinstance(x, int) for x in row)]
-        if rows:
-            body = "".join(f"        {row},\n" for row in rows)
-            text = re.sub(rf'(    "{kind}": \().*?(    \),\n)', lambda old: old[1] + "\n" + body + old[2], text, flags=re.S)  # noqa: B023
-    path.write_text(text)
+    path, measured = Path(product_table.__file__), dict(product_table.MEASURED)
+    for kind, theirs in (("squares", ""), ("rows", ""), ("tensor", ""), ("tensor fast", " fast")):
+        found = results.get(kind.split()[0], {}).items()
+        rows = [(*map(int, shape.split(" x ")), each["own"], each[f"cublaslt{theirs}"]) for shape, each in found]
+        measured[kind] = tuple(row for row in rows if all(isinstance(x, int) for x in row)) or measured[kind]
+    lines = [
+        f'    "{kind}": (\n' + "".join(f"        {row},\n" for row in rows) + "    ),\n" for kind, rows in measured.items()
+    ]
+    before, after = path.read_text().split(" = {\n")[0], path.read_text().split("\n}\n")[1]
+    path.write_text(before + " = {\n" + "".join(lines) + "}\n" + after)
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ from blockfp.torch_backend.custom_ops import products
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
-from blockfp.kernels.routes import route
 
 CAPABILITY, CUBLAS = (9, 0), 130000
+_routes = products.route_on
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def launches() -> Iterator[None]:
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in (
-            (products.route_on, _route_on),
+            (_routes, _route_on),
             (torch._scaled_mm, _scaled_mm),
             (torch._scaled_mm_v2, _scaled_mm),
             (torch.mm, _mm),
@@ -56,6 +56,7 @@ def launches() -> Iterator[None]:
 
 def _forget_plans() -> None:
     """Drops what was worked out for CPU tensors before, or with a stand-in."""
+    _routes.cache_clear()
     with switch.definition_only():
         pass
 
@@ -78,15 +79,8 @@ def _replace(patches: contextlib.ExitStack, target: Any, replacement: Callable[.
                 patches.enter_context(mock.patch.object(module, name, replacement))
 
 
-_routes: dict[tuple, Any] = {}
-
-
-def _route_on(device, a, b, m, n, k, in_order=True):
-    # As `products.route_on`, which keeps its answers too.
-    key = (a, b, m, n, k, in_order)
-    if key not in _routes:
-        _routes[key] = route(a, b, platform="cuda", capability=CAPABILITY, m=m, n=n, k=k, in_order=in_order)
-    return _routes[key]
+def _route_on(device, *arguments, **options):
+    return _routes(torch.device("cuda"), *arguments, **options)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, *arguments: Any) -> Tensor:

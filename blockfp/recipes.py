@@ -100,8 +100,8 @@ class Recipe:
             is its own.
         fast_accum: the products that may accumulate in reduced precision on the tensor cores.
         exact_products: True multiplies the very values that codes and scales stand for, on every device. By default Hopper's
-            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more than
-            2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
+            FP8 matrix units multiply MX codes shifted to one power of two for 128 elements. That changes no element by more
+            than 2^-17.9 of the largest (docs/numerics.md). Exact, MX is multiplied in bfloat16 there, at half the speed.
         text: all of it but name and delayed scaling, in one line; recipes that compute the same have the same.
 
     `recipe.replace(gradient=Cast("fp8_e5m2"))` gives a changed copy.

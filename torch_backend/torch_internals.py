@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["pytree", "return_and_correct_aliasing"]
+__all__ = ["TorchDispatchMode", "pytree", "return_and_correct_aliasing"]
 
 # `pytree` finds tensors in nested arguments; torch has none without the underscore.
+# `TorchDispatchMode` sees every operation; torch documents it, and has no public name for it.
 # `return_and_correct_aliasing` tells autograd that what a subclass returns shares memory, as torch's own subclasses do.
 
 # ---- tensor subclasses
@@ -89,6 +90,9 @@ foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[repor
 
 foreach_copy_: Callable[..., None] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 """Copies into many tensors in one launch."""
+
+assert_on_device: Callable[[Tensor], None] = torch._assert_async  # pyright: ignore[reportPrivateImportUsage]
+"""Fails on the device where a bool isn't true, with nothing waiting for it. torch has no public name for it."""
 
 functional_collectives: Any = torch.ops._c10d_functional
 """Collectives by group name that begin now and are waited for later, also in compiled code. The public

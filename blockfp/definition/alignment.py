@@ -99,10 +99,10 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
     exponent = exponent + (stored - shared[..., None])[..., :, None, :, :, None]
     aligned = round_to_element(significand, exponent, target)
     aligned = aligned | ((code >> (element.bits - 1)) << 7)
-    nan = (value > bits.INFINITY) | (stored == 0xFF)[..., :, None, :, :, None]
-    aligned = xp.where(nan, target.nan_code, aligned)
     if element is E5M2:
         aligned = xp.where(value == bits.INFINITY, (aligned & 0x80) | 0x7C, aligned)
+    nan = (value > bits.INFINITY) | (stored == 0xFF)[..., :, None, :, :, None]
+    aligned = xp.where(nan, target.nan_code, aligned)
     aligned = aligned.reshape((*aligned.shape[:-2], 32 * _GROUP))
     aligned = layout.join_blocks(aligned, shape)
     powers = scaling.e8m0_bits(shared).view(xp.float32)

@@ -12,8 +12,10 @@ point = 23 unless said otherwise).
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from array_api_compat import array_namespace
 
 Array = Any
@@ -40,7 +42,12 @@ def constant_bits(value: float) -> int:
 
 def dtype_name(x: Array) -> str:
     """Name of an array's dtype without its library: "float32", "bfloat16", "uint8"."""
-    return str(x.dtype).removeprefix("torch.")
+    dtype = x.dtype
+    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+
+
+# NumPy takes ten calls to print a dtype.
+_numpy_name = lru_cache(maxsize=256)(str)
 
 
 def at_most(x: Array, limit: int) -> Array:

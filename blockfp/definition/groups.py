@@ -1,7 +1,7 @@
 """Matrices whose rows are sorted by group, such as the tokens of experts: each group is a tensor of its own.
 
-Blocks of both directions begin at a group's first row, and so do its rotation and the indices of its random bytes; it has its own
-amax, scale of the whole tensor, and key. Codes and scales of all groups lie in one array each:
+Blocks of both directions begin at a group's first row, and so do its rotation and the indices of its random bytes; it has its
+own amax, scale of the whole tensor, and key. Codes and scales of all groups lie in one array each:
 
     rowwise         codes [tokens, features], packed, as those of the whole x
                     scales of 1xb [tokens, features / b]
@@ -10,9 +10,9 @@ amax, scale of the whole tensor, and key. Codes and scales of all groups lie in 
     square blocks   scales [columns / b, features / b], columnwise [features / b, columns / b]
     one scale       scales [groups]; of two levels tensor_scale [groups]
 
-Scales of 1x128 lie as products take them: block after block, [features / 128, tokens] and [columns / 128, features], with the last
-axis filled up to a multiple of four. `columns` is a bound that holds for any ends (`columns_for`): what no group has is zero here,
-and undefined in what kernels write. So are rows past the last end.
+Scales of 1x128 lie as products take them: block after block, [features / 128, tokens] and [columns / 128, features], with the
+last axis filled up to a multiple of four. `columns` is a bound that holds for any ends (`columns_for`): what no group has is
+zero here, and undefined in what kernels write. So are rows past the last end.
 """
 
 from __future__ import annotations

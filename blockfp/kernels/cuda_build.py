@@ -41,7 +41,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def architectures() -> tuple[str, ...]:
-    """Compute capabilities of the visible devices, in nvcc's names for their own instructions: ("90a",).
+    """Compute capabilities of the visible devices, in nvcc's names for their own instructions: ("89", "90a").
 
     Raises:
         RuntimeError: there is no device, or one that the kernels can't run on.
@@ -54,13 +54,14 @@ def architectures() -> tuple[str, ...]:
         driver.cuDeviceGet(ctypes.byref(device), index)
         driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
         driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-        if major.value < 9:
+        if major.value < 8:
             raise RuntimeError(
-                f"the CUDA kernels need compute capability 9.0 or later, and device {index} has {major.value}.{minor.value}: "
+                f"the CUDA kernels need compute capability 8.0 or later, and device {index} has {major.value}.{minor.value}: "
                 "leave such devices out of CUDA_VISIBLE_DEVICES"
             )
         found.add((major.value, minor.value))
-    return tuple(f"{major}{minor}a" for major, minor in sorted(found))
+    # Instructions of one generation alone came with 9.0.
+    return tuple(f"{major}{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(found))
 
 
 def where() -> Path:

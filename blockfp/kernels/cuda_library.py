@@ -17,6 +17,7 @@ _NO_DEVICE = "no CUDA device is here"
 _FUNCTIONS = (
     *("amax", "amax_blocks", "quantize", "encode", "dequantize", "product", "cublas_version"),
     *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes"),
+    *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
 )
 
 

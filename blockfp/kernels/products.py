@@ -58,6 +58,7 @@ def plan(
     groups: int = 0,
     along_k: bool = False,
     ordered: tuple[bool, bool] = (False, False),
+    bands: bool = False,
     fast: bool = False,
     accumulate: bool = False,
 ) -> Plan:
@@ -72,6 +73,8 @@ def plan(
         groups: how many; 0 for a single product.
         along_k: whether groups are of columns of a and of b. Else they are of rows of a, and b is [groups, n, k].
         ordered: which of a's and b's scales of 1x128 are in the product's order already.
+        bands: whether b's scales of 1x128 are ordered, and the same in every 32 rows, as of MX weights in 32x32 blocks that are
+            aligned: the own kernel is faster then.
         fast: whether sums may keep fewer bits; those of blocks never do.
         accumulate: whether the product is added to what the result holds.
 
@@ -85,11 +88,12 @@ def plan(
         raise ValueError(
             f"no kernel of compute capability {capability} multiplies {a} by {b} with m, n, k = {m}, {n}, {k}: {refused}"
         )
-    own = capability == HOPPER and (bool(refused) or not adds_bias or _own_is_faster(a, b, m, n, k, fast))
+    own = capability == HOPPER and (bands or bool(refused) or not adds_bias or _own_is_faster(a, b, m, n, k, fast))
     matrices = groups if groups and not along_k else 1
     pieces = _own_pieces if own else _cublas_pieces
     workspace = sum(_piece(size) for size in pieces(a, b, m, n, k, matrices, ordered)) + (0 if own else _CUBLAS_WORKSPACE)
-    kinds = (number for format in (a, b) for number in format_numbers(format)[:2])
+    kinds = [number for format in (a, b) for number in format_numbers(format)[:2]]
+    kinds[3] = 32 if bands else kinds[3]
     numbers = (*kinds, *ordered, own, _OWN_CHOOSES_TILE, fast, accumulate)
     return Plan(own, workspace, own or adds_bias, tuple(int(number) for number in numbers))
 

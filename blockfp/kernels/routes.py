@@ -6,8 +6,8 @@ and multiplied in a dtype that holds every value. In between is one mode that ma
 of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
 (`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which kernel): of any
-lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
+FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which
+kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
 `torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
 
@@ -96,6 +96,9 @@ RULES: tuple[Rule, ...] = (
 """The products that run on codes and scales; all others are dequantized."""
 
 _DEVICES = {9: "Hopper (9.x)", 10: "Blackwell (10.x)"}
+
+RUN, COMPILED = ((9, 0),), ((8, 0), (8, 9), (10, 0), (12, 0))
+"""Compute capabilities on which the CUDA library's kernels were run, and others for which they were compiled."""
 
 
 def route(
@@ -225,7 +228,13 @@ def table() -> list[tuple[str, str, str]]:
             how = "blockfp's kernel or cuBLASLt" if rule.of_library else "scaled_mm"
             how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
             lines.append((device, f"{'/'.join(elements)} {blocks}", f"{how} ({rule.mode}){', ' if units else ''}{units}"))
+    run, compiled = (", ".join(f"{major}.{minor}" for major, minor in some) for some in (RUN, COMPILED))
+    lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
+    lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
+    lines.append(
+        ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")
+    )
     lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
     return lines

@@ -225,9 +225,10 @@ class QuantizedArray(BlockScaledArray):
         return f"QuantizedArray({self.format}, shape={shape}, dtype={self.dtype}{where})"
 
 
-def wrap_parts(parts: numerics.Quantized, format: Format, x) -> QuantizedArray:
-    """Makes the QuantizedArray of codes and scales that x [..., columns] became; checks nothing."""
-    return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, x.shape[-1], np.dtype(x.dtype))
+def wrap_parts(parts: numerics.Quantized, format: Format, x, *, columnwise: bool = False) -> QuantizedArray:
+    """Makes the QuantizedArray of codes and scales that x [..., rows, columns], or x.mT, became; checks nothing."""
+    columns = x.shape[-2 if columnwise else -1]
+    return QuantizedArray(parts.codes, parts.scales, parts.tensor_scale, format, columns, np.dtype(x.dtype))
 
 
 def _constant(scales: jax.Array) -> jax.Array:

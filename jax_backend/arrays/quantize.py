@@ -78,7 +78,7 @@ def quantize_columnwise(
     """
     format = _checked(x, format)
     parts = ops.quantize_columnwise(x, ops.key_array(key), format=format, rotate=rotate, implementation=implementation)
-    q = wrap_parts(parts, format, x.mT)
+    q = wrap_parts(parts, format, x, columnwise=True)
     if not isinstance(x, Tracer):
         return q
     return with_derivative(q, hadamard(x.mT) if rotate else x.mT)
@@ -99,7 +99,8 @@ def quantize_both(
     """
     format = _checked(x, format)
     row, column = ops.quantize_both(x, format=format, implementation=implementation)
-    return with_derivative(wrap_parts(row, format, x), x), with_derivative(wrap_parts(column, format, x.mT), x.mT)
+    row, column = wrap_parts(row, format, x), wrap_parts(column, format, x, columnwise=True)
+    return (with_derivative(row, x), with_derivative(column, x.mT)) if isinstance(x, Tracer) else (row, column)
 
 
 def _checked(x, format: Format | str) -> Format:

@@ -186,16 +186,18 @@ def product(
     capability: tuple[int, int],
     fast: bool,
     ordered: bool = False,
+    bands: bool = False,
 ) -> jax.Array:
     """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
 
-    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them.
+    `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
+    `bands` is that of `kernels.products.plan`.
     """
     (m, k), n = a.codes.shape, b.codes.shape[0]
     if 0 in (m, n, k):
         return jnp.zeros((m, n), dtype)
     version, name = cublas_version(), jnp.dtype(dtype).name
-    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered)}
+    options = {"cublas": version, "dtype": name, "fast": fast, "ordered": (ordered, ordered), "bands": bands}
     chosen = plan(a_format, b_format, m, n, k, capability=capability, **options)
     out, _ = _call(
         "product" if chosen.own else "product_by_cublas",

@@ -54,6 +54,7 @@ class Route:
     axis: str | None
 
     @classmethod
+    @partial(jax.jit, static_argnums=(0, 2, 3, 4))
     def of(cls, chosen: jax.Array, experts: int, axis: str | None, bound: int) -> tuple[Route, jax.Array]:
         """Works out the route of tokens with these choices.
 
@@ -91,11 +92,13 @@ class Route:
         route = cls(fits, order, place, rows[rank], rows[:, rank], there, back, arrived, left, tokens, choices, axis)
         return route, mine.sum(axis=0)
 
+    @partial(jax.jit, static_argnames="of_tokens")
     def send(self, rows: jax.Array, *, of_tokens: bool) -> jax.Array:
         """Sends rows of tokens [tokens, ..] to each of their experts, or those of pairs [pairs, ..]; gives [bound, ..]."""
         rows = gather_rows(rows, self.order // self.choices if of_tokens else self.order)
         return gather_rows(self._travelled(rows, self.sent, self.received, self.there, self.left.shape[0]), self.arrived)
 
+    @jax.jit
     def give_back(self, rows: jax.Array) -> jax.Array:
         """Returns the experts' rows [bound, ..] to where they came from; gives [pairs, ..], zeros for a pair without expert."""
         rows = gather_rows(rows, self.left)

@@ -16,7 +16,9 @@ from jax.core import Tracer
 
 from blockfp import recipes
 from blockfp.definition.groups import UNIT
+from blockfp.definition.rotation import GROUP
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
+from blockfp.formats import Format
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
@@ -53,7 +55,9 @@ def grouped_linear(
 
     Inside shard_map a weight of `shard_params` whose matrices are cut over axes among `data_axes` (FSDP) is gathered, codes
     and scales, and its gradient is summed over all of `data_axes` and scattered like it. `expert_axis` divides the groups:
-    each rank has whole matrices of some (of the spec P(expert_axis, ..)), and x holds the tokens of these.
+    each rank has whole matrices of some (of the spec P(expert_axis, ..)), and x holds the tokens of these. One axis more is
+    tensor parallelism, as for `linear`: it cuts out (then y is cut) or in (then x must be, and y is summed), evenly and between
+    blocks.
 
     Args:
         x: float32, float16 or bfloat16 [tokens, in], the rows of group 0 first, then those of group 1, ..; or quantized, as
@@ -73,7 +77,7 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: as `linear`; group_sizes that aren't one integer for each weight; a weight that a
-            tensor-parallel axis cuts.
+            tensor-parallel axis cuts unevenly or inside blocks.
     """
     recipe = recipes.for_linear(recipe)
     check_tensors(x, weight, bias, grouped=True)
@@ -83,6 +87,7 @@ def grouped_linear(
         x = x if x.carrier is None else x.with_carrier()
     placement = LayerPlacement.of(weight, data_axes, False)
     _check_axes(placement, expert_axis)
+    _check_cut(placement, recipe)
     out, features = placement.gathered_shape(weight)
     groups = weight.shape[0]
     given, group_sizes = group_sizes, jnp.asarray(group_sizes)
@@ -101,7 +106,9 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    kernels = kernels_do(recipe)
+    # The library measures the amaxes of what is here.
+    alone = placement.tensor is None or not any(f is not None and f.has_tensor_scale for f in _formats(recipe))
+    kernels = alone and kernels_do(recipe)
     tile = UNIT if kernels else tile_rows(recipe)
     layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, kernels)
     sizes = group_sizes.astype(jnp.int32)
@@ -123,11 +130,12 @@ class _GroupedLinear(Layer):
     tile: int
     kernels: bool
 
-    def _scaling(self, multiplier: jax.Array | None, tiles: Tiles, key: jax.Array | None = None) -> Scaling:
+    def _scaling(self, multiplier, tiles: Tiles, key: jax.Array | None = None, *, gradient: bool = False) -> Scaling:
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
         groups = tiles.sizes.shape[0]
         first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
-        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first)
+        cut = self.placement.tensor if self.placement.kind == ("column" if gradient else "row") else None
+        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut)
 
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
@@ -151,7 +159,7 @@ class _GroupedLinear(Layer):
         return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
 
     def gradient_operands(self, g, kept, *, rowwise, columnwise) -> Pair:
-        scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key)
+        scaling = self._scaling(None if kept.state is None else kept.state.gradient_scale, kept.tiles, kept.key, gradient=True)
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
@@ -184,13 +192,11 @@ class _GroupedLinear(Layer):
         return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)
 
 
+def _formats(recipe: Recipe) -> tuple[Format | None, ...]:
+    return recipe.input.format, recipe.input_columnwise.format, recipe.gradient.format, recipe.gradient_columnwise.format
+
+
 def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
-    if placement.tensor is not None:
-        raise ValueError(
-            f"the weight lies {placement.weight}, and {placement.tensor!r} is none of data_axes = "
-            f"{placement.data_axes}: FSDP's axes alone "
-            "cut the matrices of groups, and belong to data_axes; an axis of its own may divide the groups (expert_axis)"
-        )
     if expert_axis is None:
         return
     replication.axis_index(expert_axis)
@@ -198,4 +204,21 @@ def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:
         raise ValueError(
             f"expert_axis = {expert_axis!r} is one of data_axes = {placement.data_axes} too: a rank on it has groups "
             "that no other has, so it divides no group's tokens"
+        )
+
+
+def _check_cut(placement: LayerPlacement, recipe: Recipe) -> None:
+    """Raises ValueError where tensor parallelism cuts features unevenly, or inside blocks."""
+    if placement.tensor is None or placement.weight is None:
+        return
+    column = placement.kind == "column"
+    whole, ranks = placement.weight.shape[0 if column else 1], placement.weight.mesh.axis_size(placement.tensor)
+    casts = (recipe.gradient, recipe.gradient_columnwise) if column else (recipe.input, recipe.input_columnwise)
+    formats = [cast.format for cast in casts]
+    lengths = [f.block[1 if f is formats[0] else 0] for f in formats if f is not None and f.block is not None]
+    unit = int(np.lcm.reduce([GROUP, *lengths]))
+    if whole % (ranks * unit):
+        raise ValueError(
+            f"{placement.tensor!r} cuts the {whole} features of {'out' if column else 'in'} over {ranks} ranks: tensor "
+            f"parallelism inside a group wants a multiple of {ranks * unit}, so that it cuts between blocks of {unit}"
         )

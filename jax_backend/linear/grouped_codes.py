@@ -175,7 +175,7 @@ def multiply_rows(x: GroupCodes, weight: QuantizedArray, tiles: Tiles, dtype, *,
         return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
 
     def definition(x, weight, tiles):
-        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast), tiles.target)
+        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast, exact=True), tiles.target)
 
     return _on_device(kernel, definition, x, weight, tiles)
 
@@ -192,7 +192,7 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
         return cuda.multiply_groups(*sides, formats, jnp.cumsum(tiles.sizes), dtype, **options)
 
     def definition(a, b, tiles):
-        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast)
+        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)
 
     return _on_device(kernel, definition, a, b, tiles)
 

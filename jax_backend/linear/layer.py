@@ -58,6 +58,10 @@ class Layer(ABC):
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state))):
+            # Operation by operation it would cost the host many times as much.
+            y, state = _jitted(self, x, weight, sizes, state)
+            return self.with_bias(y, bias, None if bias is None else self.tiles(x, sizes)), state
         return either(partial(_plain, self), partial(_differentiable, self), x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
@@ -89,6 +93,10 @@ class Layer(ABC):
     @abstractmethod
     def bias_rows(self, bias: jax.Array, tiles: Any) -> jax.Array:
         """The bias as it is added to rows of y."""
+
+    def with_bias(self, y: jax.Array, bias: Any, tiles: Any) -> jax.Array:
+        """Adds a bias, or None, to rows of y."""
+        return y if bias is None else y + self.bias_rows(bias, tiles).astype(y.dtype)
 
     @abstractmethod
     def sum_rows(self, g: jax.Array, tiles: Any) -> jax.Array:
@@ -134,11 +142,15 @@ def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     return _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
 
 
+@partial(jax.jit, static_argnums=0)
+def _jitted(layer: Layer, x, weight, sizes, state):
+    return _plain(layer, x, weight, None, None, sizes, None, state)
+
+
 def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:
     assert row is not None
     y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
-    y = layer.placement.sum_output(y)
-    return y if bias is None else y + layer.bias_rows(bias, tiles).astype(y.dtype)
+    return layer.with_bias(layer.placement.sum_output(y), bias, tiles)
 
 
 def _state_after(layer: Layer, x: jax.Array, tiles: Any, state: DelayedState | None) -> DelayedState | None:

@@ -110,7 +110,7 @@ class _Operands:
         if stochastic:
             key = jnp.concatenate([jnp.asarray(words) for words in self.keys])
         row, column = ops.quantize_both(self.x, key, self.multiplier, format=format, eps=eps, rotate=rotate)
-        return wrap_parts(row, format, self.x), wrap_parts(column, format, self.x.mT)
+        return wrap_parts(row, format, self.x), wrap_parts(column, format, self.x, columnwise=True)
 
     def _one_direction(self, cast: Cast, *, columnwise: bool) -> Matrix:
         if cast.format is None:
@@ -123,7 +123,7 @@ class _Operands:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
         options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
         q = ops.quantize_columnwise(self.x, key, self.multiplier, format=cast.format, **options)
-        return wrap_parts(q, cast.format, self.x.mT)
+        return wrap_parts(q, cast.format, self.x, columnwise=True)
 
     def _planned(self, cast: Cast, *, columnwise: bool) -> QuantizedArray:
         format = cast.format

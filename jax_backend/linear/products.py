@@ -112,9 +112,10 @@ def _aligned(a: QuantizedArray, b: QuantizedArray, dtype, chosen: Route, fast: b
 def _by_library(a: QuantizedArray, b: QuantizedArray, dtype, fast: bool, *, aligned: bool = False) -> jax.Array:
     over = (replication.varying(leaf) for leaf in jax.tree.leaves((a, b)))
     operands = [(Quantized(x.codes, x.scales, None), x.format) for x in (a, b)]
+    bands = aligned and b.format.square
     if aligned and 0 not in (*a.shape, *b.shape):
         operands = [(cuda.align(x, f, a.columns), alignment.aligned_format(f)) for x, f in operands]
-    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned)
+    out = cuda.product(*operands[0], *operands[1], dtype, capability=capability(), fast=fast, ordered=aligned, bands=bands)
     return replication.vary(out, frozenset().union(*over))
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from blockfp.definition import numerics
 from blockfp.definition.bits import INFINITY
@@ -25,7 +26,7 @@ from blockfp.formats import FP8_E4M3
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray, wrap_parts
-from ..implementations import ops
+from ..implementations import ops, replication
 from ..implementations.materialize import materialize
 from . import overflow
 
@@ -127,6 +128,7 @@ class Scaling(NamedTuple):
         key: the words that the groups' keys are made of, or None.
         coordinate: this rank's place on the data-parallel axes, or None.
         first_group: the number of the first group here among those of all ranks.
+        cut: the mesh axis that the features are cut over, evenly and between blocks, or None.
     """
 
     eps: float
@@ -134,6 +136,13 @@ class Scaling(NamedTuple):
     key: jax.Array | None = None
     coordinate: jax.Array | None = None
     first_group: jax.Array | int = 0
+    cut: str | None = None
+
+    def of_features(self, features: int) -> tuple[jax.Array | int, int]:
+        """(the number of the first feature here, how many all ranks have)."""
+        if self.cut is None:
+            return 0, features
+        return replication.axis_index(self.cut) * features, lax.axis_size(self.cut) * features
 
 
 def gather_rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -198,7 +207,7 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     if columnwise and not (cast.rotate or cast.stochastic or format is None or format.has_tensor_scale):
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
-        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x.mT)
+        return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x, columnwise=True)
     x = x.mT if columnwise else x
     if cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
@@ -216,15 +225,18 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     amax = jax.vmap(lambda tile: numerics.amax(tile, format))(x)
     if format.has_tensor_scale:
         field = "tensor" if format.scale.two_level else "blocks"
+        largest = tiles.largest(getattr(amax, field))
+        largest = largest if scaling.cut is None else replication.max_over(largest, (scaling.cut,))
         # Empty groups have no tile, and nobody asks for theirs.
-        amax = amax._replace(**{field: tiles.largest(getattr(amax, field))[tiles.group]})
+        amax = amax._replace(**{field: largest[tiles.group]})
 
     def one(tile, amax, group, first):
         place: dict[str, Any] = {}
         if key is not None:
             words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
-            shape = {"shape": (tile.shape[0], tiles.sizes[group])} if columnwise else {}
-            place = {"key": jnp.asarray(words), "origin": (0, first) if columnwise else (first, 0), **shape}
+            begin, features = scaling.of_features(tile.shape[0 if columnwise else 1])
+            place = {"key": jnp.asarray(words), "origin": (begin, first) if columnwise else (first, begin)}
+            place["shape"] = (features, tiles.sizes[group]) if columnwise else (tiles.sizes[group], features)
         return numerics.quantize(tile, format, eps=eps, amax=amax, settle=materialize, **place)
 
     return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

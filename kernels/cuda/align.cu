@@ -3,7 +3,9 @@
 //   align(codes, scales, out, out_scales, element, block_rows, columns)
 //       codes: uint8 [.., rows, bytes], of `columns` packed codes a row; scales: E8M0, in blocks of 1x32 or 32x32. out: FP8 codes, uint8
 //       [.., rows, columns filled up to a multiple of 16 with zeros]; out_scales: float32 [.., columns / 128, rows filled up to a multiple
-//       of 4], as block_product wants them (products/product_exports.cu).
+//       of 4], as `product` takes them ordered (products/product_exports.cu).
+#include <type_traits>
+
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
 #include "on_device.h"

@@ -43,8 +43,7 @@ __device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a, 
 }
 
 __device__ __forceinline__ float e4m3_value(uint32_t code) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
+  const uint32_t halves = halves_of<false>(static_cast<uint16_t>(code));
   float out;
   asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(out) : "r"(halves));
   return out;

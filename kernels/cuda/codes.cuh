@@ -9,6 +9,7 @@
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
 #include "blockfp/threefry.h"
+#include "fp8.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -19,33 +20,6 @@ __device__ __forceinline__ float prescaled(float multiplier) {
   if constexpr (E::kId == E3M2::kId) return multiply(multiplier, 0x1p-12f);
   if constexpr (E::kId == E2M3::kId) return multiply(multiplier, 0x1p-6f);
   return multiplier;
-}
-
-template <bool Wide>
-__device__ __forceinline__ uint32_t convert_pair(float low, float high) {
-  uint16_t out;
-  if constexpr (Wide) {
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-  }
-  return out;
-}
-
-template <bool Wide>
-__device__ __forceinline__ uint32_t convert_four(const float* y) {
-  uint32_t out;
-  // The second conversion takes the first one's word along: written as one piece, it costs no step of its own.
-  if constexpr (Wide) {
-    asm("{.reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, %2, %1; cvt.rn.satfinite.e5m2x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
-        : "=r"(out)
-        : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
-  } else {
-    asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
-        : "=r"(out)
-        : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]));
-  }
-  return out;
 }
 
 // Four 8-bit codes of a prescaled number as four 6-bit ones: 24 bits.

@@ -31,13 +31,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint16_t pair = (i < 2 ? codes.x : codes.y) >> (16 * (i % 2));
-      uint32_t halves;
-      if constexpr (E::kId == E5M2::kId) {
-        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
-      } else {
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-      }
-      const float2 values = half_values(halves);
+      const float2 values = half_values(halves_of<E::kId == E5M2::kId>(pair));
       out[2 * i] = values.x, out[2 * i + 1] = values.y;
     }
   } else if constexpr (E::kBits == 6) {
@@ -55,7 +49,7 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
         if constexpr (E::kMantissaBits == 2) {
           halves = __byte_perm(eight, 0, j == 0 ? 0x1404 : 0x3424);  // E5M2 is the upper byte of fp16
         } else {
-          asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(eight >> (16 * j))));
+          halves = halves_of<false>(static_cast<uint16_t>(eight >> (16 * j)));
         }
         const float2 values = half_values(bit_cast<uint32_t>(__hmul2(bit_cast<__half2>(halves), rebias)));
         out[4 * i + 2 * j] = values.x, out[4 * i + 2 * j + 1] = values.y;

@@ -1,6 +1,7 @@
 // Eight neighbouring elements in registers: loading them, their values, and their largest magnitude.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "blockfp/dtypes.h"
@@ -77,6 +78,18 @@ __device__ __forceinline__ void set_value(Eight<T>& x, int i, float y) {
 // the other operand is taken.
 template <class T, bool Poison>
 __device__ __forceinline__ uint32_t larger_magnitude(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ < 860
+  if constexpr (T::kId == Fp32::kId) {
+    const float x = fabsf(__uint_as_float(a)), y = fabsf(__uint_as_float(b));
+    return Poison && (x != x || y != y) ? kMagnitude : __float_as_uint(fmaxf(x, y));
+  } else if constexpr (T::kId == Bf16::kId) {
+    const __nv_bfloat162 x = __habs2(bit_cast<__nv_bfloat162>(a)), y = __habs2(bit_cast<__nv_bfloat162>(b));
+    return bit_cast<uint32_t>(Poison ? __hmax2_nan(x, y) : __hmax2(x, y));
+  } else {
+    const __half2 x = __habs2(bit_cast<__half2>(a)), y = __habs2(bit_cast<__half2>(b));
+    return bit_cast<uint32_t>(Poison ? __hmax2_nan(x, y) : __hmax2(x, y));
+  }
+#else
   uint32_t out;
   if constexpr (T::kId == Fp32::kId) {
     if constexpr (Poison) {
@@ -98,6 +111,7 @@ __device__ __forceinline__ uint32_t larger_magnitude(uint32_t a, uint32_t b) {
     }
   }
   return out;
+#endif
 }
 
 // fp32 bits of the magnitude of element `half` of a word. NaN is above kInfinity with Poison and counts as 0 without.

@@ -246,7 +246,8 @@ void adamw_codes(TensorView table, TensorView x) {
     const Format f = checked_format(e.element, e.block_rows, e.block_columns, e.rule);
     check(e.output == static_cast<int>(StepOutput::kCodes) && (f.per_tensor() || f.two_levels()), "row ", i,
           " of the table has no format with an amax of the whole tensor");
-    check(e.first != nullptr && e.out_scales != nullptr && (e.second != nullptr) == f.two_levels(), "row ", i,
+    const bool has_blocks = f.per_tensor() || e.batches * e.rows * e.columns != 0;
+    check(e.first != nullptr && (e.out_scales != nullptr || !has_blocks) && (e.second != nullptr) == f.two_levels(), "row ", i,
           " of the table lacks amax, scales or tensor_scale");
   }
   on.done(launch_second_pass(entries, table.size(0), on.stream));

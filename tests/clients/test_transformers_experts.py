@@ -276,6 +276,21 @@ def test_a_filter_leaves_experts_unwarned():
     assert not any(one.unasked for one in left)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_experts_compile_into_one_graph(name, recipe):
+    experts = experts_of(bfp.convert(family(name), recipe))
+    x, index, weights = routed()
+    compiled = torch.compile(copy.deepcopy(experts), fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (experts, compiled):
+        given = x.clone().requires_grad_()
+        y = one(given, index, weights)
+        y.backward(y.detach().cos())
+        results.append([y, given.grad, *(param.grad for param in one.parameters())])
+    assert all(map(torch.equal, *results))
+
+
 def refused(case):
     model = family("GptOss")
     experts = experts_of(model)

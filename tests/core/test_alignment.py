@@ -164,6 +164,9 @@ def test_a_nan_scale_and_a_zero_block_say_nothing_of_the_others():
     assert alone.scales == other.scales
     np.testing.assert_array_equal(alone.codes[0, :96], other.codes[0, :96])
     assert (other.codes[0, 96:] == 0x7F).all()
+    infinite = alignment.align(np.full((1, 64), 0x7C, np.uint8), np.array([[0xFF, 100]], np.uint8), "mxfp8_e5m2", columns=64)
+    assert (infinite.codes[0, :32] == 0x7F).all()
+    assert (infinite.codes[0, 32:] == 0x7C).all()
     everything = alignment.align(codes, np.full((1, 4), 0xFF, np.uint8), format, columns=100)
     assert (everything.codes == 0x7F).all()
 

@@ -66,3 +66,15 @@ def test_sums_of_blocks_keep_their_bits():
 def test_padded_rows_hold_any_split(counts):
     filled = sum(-(-count // 128) * 128 for count in counts)
     assert filled <= products.padded_rows(sum(counts), len(counts)) <= filled + 128 * len(counts)
+
+
+def test_bands_are_the_own_kernels():
+    """Wherever cuBLASLt would be faster with a scale for each row: it reads more of them."""
+    rows = Format.parse("fp8_e4m3_1x128")
+    options = {"capability": (9, 0), "cublas": 130100, "dtype": "bfloat16", "ordered": (True, True)}
+    for m, n, k in ((8192, 8192, 8192), (16, 4096, 4096), (5, 7, 48)):
+        chosen = plan(rows, rows, m, n, k, bands=True, **options)
+        assert chosen.own
+        assert chosen.workspace == 0
+        assert chosen.numbers[:6] == (0, 1, 0, 32, 1, 1)
+        assert plan(rows, rows, m, n, k, **options).numbers[:4] == (0, 1, 0, 1)

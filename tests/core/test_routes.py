@@ -1,5 +1,7 @@
 """The table of products: what runs on codes and scales where, and in what the rest is multiplied exactly."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,17 @@ def test_the_table_names_every_rule():
     products = [how for _, _, how in lines if "scaled_mm" in how or "cuBLASLt" in how]
     assert len(products) == sum(len(rule.capabilities) for rule in routes.RULES)
     assert lines[-1][0] == "CPU"
+
+
+def test_the_table_says_where_kernels_were_run_and_the_wheel_has_them():
+    casts = [operands for _, operands, _ in routes.table() if operands.startswith("casts")]
+    assert [operands.removeprefix("casts, compute capability ") for operands in casts] == ["9.0", "8.0, 8.9, 10.0, 12.0"]
+    build = Path(routes.__file__).parents[2] / "kernels" / "cuda" / "CMakeLists.txt"
+    if not build.is_file():
+        build = Path(routes.__file__).parent / "cuda" / "CMakeLists.txt"
+    built = build.read_text().partition("CMAKE_CUDA_ARCHITECTURES ")[2].partition(")")[0]
+    for major, minor in (*routes.RUN, *routes.COMPILED):
+        assert f"{major}{minor}{'a' if major >= 9 else ''}-real" in built.split()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ RANKS = {"training.md": 2, "parallelism.md": 4, "experts.md": 4, "checkpoints.md
 
 
 # What the training examples share, and what tests/jax/test_jax_examples.py runs.
-OTHERS = ("byte_text", "training_report", "flax_mlp", "equinox_mlp")
+OTHERS = ("byte_text", "training_report", "flax_mlp", "flax_moe", "equinox_mlp")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
 
 

@@ -49,6 +49,13 @@ def each_product():
         if left == right:
             a, b = (products.Matrix(bfp.quantize(torch.randn(n, 512, device="cuda"), left).parts, left) for n in (72, 136))
             products.multiply_groups(a, b, ends, dtype=torch.float32)
+    for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"):
+        for k in (384, 75):
+            left, right = Format.parse(name), Format.parse(f"{name}_32x32")
+            a = products.Matrix(bfp.quantize(torch.randn(201, k, device="cuda"), left).parts, left)
+            b = products.Matrix(bfp.quantize(torch.randn(130, k, device="cuda"), right).parts, right)
+            for other in (a, b):
+                products.multiply_parts(a, other, other.parts[0].shape[0], k, None, torch.bfloat16, False, None)
 
 
 if __name__ == "__main__":

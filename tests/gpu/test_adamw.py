@@ -135,7 +135,7 @@ def test_one_launch_a_pass_and_format():
         for _ in range(2):
             optimizer.step()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
             optimizer.step()
             torch.cuda.synchronize()
         launched = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -95,6 +95,18 @@ def test_bits_of_codes_that_begin_anywhere(format):
     np.testing.assert_array_equal(powers.cpu().numpy()[:, :rows].T, wanted.scales)
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32"])
+def test_a_stack_is_aligned_matrix_by_matrix(format):
+    """Of heights that are no multiple of 4 or 32."""
+    q = bfp.quantize(data("outlier columns", 3 * 45, 200, 0).view(3, 45, 200), format)
+    codes, powers = cuda.align(q.codes, q.scales, q.format, columns=200)
+    assert (codes.shape, powers.shape) == ((3, 45, 208), (3, 2, 48))
+    for i in range(3):
+        alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200)
+        assert torch.equal(codes[i], alone[0])
+        assert torch.equal(powers[i, :, :45], alone[1][:, :45])
+
+
 def test_refuses_what_is_not_there():
     q = bfp.quantize(torch.randn(32, 64, device="cuda"), "mxint8")
     with pytest.raises(ValueError, match="only MXFP8, MXFP6 and MXFP4"):

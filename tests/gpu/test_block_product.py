@@ -251,6 +251,25 @@ def test_dense_products_replay_in_a_graph(formats, own):
     assert torch.equal(out, wanted)
 
 
+@pytest.mark.parametrize("shape", [(512, 768, 1024), (333, 200, 384), (40, 75, 130)])
+def test_scales_that_32_rows_share(shape):
+    """As those of 1x128, one for each row, with the same in every 32."""
+    m, n, k = shape
+    a, b = bfp.quantize(spread(m, k), ROWS), bfp.quantize(random(n, k, seed=1), ROWS)
+    bands = b.scales[::32].contiguous()
+    shared = bands.repeat_interleave(32, 0)[:n].contiguous()
+    call, workspace = cuda_library.library().product, torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+
+    def multiply(scales, rows, in_order):
+        out = torch.full((m, n), float("nan"), device="cuda")
+        call(a.codes, b.codes, a.scales, scales, None, None, out, workspace, 0, 1, 0, rows, 0, in_order, 1, -1, 0, 0)
+        return out
+
+    wanted = multiply(shared, 1, 0)
+    assert torch.equal(multiply(bands, 32, 0), wanted)
+    assert torch.equal(multiply(ordered(shared), 32, 1), wanted)
+
+
 def test_a_nan_stays_in_its_row_and_infinities_are_seen():
     x = random(256, 256)
     x[3, 5] = float("nan")

@@ -106,6 +106,8 @@ def test_where_groups_lie():
         for tokens in (0, 1, 1000, 70000):
             ends = torch.randint(0, tokens + 1, (count,), generator=random).sort().values.to(torch.int32)
             words = cuda_groups.group_rows(ends.cuda(), tokens).cpu()
+            assert cuda_library.library().group_words(tokens, count) == len(words)
+            assert cuda_library.library().group_columns(tokens, count) == groups.columns_for(tokens, count)
             where = list(groups.groups_of(ends.tolist(), tokens))
             assert words[:count].tolist() == [group.end for group in where]
             assert words[count : 2 * count].tolist() == [group.end_column for group in where]

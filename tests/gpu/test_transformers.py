@@ -1,6 +1,7 @@
 """transformers' own Llama on a GPU: its layers as CUDA graphs, with blockfp's optimizer."""
 
 import pytest
+from documented import run_documented
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -67,3 +68,13 @@ def test_cuda_graphs_of_each_layer_change_no_bit(recipe):
     assert again == losses
     for one, two in zip(weights, graphed, strict=True):
         assert torch.equal(one, two)
+
+
+def test_the_documents_loop():
+    torch._dynamo.reset()
+    batches = torch.randint(0, 128, (6, 2, 64), device="cuda")
+    space = run_documented(
+        "a transformers model with CUDA graphs", model=llama("fp8_block"), batches=batches, bfp=bfp, torch=torch
+    )
+    assert len(space["losses"]) == 6
+    assert recordings() >= 4

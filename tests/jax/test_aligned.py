@@ -33,9 +33,10 @@ def align(out, codes, scales, *, element, block_rows, columns):
 
 def product(outs, a, b, a_scales, b_scales, ends, bias, **numbers):
     out, workspace = outs
-    wanted = {"a_block_rows": 1, "b_block_rows": 1, "a_ordered": 1, "b_ordered": 1, "own": 1, "accumulate": 0}
+    wanted = {"a_block_rows": 1, "a_ordered": 1, "b_ordered": 1, "own": 1, "accumulate": 0}
     assert (ends.size, bias.size, workspace.shape) == (0, 0, (0,))
     assert {name: numbers[name] for name in wanted} == wanted
+    assert numbers["b_block_rows"] in (1, 32)
 
     def values(codes, scales, element):
         of_rows = np.ascontiguousarray(np.asarray(scales)[:, : codes.shape[0]].T)
@@ -64,7 +65,7 @@ def library(monkeypatch):
     monkeypatch.setattr(cuda, "_call", call)
     monkeypatch.setattr(cuda, "cublas_version", lambda: 0)
     monkeypatch.setattr(products, "route", hopper)
-    monkeypatch.setattr(products, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(products, "capability", lambda: (9, 0))
     monkeypatch.setattr(choice, "missing_product", lambda version: None)
     return called
 

@@ -5,6 +5,8 @@ import sys
 import warnings
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,6 +21,42 @@ def load(name):
         warnings.simplefilter("ignore")
         spec.loader.exec_module(module)
     return module
+
+
+def in_float64(block, x):
+    """What a block of `flax_moe` is to give."""
+    experts = block.experts
+    scale, router, gate_up, down = (
+        np.asarray(p.get_value(), np.float64) for p in (block.norm.scale, experts.router.kernel, experts.gate_up, experts.down)
+    )
+    h = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * scale
+    scores = np.exp(h @ router)
+    out = x.copy()
+    for token, score in enumerate(scores):
+        best = np.argsort(-score)[: experts.k]
+        for expert, weight in zip(best, score[best] / score[best].sum(), strict=True):
+            gate, up = np.split(gate_up[expert] @ h[token], 2)
+            out[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
+
+
+def test_a_mixture_of_experts_is_near_float64_and_trains_as_bf16_does():
+    nnx = pytest.importorskip("flax.nnx")
+    moe = load("flax_moe")
+    # In float32, in which the router chooses as it does in float64.
+    x = jax.random.normal(jax.random.key(1), (256, 64))
+    error, losses = {}, {}
+    for recipe in ("mxfp8", "fp8_current", None):
+        block = moe.Block(64, 96, 8, 2, nnx.Rngs(0), recipe=recipe)
+        want = in_float64(block, np.asarray(x, np.float64))
+        got = np.asarray(nnx.jit(lambda block, x: block(x))(block, x), np.float64)
+        error[recipe] = np.linalg.norm(got - want) / np.linalg.norm(want - np.asarray(x, np.float64))
+        losses[recipe] = moe.main(10, recipe)
+    assert error[None] < 1e-4
+    for recipe in ("mxfp8", "fp8_current"):
+        assert error[recipe] < 0.09
+        np.testing.assert_allclose(losses[recipe], losses[None], rtol=0.02)
+    assert losses[None][-1] < 0.5 * losses[None][0]
 
 
 @pytest.mark.parametrize("name", ["flax_mlp", "equinox_mlp"])

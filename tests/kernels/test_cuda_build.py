@@ -1,5 +1,6 @@
 """Finding and building the CUDA library, with a compiler and a driver that stand in for NVIDIA's."""
 
+import re
 import subprocess
 import sys
 import warnings
@@ -67,8 +68,10 @@ def nvcc(monkeypatch, tmp_path):
 def test_the_architectures_are_those_of_all_devices(devices):
     devices((9, 0), (9, 0), (10, 0))
     assert cuda_build.architectures() == ("90a", "100a")
-    devices((9, 0), (8, 6))
-    with pytest.raises(RuntimeError, match=r"device 1 has 8\.6: leave such devices out of CUDA_VISIBLE_DEVICES"):
+    devices((12, 0), (8, 6))
+    assert cuda_build.architectures() == ("86", "120a")
+    devices((9, 0), (7, 5))
+    with pytest.raises(RuntimeError, match=r"device 1 has 7\.5: leave such devices out of CUDA_VISIBLE_DEVICES"):
         cuda_build.architectures()
     devices()
     with pytest.raises(RuntimeError, match="no CUDA device is here"):
@@ -112,3 +115,9 @@ def test_a_device_without_kernels_is_warned_of_once(devices, monkeypatch):
 def test_without_a_device_nothing_is_said():
     script = "from blockfp.kernels import cuda_library; cuda_library.device_count = lambda: 0; cuda_library.available()"
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+
+
+def test_python_knows_each_function_that_the_library_exports():
+    folder = cuda_build._sources() / "cuda"
+    text = "".join(path.read_text() for path in folder.rglob("*.cu"))
+    assert set(re.findall(r"EXPORT_TYPED_FUNC\((\w+),", text)) == set(cuda_library._FUNCTIONS)

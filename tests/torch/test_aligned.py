@@ -37,12 +37,16 @@ class Library:
         b_ordered, own, tile, fast, accumulate,
     ):  # fmt: skip
         assert ends is workspace is None
-        assert (a_block_rows, b_block_rows, a_ordered, b_ordered, own, accumulate) == (1, 1, 1, 1, 1, 0)
+        assert (a_block_rows, a_ordered, b_ordered, own, accumulate) == (1, 1, 1, 1, 0)
+        assert b_block_rows in (1, 32)
         sides = []
         for codes, scales, element in ((a, a_scales, a_element), (b, b_scales, b_element)):
             rows, columns = codes.shape
             assert columns % 16 == 0
             of_rows = scales[:, :rows].mT.contiguous()
+            if codes is b and b_block_rows == 32:
+                # The kernel may read any of 32.
+                of_rows = of_rows[torch.arange(rows) // 32 * 32]
             sides.append(numerics.dequantize(codes, of_rows, None, ELEMENT[element], "float32", columns=columns))
         out.copy_(sides[0] @ sides[1].mT + (0 if bias is None else bias))
         self.products += 1

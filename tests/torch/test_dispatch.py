@@ -226,6 +226,47 @@ def test_rows_that_are_no_codes_have_the_products_of_a_grouped_layer(recipe):
     assert torch.equal(bias.grad, layer.bias.grad)
 
 
+def by_layers(rank, each, recipe, weights):
+    """`layer` of modules that ranks share."""
+    mesh = init_device_mesh("cpu", (len(each),))
+    modules = []
+    for weight in weights:
+        experts, outputs, inputs = weight.shape
+        module = bfp.GroupedLinear(experts, inputs, outputs, bias=False, recipe=recipe)
+        bfp.load_high_precision_(module.weight, weight.dequantize())
+        modules.append(bfp.parallelize(module, mesh, "experts"))
+    up, down = modules
+    x, experts, scores, gradient = each[rank]
+    received = bfp.dispatch(x, experts, EXPERTS, recipe=recipe, group=mesh)
+    gate, value = up(received.tokens, received).chunk(2, 1)
+    y = bfp.combine(down(F.silu(gate) * value, received), received, scores)
+    y.backward(gradient)
+    return y.detach(), *(module.weight.grad.to_local() for module in modules)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block"])
+def test_grouped_layers_take_what_was_received(recipe):
+    each, weights = routed(3), parameters(recipe)
+    _, y, _, _, d_up, d_down = run([torch.cat(parts) for parts in zip(*each, strict=True)], recipe, *weights)
+    together = threaded.run(3, by_layers, each, recipe, weights)
+    for whole, *parts in zip((y, d_up, d_down), *together, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def of_another_recipe(rank):
+    received = bfp.dispatch(torch.ones(4, IN), torch.zeros(4, 1, dtype=torch.int64), EXPERTS, recipe="mxfp8")
+    layer = bfp.GroupedLinear(EXPERTS, IN, 32, recipe="fp8_block")
+    with pytest.raises(ValueError, match="the rows were dispatched by recipe mxfp8, and this layer has fp8_block"):
+        layer(received.tokens, received)
+    layer = bfp.parallelize(bfp.GroupedLinear(EXPERTS, IN, 32, recipe="mxfp8"), init_device_mesh("cpu", (2,)), "column")
+    with pytest.raises(ValueError, match="rows that were dispatched are for whole experts, and these are cut as 'column'"):
+        layer(received.tokens, received)
+
+
+def test_layers_that_do_not_fit_are_refused():
+    threaded.run(2, of_another_recipe)
+
+
 def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
     (tokens,) = routed(1)
     up, down = parameters("mxfp8")
@@ -238,6 +279,25 @@ def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
         y.backward(tokens[3])
         gradients.append(weight.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+# Dynamo looks at the gradients of what goes into the graphs between.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_code_leaves_its_graph_for_them():
+    (tokens,) = routed(1)
+    x, experts, weights, _ = tokens
+    up, down = (weight.detach().requires_grad_() for weight in parameters("mxfp8"))
+
+    def block(x):
+        return layer(bfp.dispatch(x * 2, experts, EXPERTS, recipe="mxfp8"), up, down, weights).cos()
+
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager")):
+        given = x.clone().requires_grad_()
+        y = run(given)
+        y.sum().backward()
+        results.append((y, given.grad))
+    assert all(map(torch.equal, *results))
 
 
 def test_values_travel_where_the_recipe_has_no_format():

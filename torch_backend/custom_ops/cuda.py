@@ -347,22 +347,23 @@ _MOST_TURNS = 4096
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
-    """The codes and scales of an MX matrix, shifted to one scale for 128 elements, as the library's product takes them.
+    """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
 
     Args:
-        codes: uint8 [rows, bytes].
+        codes: uint8 [.., rows, bytes].
         scales: uint8 E8M0.
         format: MXFP8, MXFP6 or MXFP4.
-        columns: of the matrix.
+        columns: of a matrix.
 
     Returns:
-        Codes uint8 [rows, columns filled up to a multiple of 16 with zeros] and scales float32 [ceil(columns / 128), rows filled
-        up to a multiple of 4]; the values are those of `alignment.align`.
+        Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128), rows
+        filled up to a multiple of 4]; the values are those of `alignment.align`.
     """
     check_beside(codes, "codes", scales=scales)
-    rows, (element, block_rows, *_) = codes.shape[0], format_numbers(Format.parse(format))
-    out = codes.new_empty((rows, -(-columns // 16) * 16))
-    powers = codes.new_empty((-(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
+    *leading, rows, _ = codes.shape
+    element, block_rows, *_ = format_numbers(Format.parse(format))
+    out = codes.new_empty((*leading, rows, -(-columns // 16) * 16))
+    powers = codes.new_empty((*leading, -(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
     library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
     return out, powers
 

@@ -1,6 +1,7 @@
 """The custom ops of a linear layer whose rows are sorted by group, each group with a weight of its own.
 
     blockfp::grouped_forward    (x, weight, .., offs, casts, keep) -> [y, words, columnwise parts of x .., amaxes?]
+    blockfp::grouped_columns    (x, words, multiplier, casts, groups) -> [columnwise parts of x .., amaxes?]
     blockfp::grouped_backward   (gradient, words, x, weight, .., casts, ..) -> [d_x?, d_weight?, d_bias?, amaxes?]
 
 A group is a tensor of its own (`definition.groups`). Its end is in device memory: on a GPU nothing waits for it. `words` say
@@ -42,6 +43,7 @@ forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
     "Tensor? multiplier, str casts, bool keep) -> Tensor[]"
 )
+columns = define("grouped_columns(Tensor x, Tensor words, Tensor? multiplier, str casts, SymInt groups) -> Tensor[]")
 backward = define(
     "grouped_backward(Tensor gradient, Tensor words, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, "
     "Tensor? multiplier, Tensor? keys, str casts, SymInt groups, SymInt columns, bool needs_x, ScalarType? weight_dtype, "
@@ -81,39 +83,62 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
-    reason = why_apart(x, n, row.format, w.format, transposed=False)
+    reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
     if reason is None and _in_squares(column.format):
         reason = f"columns in square blocks, {column.format}"
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype)
+        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype, recipe.exact_products)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
         raise ValueError(f"offs must ascend to at most the {tokens} rows of x, got {ends}")
-    y, columns, amaxes = x.new_zeros((tokens, n)), [], []
+    y, each, amaxes = x.new_zeros((tokens, n)), [], []
     for number, group in enumerate(groups.groups_of(ends, tokens)):
         rows = x[group.begin : group.end]
         found = _quantized(rows, row, column, multiplier, None, recipe.eps)
         own = None if bias is None else bias[number]
         options = (n, k, own, x.dtype, fast, number, recipe.exact_products)
         y[group.begin : group.end] = multiply_parts(_rows(rows, found.row, row), w, *options)
-        columns.append(found.column)
+        each.append(found.column)
         amaxes += _present(found.amax)
-    kept = [] if column.format is None else _laid_out(columns, x, ends, column.format, recipe.eps)
+    kept = [] if column.format is None else _laid_out(each, x, ends, column.format, recipe.eps)
     return [y, _words(offs, ends, tokens), *kept, *_stacked(amaxes, multiplier, offs)]
 
 
 @fake(forward)
 def _forward_fake(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
     count, format = offs.shape[0], recipe_of(casts).input_columnwise.format
-    kept: list[Tensor] = []
-    if keep and format is not None:
-        found: Any = groups.shapes(x.shape, count, format, columnwise=True)
-        kept = [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+    kept = _empty_columns(x, count, format) if keep and format is not None else []
     y, words = x.new_empty((x.shape[0], weight.shape[-2])), offs.new_empty(groups.words_for(x.shape[0], count))
     return [y, words, *kept, *([] if multiplier is None else [offs.new_empty(count)])]
+
+
+def _empty_columns(x: Tensor, count: int, format: Format) -> list[Tensor]:
+    found: Any = groups.shapes(x.shape, count, format, columnwise=True)
+    return [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+
+
+@impl(columns)
+def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
+    recipe = recipe_of(casts)
+    cast = recipe.input_columnwise
+    if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
+        found = _quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        return [*(found.column or []), *_present(found.amaxes)]
+    ends, each, amaxes = words[:count].tolist(), [], []
+    for group in groups.groups_of(ends, x.shape[0]):
+        made = _quantized(x[group.begin : group.end], HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        each.append(made.column)
+        amaxes += _present(made.amax)
+    return [*_laid_out(each, x, ends, cast.format, recipe.eps), *_stacked(amaxes, multiplier, words)]
+
+
+@fake(columns)
+def _columns_fake(x, words, multiplier, casts, count) -> list[Tensor]:
+    parts = _empty_columns(x, count, recipe_of(casts).input_columnwise.format)
+    return [*parts, *([] if multiplier is None else [words.new_empty(count)])]
 
 
 # ---- backward
@@ -128,20 +153,20 @@ def _backward(
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     kept_as, again = recipe.input_columnwise.format, recipe.weight_columnwise.format
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
-    w, reason = Matrix([], None), None
+    exact, w, reason = recipe.exact_products, Matrix([], None), None
     if needs_x:
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
-        reason = why_apart(gradient, k, row.format, w.format, transposed=True, again=again)
+        reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype)
+        reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact)
     if _on_device(gradient, reason):
         results = []
         found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype))
+            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
             a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
-            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype))
+            results.append(multiply_columns(a, b, words, count, n, k, weight_dtype, exact))
         if bias_dtype is not None:
             results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
         return [*results, *_present(found.amaxes)]
@@ -157,7 +182,7 @@ def _backward(
         amaxes += _present(found.amax)
         if d_weight is not None:
             a = Matrix([rows.mT], None) if column.format is None else Matrix(found.column, column.format)
-            options = (k, group.rows, None, weight_dtype, fast["wgrad"], None, recipe.exact_products)
+            options = (k, group.rows, None, d_weight.dtype, fast["wgrad"], None, recipe.exact_products)
             d_weight[number] = multiply_parts(a, inputs[number], *options)
         if d_x is not None:
             one, index = w, number
@@ -253,9 +278,12 @@ def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
 
 
 def _laid_out(each: Sequence[Sequence[Tensor]], x: Tensor, ends: Sequence[int], format: Format, eps: float) -> list[Tensor]:
-    quantized = [Quantized(*parts[:2], parts[2] if len(parts) > 2 else None) for parts in each]
-    found = groups.lay_out(quantized, x, ends, format, columnwise=True, eps=eps_for(format, eps))
+    found = groups.lay_out([_parts_of(parts) for parts in each], x, ends, format, columnwise=True, eps=eps_for(format, eps))
     return [part for part in found if part is not None]
+
+
+def _parts_of(parts: Sequence[Tensor]) -> Quantized:
+    return Quantized(parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
 
 def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[int], tokens: int, features: int) -> list[Matrix]:
@@ -271,8 +299,7 @@ def group_operands(x: Sequence[Tensor], format: Format | None, ends: Sequence[in
         return []
     if format is None:
         return [Matrix([x[0][group.begin : group.end].mT], None) for group in groups.groups_of(ends, tokens)]
-    whole = Quantized(*x[:2], x[2] if len(x) > 2 else None)
-    each = groups.group_parts(whole, ends, tokens, features, format, columnwise=True)
+    each = groups.group_parts(_parts_of(x), ends, tokens, features, format, columnwise=True)
     return [Matrix([part.contiguous() for part in parts if part is not None], format) for parts in each]
 
 

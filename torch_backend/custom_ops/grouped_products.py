@@ -3,8 +3,9 @@
     rows       y [tokens, n]             rows of a group times its own weight       forward, input's gradient
     columns    weight [groups, n, k]     what a group's rows contract to            weight's gradient
 
-FP8 per tensor and in blocks is multiplied on codes by the library's own kernel for Hopper. All else is dequantized, all groups
-in one launch, and goes to torch's `grouped_mm`, which takes and gives bfloat16: scales of whole groups multiply its result.
+FP8 per tensor and in blocks is multiplied on codes by the library's own kernel for Hopper, and so is MX once it is aligned. All
+else is dequantized, all groups in one launch, and goes to torch's `grouped_mm`, which takes and gives bfloat16: scales of whole
+groups multiply its result.
 """
 
 from __future__ import annotations
@@ -13,27 +14,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from blockfp.definition import groups
+from blockfp.definition import alignment, groups
 from blockfp.formats import Format
 from blockfp.kernels.products import HOPPER
-from blockfp.kernels.routes import exact_in_bfloat16
+from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
 from . import cuda, cuda_groups
 from .dequantize_plans import dequantize_parts
-from .products import Matrix, multiplies_groups, multiply_groups
+from .products import Matrix, multiply_groups, route_on
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
 
-def _on_codes(device: torch.device, a: Format | None, b: Format | None) -> bool:
-    """Says whether the library's own kernel multiplies codes of these formats."""
+def _mode(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> Mode | None:
+    """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
     if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
-        return False
-    return multiplies_groups(device, a, b)
+        return None
+    mode = route_on(device, a, b, 0, 0, 0, True, exact).mode
+    return mode if mode in ("tensor", "block", "aligned") else None
 
 
 def why_apart(
-    x: Tensor, n: int, a: Format | None, w: Format | None, *, transposed: bool, again: str | None = None
+    x: Tensor, n: int, a: Format | None, w: Format | None, *, exact: bool, transposed: bool, again: Format | None = None
 ) -> str | None:
     """Says why rows of groups are not multiplied all at once on a GPU; None where they are.
 
@@ -41,20 +43,26 @@ def why_apart(
         x: what a was made of, [tokens, k].
         n: columns of the product.
         a, w: formats of the rows and of the weight.
+        exact: whether operands must be multiplied as the values that they stand for.
         transposed: whether the weight is stored as [groups, k, n].
-        again: name of the format in which a weight of values is quantized for this product, or None.
+        again: the format in which a weight of values is quantized for this product, or None.
     """
     if a is not None and a.block is not None and a.block[0] > 1:
         return f"rows in square blocks, {a}"
     if w is None and again is not None:
         return f"a weight that is quantized columnwise alone, in {again}"
     k = x.shape[1]
-    if (w is None or w.square) and _on_codes(x.device, a, w):
+    if _weight_mode(x.device, a, w, exact, transposed) is not None:
         return None
     return _why_not_dequantized(x, (k, n), (a, w))
 
 
-def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype) -> str | None:
+def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
+    """`_mode` of rows and a weight, which is turned where it is transposed."""
+    return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
+
+
+def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
     """Says why columns of groups are not multiplied all at once on a GPU; None where they are.
 
     Args:
@@ -62,11 +70,12 @@ def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dty
         a, b: formats of both operands.
         k: rows of b.
         dtype: of the product.
+        exact: as for `why_apart`.
     """
     for format in (a, b):
         if format is not None and format.block is not None and format.block[0] > 1:
             return f"columns in square blocks, {format}"
-    if _on_codes(x.device, a, b):
+    if _mode(x.device, a, b, exact) is not None:
         return None
     if (a is None) != (b is None):
         return "one operand of the weight's gradient is in high precision"
@@ -86,8 +95,9 @@ def _why_not_dequantized(x: Tensor, lengths: tuple[int, int], formats: tuple[For
 
 
 def multiply_rows(
-    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+    a: Matrix, w: Matrix, words: Tensor, count: int, n: int, k: int, bias: Tensor | None, dtype: torch.dtype,
+    exact: bool,
+) -> Tensor:  # fmt: skip
     """Multiplies the rows of each group with its own weight; rows past the last end become zero.
 
     Args:
@@ -98,17 +108,23 @@ def multiply_rows(
         n, k: columns of the product, and the contracted length.
         bias: [groups, n], or None.
         dtype: of the product.
+        exact: as for `why_apart`.
     """
     tokens, ends = a.parts[0].shape[0], words[:count]
     if 0 in (tokens, n, k, count):
         y = a.parts[0].new_zeros((tokens, n), dtype=dtype)
         return y if bias is None or not count else _cleared(y + bias[_group_of_rows(ends, tokens)], words, count)
-    if _on_codes(a.parts[0].device, a.format, w.format):
+    mode = _weight_mode(a.parts[0].device, a.format, w.format, exact, w.transposed)
+    if mode is not None:
         assert w.format is not None
         if w.transposed:
-            w = Matrix(cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n), w.format)
+            codes, scales = cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n)
+            w = Matrix([codes, scales], w.format)
+        bands = mode == "aligned" and w.format is not None and w.format.square
+        if mode == "aligned":
+            a, w = _aligned(a, k), _aligned(w, k)
         y = a.parts[0].new_empty((tokens, n), dtype=dtype)
-        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y), words, count)
+        return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y, bands=bands), words, count)
     rows = _values(a, tokens, k, columnwise=False)
     weight = w.values(torch.bfloat16, n if w.transposed else k, factored=True)
     y = grouped_mm(rows, weight if w.transposed else weight.mT, offs=ends)
@@ -120,7 +136,9 @@ def multiply_rows(
     return _cleared(y.to(dtype), words, count)
 
 
-def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype) -> Tensor:
+def multiply_columns(
+    a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k: int, dtype: torch.dtype, exact: bool
+) -> Tensor:
     """Contracts the rows of each group; zeros for groups without rows.
 
     Args:
@@ -129,10 +147,14 @@ def multiply_columns(a: Matrix, b: Matrix, words: Tensor, count: int, n: int, k:
         count: how many groups.
         n, k: lengths of each product.
         dtype: of the products.
+        exact: as for `why_apart`.
     """
     if not a.parts[0].numel() or not b.parts[0].numel():
         return a.parts[0].new_zeros((count, n, k), dtype=dtype)
-    if _on_codes(a.parts[0].device, a.format, b.format):
+    mode = _mode(a.parts[0].device, a.format, b.format, exact)
+    if mode is not None:
+        if mode == "aligned":
+            a, b = (_aligned(x, _length(x)) for x in (a, b))
         out = a.parts[0].new_empty((count, n, k), dtype=dtype)
         multiply_groups(_in_order(a), _in_order(b), words[:count], out=out)
     elif a.format is None:
@@ -152,12 +174,25 @@ def _in_order(x: Matrix) -> Matrix:
     return x._replace(ordered=x.format is not None and groups.ordered(x.format))
 
 
+def _aligned(x: Matrix, columns: int) -> Matrix:
+    """MX codes shifted to one scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
+    assert x.format is not None
+    codes, scales = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns)
+    return Matrix([codes, scales], alignment.aligned_format(x.format), ordered=True)
+
+
+def _length(x: Matrix) -> int:
+    """The columns of packed codes that fill whole bytes."""
+    assert x.format is not None
+    return x.parts[0].shape[1] * 8 // x.format.element.bits
+
+
 def _values(x: Matrix, lines: int, columns: int | None, *, columnwise: bool) -> Tensor:
     """The values of an operand in bfloat16, scales of whole groups left out."""
     if x.format is None:
         return x.parts[0]
     codes, scales, *_ = x.parts
-    length = codes.shape[1] * 8 // x.format.element.bits if columns is None else columns
+    length = _length(x) if columns is None else columns
     if groups.ordered(x.format):
         scales = cuda.transpose_words(scales)[:lines]
     parts = [codes, scales]

@@ -203,9 +203,10 @@ def multiply_parts(
     if b.transposed:
         b = _turned(b, n)
     if chosen.mode == "aligned":
+        bands = b.format is not None and b.format.square
         a, b = _aligned(a, k), _aligned(b, k)
-        k = a.parts[0].shape[1]
-    if chosen.mode in ("tensor", "block", "aligned"):
+        return _on_codes(a, b, n, a.parts[0].shape[1], bias, dtype, False, bands=bands)
+    if chosen.mode in ("tensor", "block"):
         return _on_codes(a, b, n, k, bias, dtype, fast_accum)
     return _BLACKWELL[chosen.mode](a, b, bias, dtype)
 
@@ -248,13 +249,16 @@ def _aligned(x: Matrix, k: int) -> Matrix:
     return Matrix(cuda.align(codes, scales, x.format, columns=k), alignment.aligned_format(x.format), ordered=True)
 
 
-def _on_codes(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """Multiplies FP8 with one scale or in blocks of 128, by the CUDA library."""
+def _on_codes(
+    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, *, bands: bool = False
+) -> Tensor:
+    """Multiplies FP8 with one scale or in blocks of 128, by the CUDA library; for `bands` see `kernels.products.plan`."""
     codes, m = a.parts[0], a.parts[0].shape[0]
     assert a.format is not None
     assert b.format is not None
     added = None if bias is None else bias.dtype
-    plan = _plan(codes.device, a.format, b.format, m, n, k, dtype, added, ordered=(a.ordered, b.ordered), fast=fast_accum)
+    options = {"ordered": (a.ordered, b.ordered), "bands": bands, "fast": fast_accum}
+    plan = _plan(codes.device, a.format, b.format, m, n, k, dtype, added, **options)
     out = codes.new_empty((m, n), dtype=dtype)
     _multiply_codes(plan, a, b, None, bias if plan.adds_bias else None, out)
     return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
@@ -274,6 +278,7 @@ def multiply_groups(
     *,
     out: Tensor | None = None,
     accumulate: bool = False,
+    bands: bool = False,
 ) -> Tensor:
     """Multiplies group after group on codes, outside of a graph; `multiplies_groups` says where.
 
@@ -288,6 +293,7 @@ def multiply_groups(
         dtype: of the result; that of `out` where it is given.
         out: contiguous, to write to.
         accumulate: adds the product to what `out` holds.
+        bands: see `kernels.products.plan`.
     """
     along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
     codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
@@ -301,7 +307,7 @@ def multiply_groups(
     assert b.format is not None
     plan = _plan(
         codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
-        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate,
+        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
     )  # fmt: skip
     _multiply_codes(plan, a, b, ends, bias, out)
     return out

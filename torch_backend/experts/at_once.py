@@ -38,7 +38,8 @@ def forward(
         recipe: from `recipes.for_linear`.
         columnwise: the cast of what is kept of values.
     """
-    if not _here(x) or why_apart(x, outputs, recipe.input.format, w.format, transposed=False) is not None:
+    exact = recipe.exact_products
+    if not _here(x) or why_apart(x, outputs, recipe.input.format, w.format, exact=exact, transposed=False) is not None:
         return None
     count, w = len(offs), _apart(w)
     words = cuda_groups.group_rows(offs, x.shape[0])
@@ -48,7 +49,7 @@ def forward(
     else:
         row, column = _quantized(x, words, count, recipe.input, columnwise, recipe.eps, None)
         kept = list(column.parts) if column.format is not None else []
-    return multiply_rows(row, w, words, count, outputs, x.shape[1], bias, x.dtype), words, kept
+    return multiply_rows(row, w, words, count, outputs, x.shape[1], bias, x.dtype, exact), words, kept
 
 
 def backward(
@@ -76,14 +77,16 @@ def backward(
         dtypes: of the gradients of weight and bias, None where they are not wanted.
     """
     (count, outputs, inputs), (weight_dtype, bias_dtype) = shape, dtypes
-    row, again = recipe.gradient if w is not None else HIGH_PRECISION, recipe.weight_columnwise.format
+    row, exact = recipe.gradient if w is not None else HIGH_PRECISION, recipe.exact_products
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     reason = None
     if w is not None:
         w = _apart(w)._replace(transposed=True)
-        reason = why_apart(gradient, inputs, row.format, w.format, transposed=True, again=again and again.name)
+        again = recipe.weight_columnwise.format
+        reason = why_apart(gradient, inputs, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:
-        reason = why_columns_apart(gradient, column.format, recipe.input_columnwise.format, inputs, weight_dtype)
+        kept_as = recipe.input_columnwise.format
+        reason = why_columns_apart(gradient, column.format, kept_as, inputs, weight_dtype, exact=exact)
     if not _here(gradient) or reason is not None:
         return None
     columns = Matrix([], None)
@@ -93,7 +96,7 @@ def backward(
             columns = _columns(gradient.parts, gradient.format, column, outputs, gradient.dtype, words, count, recipe.eps, keys)
     else:
         rows, columns = _quantized(gradient, words, count, row, column, recipe.eps, keys)
-    d_x = None if w is None else multiply_rows(rows, w, words, count, inputs, outputs, None, gradient.dtype)
+    d_x = None if w is None else multiply_rows(rows, w, words, count, inputs, outputs, None, gradient.dtype, exact)
     d_weight = d_bias = None
     if weight_dtype is not None:
         cast = recipe.input_columnwise
@@ -101,7 +104,7 @@ def backward(
             kept = _columns(x, coded, cast, inputs, gradient.dtype, words, count, recipe.eps, None)
         else:
             kept = Matrix(list(x), cast.format)
-        d_weight = multiply_columns(columns, kept, words, count, outputs, inputs, weight_dtype)
+        d_weight = multiply_columns(columns, kept, words, count, outputs, inputs, weight_dtype, exact)
     if bias_dtype is not None:
         values = gradient.dequantize() if isinstance(gradient, QuantizedTensor) else gradient
         d_bias = cuda_groups.sum_groups(values, words, count).to(bias_dtype)

@@ -61,6 +61,7 @@ class Received:
         """How many rows each of this rank's experts has, int32 [own experts]."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
+    @torch.compiler.disable
     def multiply(
         self,
         x: Tensor,
@@ -99,6 +100,8 @@ class Received:
         return multiply_groups(x, weight, bias, state, call)
 
 
+# Collectives take sizes from the host, so a compiler leaves its graph at each of these.
+@torch.compiler.disable
 def dispatch(
     x: Tensor,
     experts: Tensor,
@@ -154,6 +157,7 @@ def dispatch(
     return send(x, experts, num_experts, recipe, Group.of(group), state)
 
 
+@torch.compiler.disable
 def send(x: Tensor, experts: Tensor, num_experts: int, recipe: Recipe, group: Group, state: LinearState) -> Received:
     """Does what `dispatch` does, with a recipe from `check_recipe` and the state of the layer that makes the outputs."""
     if torch.is_autocast_enabled(x.device.type):
@@ -179,6 +183,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     return recipe
 
 
+@torch.compiler.disable
 def combine(y: Tensor, received: Received, weights: Tensor | None = None) -> Tensor:
     """Sends the experts' outputs back, in their dtype, and adds up those of each token.
 

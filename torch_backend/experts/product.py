@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from blockfp.formats import Format
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
+from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.grouped_ops import group_operands
 from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count
@@ -154,7 +155,7 @@ def _one_by_one(
     """The product, and x columnwise in the parts of each expert, where it isn't codes already."""
     recipe, kept = call.recipe, []
     y = torch.zeros((x.shape[0], size[0]), dtype=x.dtype, device=x.device)
-    scaling = Scaling(recipe.eps, observed=state.observed)
+    scaling, fast = Scaling(recipe.eps, observed=state.observed), "forward" in recipe.fast_accum
     for index, (first, last) in enumerate(call.spans()):
         if isinstance(x, QuantizedTensor):
             row = Matrix(rows_of(x.parts, x.format, first, last), x.format)
@@ -162,9 +163,7 @@ def _one_by_one(
             row, columns = quantized(x[first:last], "input", recipe.input, wanted, scaling)
             kept += [] if columns is None else columns.parts
         own = None if bias is None else bias[index]
-        y[first:last] = multiply(
-            row, w, size, own, x.dtype, fast_accum="forward" in recipe.fast_accum, index=index, exact=recipe.exact_products
-        )
+        y[first:last] = multiply(row, w, size, own, x.dtype, fast_accum=fast, index=index, exact=recipe.exact_products)
     return y, kept
 
 
@@ -184,6 +183,7 @@ def _gradients(
     rowwise = HIGH_PRECISION if w is None else recipe.gradient
     wanted = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise
     scaling, device = Scaling(recipe.eps, observed=state.observed), gradient.device
+    fast = "wgrad" in recipe.fast_accum
     d_x = None if w is None else torch.zeros((gradient.shape[0], inputs), dtype=gradient.dtype, device=device)
     d_weight = None if weight_dtype is None else torch.empty(tuple(shape), dtype=weight_dtype, device=device)
     d_bias = None if bias_dtype is None else torch.empty(tuple(shape[:2]), dtype=bias_dtype, device=device)
@@ -195,7 +195,7 @@ def _gradients(
             if d_weight is not None:
                 column_key = key[1] if key is not None and wanted.stochastic else None
                 column = columnwise(own, gradient.format, wanted, outputs, gradient.dtype, recipe.eps, column_key)
-            values = None if d_bias is None else gradient[first:last].dequantize(torch.float32)
+            values = None if d_bias is None else dequantize_parts(own, gradient.format, torch.float32, outputs)
         else:
             values = gradient[first:last]
             row, column = quantized(values, "gradient", rowwise, wanted, scaling, None, key)
@@ -205,9 +205,7 @@ def _gradients(
         if d_weight is not None and column is not None and weight_dtype is not None:
             x = _columnwise_input(kept, coded, recipe, index, (first, last), inputs, gradient.dtype)
             size = (inputs, last - first)
-            d_weight[index] = multiply(
-                column, x, size, None, weight_dtype, fast_accum="wgrad" in recipe.fast_accum, exact=recipe.exact_products
-            )
+            d_weight[index] = multiply(column, x, size, None, weight_dtype, fast_accum=fast, exact=recipe.exact_products)
         if d_x is not None and w is not None:
             d_x[first:last] = _dgrad(row, w, (inputs, outputs), recipe, gradient.dtype, index)
     return [d_x, d_weight, d_bias]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockfp.sharding.dispatching import chunk_of
 
+from ..torch_internals import assert_on_device
 from ..torch_internals import functional_collectives as collectives
 from .coded import as_bytes
 
@@ -134,7 +135,7 @@ def route(experts: Tensor, total: int, group: Group) -> Route:
         if flat.is_cpu:
             _check(not len(flat) or (int(flat[0]) >= 0 and int(flat[-1]) < total), total)
         elif len(flat):
-            torch._assert_async((flat[0] >= 0) & (flat[-1] < total))
+            assert_on_device((flat[0] >= 0) & (flat[-1] < total))
         return Route(group, total, tokens, k, slots, [], [], None, ends.int(), None)
     chunk = chunk_of(total, group.ranks)
     counts = ends.new_zeros(group.ranks * chunk)

@@ -5,8 +5,8 @@
     wgrad     dw[g]         = g^T x, of group g
 
 The groups' ends are a tensor on x's device, which the host never reads where the device multiplies all groups at once
-(`custom_ops/grouped_ops`). What is saved for the backward is x columnwise, the weight, and where the groups lie. Ranks that share
-the layer have experts of their own; inside an expert they share it by `linear_function`.
+(`custom_ops/grouped_ops`). What is saved for the backward is x columnwise, the weight, and where the groups lie. Ranks that
+share the layer have experts of their own; each expert they share by `shared_function`.
 """
 
 from __future__ import annotations

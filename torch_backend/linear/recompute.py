@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..custom_ops import grouped_ops
+from ..custom_ops.linear_ops import recipe_of
 from ..custom_ops.products import product, weight_product
+from ..torch_internals import TorchDispatchMode
 from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
+    grouped_ops.forward,
     product,
     weight_product,
     torch.ops.aten.mm.default,
@@ -35,8 +39,56 @@ def keep_products() -> tuple[Any, Any]:
     each layer's input, and costs as many more casts. Sequence parallelism's gathers run again too, since their results are of
     all tokens. No bit changes.
     """
-    return create_selective_checkpoint_contexts(_policy)
+    forward, again = create_selective_checkpoint_contexts(_policy)
+    return _Apart(forward), _Apart(again)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Apart(TorchDispatchMode):
+    """Takes the op of a grouped layer's forward apart for the mode below it, which keeps all results of an op or none.
+
+    The product is kept, and what is quantized for the backward is made again.
+    """
+
+    def __init__(self, below: Any):
+        super().__init__()
+        self.below = below
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @property
+    def ac_graph_id(self) -> Any:
+        """The number that torch.compile gives the mode below."""
+        return self.below.ac_graph_id
+
+    @ac_graph_id.setter
+    def ac_graph_id(self, number: Any) -> None:
+        self.below.ac_graph_id = number
+
+    def __enter__(self):
+        self.below.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any):
+        super().__exit__(*error)
+        self.below.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if func is grouped_ops.forward:
+            return _grouped_forward(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _grouped_forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Any]:
+    recipe = recipe_of(casts)
+    scaled = multiplier if recipe.input.format is not None else None
+    y, words, *recorded = grouped_ops.forward(x, weight, scales, tensor_scale, offs, bias, scaled, casts, False)
+    if not keep or recipe.input_columnwise.format is None:
+        return [y, words, *recorded]
+    made = grouped_ops.columns(x, words, multiplier, casts, offs.shape[0])
+    return [y, words, *made]

@@ -168,7 +168,8 @@ def _commit(made: dict[nn.Module, Made]) -> None:
         old = {name: layer.get_parameter(name) for name in quantized_names(new)}
         # A class may set attributes in its own way.
         vars(layer).update({name: value for name, value in vars(new).items() if name not in vars(layer)})
-        become(layer, quantized_class(type(layer), type(new)))
+        kind: Any = type(new)
+        become(layer, quantized_class(type(layer), kind))
         layer._modules.update(new._modules)
         layer._buffers.update(new._buffers)
         layer._non_persistent_buffers_set.update(new._non_persistent_buffers_set)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from blockfp import recipes
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.placement import Mesh, Shard, Sharding
@@ -167,7 +166,7 @@ def _check(module: nn.Module, style: Style | None) -> None:
             raise ValueError(f"style of a {kind} must be 'experts', got {style!r}")
         if module.parallel is not None:
             raise ValueError(f"a {kind} is cut already: call parallelize once")
-        check_recipe(recipes.for_linear(module.recipe, module.compute))
+        check_recipe(module.linear_recipe)
         return
     if not isinstance(module, QuantizedLayer):
         if isinstance(module, tuple(SHARED_NORMS.values())):

@@ -83,6 +83,9 @@ class Experts(InParts):
 
     biases: dict[str, str | None]
     transposed: bool
+    recipe: Recipe
+    weights: Weights
+    keep_init: bool
     parallel: Parallel | None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -140,6 +143,12 @@ class Experts(InParts):
         """Makes state dicts show and take the weights as codes, and take values for them."""
         keep_in_parts(self)
         self.adopt()
+
+    @property
+    def linear_recipe(self) -> Recipe:
+        """The recipe of the products."""
+        first, *_ = self.biases
+        return self.product_of(first).linear_recipe
 
     def adopt(self) -> None:
         """Tells each product that its weight is here."""

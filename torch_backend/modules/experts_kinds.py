@@ -93,7 +93,7 @@ class TitanExperts(Experts):
     names: ClassVar[tuple[str, ...]] = ("w1_EFD", "w3_EFD", "w2_EDF")
 
     @classmethod
-    def knows(cls, other: type[nn.Module]) -> bool:
+    def knows(cls, other: Any) -> bool:
         theirs: Any = getattr(sys.modules.get("torchtitan.models.common.moe"), "GroupedExperts", None)
         if theirs is None or not issubclass(other, theirs):
             return False

@@ -58,9 +58,9 @@ class GroupedLinear(QuantizedLayer):
 
         Args:
             x: the rows of expert 0, then those of expert 1, and so on.
-            counts: how many rows each expert has, [experts]; zero is fine. A tensor on x's GPU stays there, nothing waits for it:
-                its numbers are not checked, and rows that it counts for no expert become zero. Where the experts are cut over a
-                tensor-parallel group, only this rank's count; where each of them is, a tensor is read on the host. Or the
+            counts: how many rows each expert has, [experts]; zero is fine. A tensor on x's GPU stays there: nothing waits for
+                it, its numbers are not checked, and rows that it counts for no expert become zero. Where the experts are cut
+                over a tensor-parallel group, only this rank's count; where each of them is cut, the host reads a tensor. Or the
                 `Received` of `dispatch`, whose tokens, or values sorted as these are, x is then.
 
         Raises:

@@ -178,7 +178,8 @@ def _derived(cls: type[nn.Module], kind: Kind) -> type[QuantizedLayer] | type[Ex
             self.reset_buffers()
 
         members["reset_parameters"] = reset_parameters
-    return type(f"Quantized{cls.__name__}", (Derived, kind, cls), members)
+    made: Any = type(f"Quantized{cls.__name__}", (Derived, kind, cls), members)
+    return made
 
 
 def _rebuild_layer(cls: type[nn.Module]) -> nn.Module:

@@ -51,6 +51,7 @@ class QuantizedLayer(InParts, StatefulLayer):
     transposed: ClassVar[bool] = False
 
     bias: nn.Parameter | None
+    weights: Weights
 
     def __init__(self, recipe: Recipe | str, weights: Weights, compute: Compute, keep_init: bool):
         StatefulLayer.__init__(self, recipe, compute)

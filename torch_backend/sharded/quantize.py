@@ -58,7 +58,7 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
             exchange.add(amaxes, shard.step, shard.groups)
         found.append(amaxes)
     exchange.run()
-    return [_quantized(shard, amaxes and Amax(*amaxes)) for shard, amaxes in zip(shards, found, strict=True)]
+    return [_quantized(shard, None if amaxes is None else Amax(*amaxes)) for shard, amaxes in zip(shards, found, strict=True)]
 
 
 def _quantized(shard: WeightShard, amax: Amax | None) -> Quantized:

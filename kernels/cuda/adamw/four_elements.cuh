@@ -91,9 +91,13 @@ __device__ __forceinline__ Raw raw_of(const Four& v) {
 // Values of four E4M3 codes.
 __device__ __forceinline__ Four values_of_e4m3(uint32_t codes) {
   Raw halves{};
+#if __CUDA_ARCH__ >= 890
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
       : "=r"(halves.word[0]), "=r"(halves.word[1])
       : "r"(codes));
+#else
+  halves.word[0] = halves_of<false>(codes & 0xFFFF), halves.word[1] = halves_of<false>(codes >> 16);
+#endif
   return floats_of<Fp16>(halves);
 }
 

@@ -97,7 +97,7 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
       map_of(box_of_codes(a, p.m, p.k, Tile::kRows), &codes_a) &&
       map_of(box_of_codes(b, matrices * p.n, p.k, Tile::kColumns), &codes_b) &&
       (!kScaled || map_of(box_of_scales(a, 1, p.m, p.a_step ? blocks : 1, Tile::kSpan), &scales_a)) &&
-      (Tile::kScaling != Scaling::kRows ||
+      (!Tile::kRowsOfB ||
        map_of(box_of_scales(b, matrices, p.n, p.b_step ? blocks : 1, Tile::kColumns), &scales_b));
   if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
@@ -119,7 +119,7 @@ cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const Gem
   if (shape == TileShape::k128x192) return launch<A, B, GemmTile<2, 1, 192, false, S>>(p, a, b, stream);
   if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<2, 1, 128, true, S>>(p, a, b, stream);
   // Others are there to be measured (benchmarks/products.py).
-  if constexpr (A::kId == E4M3::kId && B::kId == E4M3::kId) {
+  if constexpr (A::kId == E4M3::kId && B::kId == E4M3::kId && S != Scaling::kBands) {
     if (shape == TileShape::k256x128) return launch<A, B, GemmTile<2, 2, 128, false, S>>(p, a, b, stream);
     if (shape == TileShape::k192x128) return launch<A, B, GemmTile<3, 1, 128, false, S>>(p, a, b, stream);
     if (shape == TileShape::k128x128) return launch<A, B, GemmTile<2, 1, 128, false, S>>(p, a, b, stream);
@@ -135,6 +135,8 @@ cudaError_t launch_scaling(const GemmArguments& p, const GemmOperand& a, const G
       return launch_shape<A, B, Scaling::kTensor>(p, a, b, shape, stream);
     case Scaling::kRows:
       return launch_shape<A, B, Scaling::kRows>(p, a, b, shape, stream);
+    case Scaling::kBands:
+      return launch_shape<A, B, Scaling::kBands>(p, a, b, shape, stream);
     default:
       return launch_shape<A, B, Scaling::kSquares>(p, a, b, shape, stream);
   }

@@ -18,6 +18,7 @@ constexpr int kBlockK = 128, kWarpgroup = 128;
 template <int Groups, int Waves, int Columns, bool Wide, Scaling S>
 struct GemmTile {
   static constexpr Scaling kScaling = S;
+  static constexpr bool kRowsOfB = S == Scaling::kRows || S == Scaling::kBands;
   static constexpr bool kWide = Wide;
   static constexpr int kGroups = Groups, kWaves = Waves, kColumns = Columns, kSums = Columns / 2;
   static constexpr int kRowsOfGroup = 64 * Waves, kRows = Groups * kRowsOfGroup, kThreads = (1 + Groups) * kWarpgroup;
@@ -25,8 +26,8 @@ struct GemmTile {
   // Scales of a stage: those of every 128 rows of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a
   // begin up to three rows early. It writes to multiples of 128 bytes.
   static constexpr int kSpans = (kRows + 127) / 128, kSpan = 128 + 4, kSpanStep = 160, kScalesB = kSpans * kSpanStep;
-  static constexpr int kScales = S == Scaling::kTensor ? 0 : kScalesB + (S == Scaling::kRows ? Columns : 0);
-  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpans * kSpan + (S == Scaling::kRows ? Columns : 0)));
+  static constexpr int kScales = S == Scaling::kTensor ? 0 : kScalesB + (kRowsOfB ? Columns : 0);
+  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpans * kSpan + (kRowsOfB ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
@@ -117,9 +118,18 @@ struct Factors {
 
 template <Scaling S, int Sums>
 __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums)[Sums], const Factors& by, uint32_t columns_at) {
+  float upper = 0, lower = 0;
 #pragma unroll
   for (int i = 0; i < Sums; i += 4) {
-    if constexpr (S == Scaling::kTensor) {
+    if constexpr (S == Scaling::kBands) {
+      if (i % 16 == 0) {
+        // Of 32 columns, those of this thread's first one.
+        const float of_band = hopper::load(columns_at + i * 2 * 4);
+        upper = by.upper[0] * of_band, lower = by.lower[0] * of_band;
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[i + j] += (j < 2 ? upper : lower) * sums[i + j];
+    } else if constexpr (S == Scaling::kTensor) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) total[i + j] += sums[i + j];
     } else if constexpr (S == Scaling::kSquares) {
@@ -203,7 +213,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
               hopper::load_box(scales + span * Tile::kSpanStep * 4, scales_a, (tile.row & ~3) + span * 128, block * p.a_step, barrier);
             }
           }
-          if constexpr (kScaling == Scaling::kRows) {
+          if constexpr (Tile::kRowsOfB) {
             hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
           }
         }
@@ -246,15 +256,15 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
         if constexpr (kScaling == Scaling::kTensor) return Factors{};
         const uint32_t at = tile_rows_at + scales_of(stage) + wave * 64 * 4;
         const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4), middle = squares.border_at_64 ? other : square;
-        if constexpr (kScaling == Scaling::kRows) return Factors{{upper}, {lower}};
+        if constexpr (Tile::kRowsOfB) return Factors{{upper}, {lower}};
         return Factors{{upper * square, upper * middle, upper * other}, {lower * square, lower * middle, lower * other}};
       };
       if constexpr (Tile::kWide) {
         float first[kSums] = {}, second[kSums] = {};
         const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
-          if (kScaling != Scaling::kRows) release(stage);
+          if (!Tile::kRowsOfB) release(stage);
           promote<kScaling>(total[0], sums, by, columns_at + scales_of(stage));
-          if (kScaling == Scaling::kRows) release(stage);
+          if (Tile::kRowsOfB) release(stage);
         };
         int block = 0;
         for (; block + 1 < blocks; block += 2) {
@@ -302,9 +312,9 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
               if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
             }
             hopper::wait_products<0>(sums);
-            if (last && kScaling != Scaling::kRows) release(stage);
+            if (last && !Tile::kRowsOfB) release(stage);
             promote<kScaling>(total[wave], sums, by, columns_at + scales_of(stage));
-            if (last && kScaling == Scaling::kRows) release(stage);
+            if (last && Tile::kRowsOfB) release(stage);
           }
         }
       }

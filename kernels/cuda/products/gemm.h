@@ -12,6 +12,7 @@ namespace cuda {
 enum class Scaling {
   kTensor,   // one scale for all of a, and one for all of b; or one for each group
   kRows,     // of b as of a
+  kBands,    // of b as of a, but the same in every 32 of its rows from the first
   kSquares,  // of b for every 128 x 128
 };
 
@@ -29,7 +30,7 @@ struct GemmArguments {
   int m, n, k, groups;
   const int32_t* ends;  // of the groups, ascending, in device memory; null: one group of all rows
   bool along_k;
-  int a_step, b_step;   // kRows, kSquares: 0 where a row has one scale, else 1
+  int a_step, b_step;   // of rows: 0 where a row has one scale, else 1
   // kSquares: b's scales, and floats from one to the next along b's rows, along k, and from group to group.
   const float* squares;
   int64_t square_row, square_block, square_group;

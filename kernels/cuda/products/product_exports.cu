@@ -6,9 +6,9 @@
 //       ends (int32, on the device) makes it a product of groups, in one of two ways:
 //         out [m, n], b [groups, n, k], bias [groups, n]: rows of group g of a by the g-th of b; rows past the last end stay as they are;
 //         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, which lie as blockfp/exports.h says.
-//       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row) or 128 (128x128). Scales are as
-//       they are stored, [.., rows, blocks]; those of 1x128 may be `ordered` for the product, [.., blocks, rows filled up to a multiple
-//       of 4]; those of b of 128x128 may have any strides.
+//       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row), 32 (32x128) or 128 (128x128).
+//       Scales are as they are stored, [.., rows, blocks]; those of 1x128 and 32x128 may be `ordered` for the product, [.., blocks,
+//       rows of codes filled up to a multiple of 4]; those of b of 128x128 may have any strides.
 //       own: by this library's kernel, on compute capability 9.0, in tiles of the shape `tile` (TileShape of gemm.h; -1 chooses). Else by
 //       cuBLASLt: no groups, k and n multiples of 16, m one of 4 where scales are of 1x128; `fast` lets it keep fewer bits of its sums.
 //       workspace: bytes on a multiple of 256, as many as blockfp/kernels/products.py counts; cuBLASLt has what is left.
@@ -63,6 +63,8 @@ struct Side {
   int64_t blocks() const { return ceil_div(k, 128); }
   // Rows of the grid of scales.
   int64_t grid_rows() const { return block_rows == 0 ? 1 : ceil_div(rows, block_rows); }
+  // Whether scales can come in the product's order.
+  bool can_be_ordered() const { return block_rows == 1 || block_rows == 32; }
   // 1x128: whether each row has one scale for all of k.
   bool whole_rows() const { return block_rows == 1 && scales.size(ordered ? -2 : -1) == 1; }
   // A scale for each block of k in each row, or for each row.
@@ -74,12 +76,12 @@ Side side_of(const char* name, const char* scales_name, const TensorView& codes,
   check_array(codes, name, device, codes.numel(), 8, "FP8 codes");
   check(element == E4M3::kId || element == E5M2::kId, name, "_element must be that of E4M3 (", E4M3::kId, ") or E5M2 (", E5M2::kId,
         "), and is ", element);
-  check(block_rows == 0 || block_rows == 1 || block_rows == 128, name,
-        "'s blocks must be 1x128, 128x128 or the whole tensor: 1, 128 or 0 rows; they have ", block_rows);
-  check(!ordered || block_rows == 1, "only scales of 1x128 come in the product's order, and ", name, "'s blocks have ", block_rows,
-        " rows");
+  check(block_rows == 0 || block_rows == 1 || block_rows == 32 || block_rows == 128, name,
+        "'s blocks must be 1x128, 32x128, 128x128 or the whole tensor: 1, 32, 128 or 0 rows; they have ", block_rows);
   Side side{name, scales_name, codes, scales, static_cast<int>(element), block_rows, ordered, 1, codes.size(-2), codes.size(-1)};
   if (codes.ndim() == 3) side.matrices = codes.size(0);
+  check(!ordered || side.can_be_ordered(), "only scales of 1x128 and 32x128 come in the product's order, and ", name, "'s blocks have ",
+        block_rows, " rows");
   check_device(scales, scales_name, device);
   check(scales.dtype().code == kDLFloat && scales.dtype().bits == 32, scales_name, " must be float32; it is ", describe(scales));
   if (block_rows == 0) {
@@ -87,7 +89,7 @@ Side side_of(const char* name, const char* scales_name, const TensorView& codes,
           " must be one scale, or one for each of ", groups, " groups; it is ", describe(scales));
     return side;
   }
-  const int64_t across = block_rows == 1 && ordered ? ceil_div(side.rows, 4) * 4 : side.grid_rows();
+  const int64_t across = ordered ? ceil_div(side.rows, 4) * 4 : side.grid_rows();
   const int axes = scales.ndim();
   check(axes >= 2 && axes == codes.ndim() && (axes == 2 || scales.size(0) == side.matrices), scales_name,
         " must have the axes of ", name, ", ", describe(codes), "; it is ", describe(scales));
@@ -141,7 +143,8 @@ void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArgumen
   check(tile >= -1 && tile < static_cast<int64_t>(TileShape::kCount), "tile must be from -1 to ", static_cast<int>(TileShape::kCount) - 1,
         ", and is ", tile);
   const bool tensors = a.block_rows == 0 && b.block_rows == 0;
-  const Scaling scaling = tensors ? Scaling::kTensor : (b.block_rows == 128 ? Scaling::kSquares : Scaling::kRows);
+  const Scaling of_blocks = b.block_rows == 128 ? Scaling::kSquares : (b.block_rows == 32 ? Scaling::kBands : Scaling::kRows);
+  const Scaling scaling = tensors ? Scaling::kTensor : of_blocks;
   const bool whole = (a.block_rows != 0 || a.scales.numel() == 1) && (b.block_rows != 0 || b.scales.numel() == 1 || !p.along_k);
   check(tensors || whole, "a scale for each group of one side and blocks of the other don't multiply here: a_scales is ",
         describe(a.scales), " and b_scales ", describe(b.scales));
@@ -150,7 +153,7 @@ void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArgumen
   place_codes(a, memory, left);
   place_codes(b, memory, right);
   if (!tensors) place_rows(a, memory, left);
-  if (scaling == Scaling::kRows) place_rows(b, memory, right);
+  if (!tensors && scaling != Scaling::kSquares) place_rows(b, memory, right);
   memory.check_size();
   p.k = static_cast<int>(ceil_div(p.k, 16) * 16);
   p.a_step = a.blocks_in_order() > 1, p.b_step = b.blocks_in_order() > 1;
@@ -186,8 +189,8 @@ const float* scales_for_cublas(const Side& x, Workspace& memory, Laid& laid) {
 }
 
 void by_cublas(const OnDevice& on, const Side& a, const Side& b, const GemmArguments& of, Workspace& memory, bool fast) {
-  check(of.groups == 1 && !of.along_k && a.k % 16 == 0 && b.rows % 16 == 0,
-        "cuBLASLt takes single products with n and k multiples of 16; a is ", describe(a.codes), " and b ", describe(b.codes));
+  check(of.groups == 1 && !of.along_k && a.k % 16 == 0 && b.rows % 16 == 0 && a.block_rows != 32 && b.block_rows != 32,
+        "cuBLASLt takes single products with n and k multiples of 16, not in blocks of 32x128; a is ", describe(a.codes), " and b ", describe(b.codes));
   Laid left{}, right{};
   const float *a_scales = scales_for_cublas(a, memory, left), *b_scales = scales_for_cublas(b, memory, right);
   memory.check_size();

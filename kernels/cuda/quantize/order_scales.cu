@@ -17,7 +17,9 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_const
                                                               const __grid_constant__ ScalesByTile columns) {
   extern __shared__ uint32_t band[];  // [tile][line], a word more a tile, so that neither side meets a bank twice
   // Launched while the tiles are still at work; their scales are there from here on.
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   const uint32_t row_bands = rows.words == nullptr ? 0 : static_cast<uint32_t>(rows.lines / kBandLines);
   const bool of_rows = blockIdx.x < row_bands;
   const int tiles = of_rows ? rows.tiles : columns.tiles;
@@ -73,14 +75,17 @@ bool can_order_scales(int64_t rows, int64_t columns) {
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, cudaStream_t stream) {
   const int64_t blocks = bands(rows) + bands(columns);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  // The launch need not wait for the tiles: the kernel does.
+  // From compute capability 9.0 on the launch need not wait for the tiles: the kernel does.
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks), config.blockDim = dim3(kOrderThreads), config.stream = stream;
   config.dynamicSmemBytes = band_bytes(std::max(rows.tiles, columns.tiles));
-  config.attrs = &early, config.numAttrs = 1;
+  config.attrs = &early, config.numAttrs = major >= 9;
   return cudaLaunchKernelEx(&config, order_scales, rows, columns);
 }
 

@@ -27,7 +27,11 @@ template <class E, class T>
 constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? 3 : 2) : (kDepth<E> == 8 ? 2 : 1);
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 struct Nothing {};
 
