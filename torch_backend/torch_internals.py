@@ -5,6 +5,7 @@ Each says what it is for and why no public name does. All of them were run in to
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -47,6 +48,10 @@ def is_mutable(func: Any) -> bool:
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes of `TorchDispatchMode` are on. There is no public question."""
+
+
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor was written in place, as autograd counts it for what it has saved. There is no public name."""
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals import raw_stream
+from ..torch_internals import raw_stream, version_of
 
 
 class SharedCast:
@@ -31,7 +31,7 @@ class SharedCast:
     __slots__ = ("input", "parts", "stream", "version")
 
     def __init__(self, x: Tensor, stream: int):
-        self.input, self.version, self.stream = weakref.ref(x, _forget), x._version, stream
+        self.input, self.version, self.stream = weakref.ref(x, _forget), version_of(x), stream
         self.parts: dict[Any, list[Tensor]] = {}
 
 
@@ -55,7 +55,7 @@ def shared_cast(x: Tensor) -> SharedCast | None:
         return None
     stream = raw_stream(x.device.index) if x.is_cuda else 0
     for found in _latest:
-        if found.input() is x and found.version == x._version and found.stream == stream:
+        if found.input() is x and found.version == version_of(x) and found.stream == stream:
             return found
     new = SharedCast(x, stream)
     _latest[:] = [new]

@@ -44,7 +44,7 @@ ALL = {**{name: make() for name, make in RECIPES.items()}, **SQUARE}
 
 
 def record_products(monkeypatch):
-    """Records the operands of each thread's products from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
+    """Records what each thread multiplies from now on: {thread: [(a, b)]}, each as (parts, format, origin, columns)."""
     seen = {}
 
     def alone(a, b, n, k, *arguments):
