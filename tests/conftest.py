@@ -30,9 +30,14 @@ def route(request):
 
 @pytest.fixture
 def little_optimization(request):
-    """Of JAX's programs, for tests that compile long and hardly run; not of those that are marked `optimized`."""
+    """Of JAX's programs, for tests that compile long and hardly run; not of those that are marked `optimized`.
+
+    The mark's argument, if it has one, are the formats to optimize for, of a test with a parameter of that name.
+    """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", request.node.get_closest_marker("optimized") is None)
+    mark = request.node.get_closest_marker("optimized")
+    optimized = mark is not None and (not mark.args or request.node.callspec.params["format"] in mark.args[0])
+    jax.config.update("jax_disable_most_optimizations", not optimized)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -19,12 +19,12 @@ from .bits import Array
 
 Length = TypeVar("Length", int, np.ndarray)
 
-Settle = Callable[[Array], Array]
+Materialize = Callable[[Array], Array]
 """A function that returns its argument and makes a compiler store it. Values per block, random words and codes to be packed are
 used many times: a compiler that fuses everything into one loop would work them out anew at each use."""
 
 
-def unsettled(x: Array) -> Array:
+def as_stored(x: Array) -> Array:
     """Returns x: libraries that carry out one operation after another store everything anyway."""
     return x
 

@@ -21,7 +21,7 @@ from . import bits, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .decoding import scaled
-from .layout import Settle, unsettled
+from .layout import Materialize, as_stored
 from .rounding import Key, random_bytes, round_to_element
 
 Origin = tuple[int, int]
@@ -111,7 +111,7 @@ def quantize(
     shape: tuple[int, int] | None = None,
     amax: Amax | None = None,
     multiplier: Array | None = None,
-    settle: Settle = unsettled,
+    materialize: Materialize = as_stored,
 ) -> Quantized:
     """Quantizes x in blocks of its last two axes.
 
@@ -127,7 +127,7 @@ def quantize(
         amax: amaxes of these blocks, already reduced over the ranks that share them; computed from x by default.
         multiplier: float32 with one element, positive and finite: what delayed scaling multiplies x with, in a format with one
             scale per tensor, whatever the amax. The stored scale is its reciprocal.
-        settle: how a compiler is told what to work out only once; see `layout.Settle`.
+        materialize: how a compiler is told what to work out only once; see `layout.Materialize`.
 
     Raises:
         TypeError: x's dtype is not supported.
@@ -142,12 +142,12 @@ def quantize(
     phase = _phase(format, origin)
     if multiplier is not None:
         given = _delayed(multiplier, format, amax).reshape((1,) * x.ndim)
-        codes = _codes(pattern, format, given, key, origin, shape, settle)
+        codes = _codes(pattern, format, given, key, origin, shape, materialize)
         return Quantized(codes, scaling.reciprocal(given).view(xp.float32), None)
     if amax is None:
         amax = _amax(pattern, format, phase)
     scales = _scales(amax, format, eps, nominal)
-    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, settle)
+    codes = _codes(pattern, format, scales.multiplier, key, origin, shape, materialize)
     stored = scales.stored
     if amax.nan is not None:
         stored = xp.where(amax.nan > 0, format.scale.nan_code, stored)
@@ -199,7 +199,7 @@ def encode(
     key: Key | None = None,
     origin: Origin = (0, 0),
     shape: tuple[int, int] | None = None,
-    settle: Settle = unsettled,
+    materialize: Materialize = as_stored,
 ) -> Array:
     """Codes of x for scales that are already there, such as those that a route through high precision carries along.
 
@@ -211,7 +211,7 @@ def encode(
         format: a `Format` or its name.
         scales: stored (decode) scales of x's blocks.
         tensor_scale: float32, shape (), for two-level formats.
-        key, origin, shape, settle: as for `quantize`.
+        key, origin, shape, materialize: as for `quantize`.
     """
     check_input(x)
     format = Format.parse(format)
@@ -223,7 +223,7 @@ def encode(
         decode = _decode_scale(scales, tensor_scale, format)
         magnitude = decode & bits.MAGNITUDE
         multiplier = scaling.clamped_reciprocal(xp.where(magnitude >= bits.INFINITY, bits.FP32_MAX, magnitude))
-    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, settle)
+    return _codes(bits.from_float(x), format, multiplier, key, origin, shape, materialize)
 
 
 def _codes(
@@ -233,17 +233,17 @@ def _codes(
     key: Key | None,
     origin: Origin,
     shape: tuple[int, int] | None,
-    settle: Settle,
+    materialize: Materialize,
 ) -> Array:
     xp = array_namespace(pattern)
     element, own_shape, phase = format.element, pattern.shape, _phase(format, origin)
     if 0 in own_shape:
         return xp.zeros(layout.codes_shape(own_shape, format), dtype=xp.uint8, **layout.on_device_of(pattern))
-    random = None if key is None else element_bytes(pattern, key, origin, shape, settle)
+    random = None if key is None else element_bytes(pattern, key, origin, shape, materialize)
     exponents = format.scale.e8m0
     if format.block is not None:
         pattern = layout.split_blocks(pattern, format.block, phase)
-        multiplier = (multiplier if exponents else settle(multiplier))[..., :, None, :, None]
+        multiplier = (multiplier if exponents else materialize(multiplier))[..., :, None, :, None]
         random = None if random is None else layout.split_blocks(random, format.block, phase)
     magnitude = pattern & bits.MAGNITUDE
     significand, exponent = bits.split(magnitude)
@@ -257,7 +257,7 @@ def _codes(
     code = xp.astype(code, xp.uint8)
     if format.block is not None:
         code = layout.join_blocks(code, own_shape, phase)
-    return layout.pack(settle(code), element.bits) if element.packed else code
+    return layout.pack(materialize(code), element.bits) if element.packed else code
 
 
 def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
@@ -267,7 +267,9 @@ def _apply_sign(code: Array, negative: Array, element: ElementFormat) -> Array:
     return code | (xp.astype(negative, xp.int32) << (element.bits - 1))
 
 
-def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, settle: Settle = unsettled) -> Array:
+def element_bytes(
+    pattern: Array, key: Key, origin: Origin, shape: tuple[int, int] | None, materialize: Materialize = as_stored
+) -> Array:
     """The random byte of each element, counted in the unsharded array: int32, of the pattern's shape; see `quantize`."""
     xp = array_namespace(pattern)
     *leading, rows, columns = pattern.shape
@@ -278,7 +280,7 @@ def element_bytes(pattern: Array, key: Key, origin: Origin, shape: tuple[int, in
     device = layout.on_device_of(pattern)
     starts = xp.arange(matrices, dtype=xp.int32, **device)[:, None] * total_rows
     index = (starts + xp.arange(rows, dtype=xp.int32, **device)[None, :]).reshape((-1,)) + origin[0]
-    return random_bytes(key, index, columns, origin[1], total_columns, settle).reshape(pattern.shape)
+    return random_bytes(key, index, columns, origin[1], total_columns, materialize).reshape(pattern.shape)
 
 
 def dequantize(
@@ -290,7 +292,7 @@ def dequantize(
     *,
     columns: int,
     origin: Origin = (0, 0),
-    settle: Settle = unsettled,
+    materialize: Materialize = as_stored,
 ) -> Array:
     """The values of codes and scales: code times decode scale rounded once to fp32, then once to `dtype`.
 
@@ -302,7 +304,7 @@ def dequantize(
         dtype: "float32", "float16" or "bfloat16".
         columns: length of the last axis, which packing hides.
         origin: (row, column) of the first element in the unsharded matrix.
-        settle: as for `quantize`.
+        materialize: as for `quantize`.
     """
     format = Format.parse(format)
     check_output_dtype(dtype)
@@ -314,7 +316,7 @@ def dequantize(
     if 0 in shape:
         return bits.to_float(xp.zeros(shape, dtype=xp.int32, **layout.on_device_of(codes)), dtype)
     code = layout.unpack(codes, format.element.bits, columns)
-    code = xp.astype(settle(code) if format.element.bits == 6 else code, xp.int32)
+    code = xp.astype(materialize(code) if format.element.bits == 6 else code, xp.int32)
     decode = _decode_scale(scales, tensor_scale, format)
     if format.block is not None:
         code = layout.split_blocks(code, format.block, phase)

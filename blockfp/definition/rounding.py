@@ -16,7 +16,7 @@ from array_api_compat import array_namespace
 from ..formats import ElementFormat
 from . import bits
 from .bits import Array
-from .layout import Settle, on_device_of, unsettled
+from .layout import Materialize, as_stored, on_device_of
 
 Key = Any
 """An integer seed, or two uint32 words (`jax.random.key_data(key)`) as a sequence or an array."""
@@ -153,7 +153,7 @@ def random_bytes(
     columns: int,
     first_column: int | Array,
     row_length: int | Array,
-    settle: Settle = unsettled,
+    materialize: Materialize = as_stored,
 ) -> Array:
     """The random byte of each element of some rows: int32 0..255, shape [len(rows), columns].
 
@@ -166,7 +166,7 @@ def random_bytes(
         columns: how many elements of each row.
         first_column: column of the first one.
         row_length: columns of the unsharded array.
-        settle: see `layout.Settle`.
+        materialize: see `layout.Materialize`.
     """
     xp = array_namespace(rows)
     high, low = _multiply_wide(rows, row_length)
@@ -180,7 +180,7 @@ def random_bytes(
     counter = counter_low + xp.arange(groups, dtype=xp.int32, **on_device_of(rows))[None, :]
     carry = xp.astype(_less_unsigned(counter, counter_low), xp.int32)
     words = threefry2x32((first[:, None], second[:, None]), (shift_right(high, 3)[:, None] + carry, counter))
-    words = settle(words[0]), settle(words[1])
+    words = materialize(words[0]), materialize(words[1])
     octets = [(word >> (8 * i)) & 0xFF for word in words for i in range(4)]
     octets = xp.stack(octets, axis=-1).reshape((rows.shape[0], groups * 8))
     if aligned:

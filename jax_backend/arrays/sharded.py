@@ -115,7 +115,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         shape=(sharding.shape[0], sharding.shape[1]),
         amax=amax,
         multiplier=whole,
-        settle=materialize,
+        materialize=materialize,
     )
     bits = format.element.bits
     codes = layout.pack(storage.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)

@@ -278,7 +278,7 @@ def quantize_groups(
     found = [*([] if delayed else [word(whole)]), word(delayed), word(not whole), word(False)]
     made = _call(
         "quantize_groups",
-        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale, no_scale],
+        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale],
         x,
         words,
         *([multiplier.reshape(1)] if multiplier is not None else []),

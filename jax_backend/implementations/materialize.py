@@ -1,4 +1,4 @@
-"""The store of values that are used many times, which XLA would compute again at each use (`definition.layout.Settle`)."""
+"""The store of values that are used many times, which XLA would compute again at each use (`definition.layout.Materialize`)."""
 
 from __future__ import annotations
 

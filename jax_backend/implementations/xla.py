@@ -32,7 +32,7 @@ class Xla(Backend):
             given["amax"] = Amax(amax.reshape((1,) * x.ndim), None, None)
         elif amax is not None:
             given["amax"] = numerics.amax(x, format)._replace(tensor=amax.reshape(()))
-        return numerics.quantize(x, format, key=key, eps=eps, nominal=nominal, settle=materialize, **given)
+        return numerics.quantize(x, format, key=key, eps=eps, nominal=nominal, materialize=materialize, **given)
 
     def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
         return self.quantize(rotated(x.mT) if rotate else x.mT, key, amax, format=format, eps=eps)
@@ -51,7 +51,7 @@ class Xla(Backend):
         self, codes, scales, tensor_scale, *, format: Format, dtype: str, columns: int, origin: tuple[int, int] = (0, 0)
     ) -> jax.Array:
         return numerics.dequantize(
-            codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin, settle=materialize
+            codes, scales, tensor_scale, format, dtype, columns=columns, origin=origin, materialize=materialize
         )
 
 

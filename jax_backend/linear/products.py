@@ -54,7 +54,7 @@ def product(a: Matrix, b: Matrix, dtype, *, fast: bool, exact: bool = False) -> 
 
 def least_cublas(version: int) -> int:
     """The first cuBLASLt that will do for products that are in it from `version` on; 0 where the library's own kernel runs."""
-    return 0 if capability() == HOPPER else version
+    return 0 if choice.has_gpu() and capability() == HOPPER else version
 
 
 def capability() -> tuple[int, int]:

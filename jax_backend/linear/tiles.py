@@ -237,6 +237,6 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
             begin, features = scaling.of_features(tile.shape[0 if columnwise else 1])
             place = {"key": jnp.asarray(words), "origin": (begin, first) if columnwise else (first, begin)}
             place["shape"] = (features, tiles.sizes[group]) if columnwise else (tiles.sizes[group], features)
-        return numerics.quantize(tile, format, eps=eps, amax=amax, settle=materialize, **place)
+        return numerics.quantize(tile, format, eps=eps, amax=amax, materialize=materialize, **place)
 
     return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)

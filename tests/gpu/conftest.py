@@ -1,8 +1,33 @@
 """Everything here needs a CUDA device and is skipped without one."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 
 torch = pytest.importorskip("torch")
+
+
+@contextmanager
+def _waiting_raises():
+    def set_mode(mode):
+        with warnings.catch_warnings():
+            # Torch says at the first call that the mode may miss some.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(mode)
+
+    torch.cuda.synchronize()
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+@pytest.fixture
+def waiting_raises():
+    """A context in which whatever makes the host wait for the device raises."""
+    return _waiting_raises
 
 
 def pytest_collection_modifyitems(items):

@@ -158,7 +158,9 @@ def test_products_are_within_the_bound(shape, pair, kind):
         return blocks.repeat_interleave(tall, 0).repeat_interleave(128, 1)[: values.shape[0], : values.shape[1]]
 
     shifted = (tops(a, left) @ right.abs().mT + left.abs() @ tops(b, right).mT) / (240 << 10)
-    assert bool(((out.double() - exact).abs() <= 1.01 * shifted + 4e-4 * magnitude + 1e-30).all())
+    # They keep 13 bits below the largest product of 32, which may be all of a heavy-tailed sum.
+    lost = 4e-3 if kind == "heavy tails" else 4e-4
+    assert bool(((out.double() - exact).abs() <= 1.01 * shifted + lost * magnitude + 1e-30).all())
     # The same product again has the same bits, and exact operands are asked for by name.
     assert torch.equal(out, products.multiply_parts(*sides, n, k, None, torch.float32, False, None))
     other = products.multiply_parts(*sides, n, k, None, torch.float32, False, None, True)
@@ -176,7 +178,7 @@ def test_layers_are_near_the_exact_ones(name, shape):
         bias = data("gaussian", 1, outside, 2)[0].bfloat16().requires_grad_()
         y = bfp.linear(x, w, bias, recipe=recipe)
         y.backward(data("gaussian", tokens, outside, 3).bfloat16())
-        results.append((y, x.grad, w.grad, bias.grad))
+        results.append((y.detach(), x.grad, w.grad, bias.grad))
     for got, wanted in zip(*results, strict=True):
         error = (got.double() - wanted.double()).norm() / wanted.double().norm()
         assert float(error) < 2e-3

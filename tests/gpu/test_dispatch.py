@@ -81,15 +81,11 @@ def test_products_of_all_experts_at_once_are_near_those_of_the_cpu():
         on_cpu = run([weight.cpu() for weight in weights], [one.cpu() for one in each[0]], recipe, None)
         for name, ours, theirs in zip(("y", "x.grad", "scores.grad", "up.grad", "down.grad"), on_gpu, on_cpu, strict=True):
             error = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
-            assert error < (0.05 if recipe == "nvfp4" else 0.02), f"{recipe}, {name}: {error}"
+            assert error < (0.08 if recipe == "nvfp4" else 0.02), f"{recipe}, {name}: {error}"
 
 
-def test_the_host_does_not_wait_on_one_gpu():
+def test_the_host_does_not_wait_on_one_gpu(waiting_raises):
     weights, (tokens,) = made("mxfp8", 1)
     run(weights, tokens, "mxfp8", None, key=None)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         run(weights, tokens, "mxfp8", None, key=None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

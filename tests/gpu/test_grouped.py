@@ -189,18 +189,14 @@ def test_other_dtypes(recipe, dtype):
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)
-def test_nothing_waits_for_the_device(recipe):
+def test_nothing_waits_for_the_device(recipe, waiting_raises):
     layer, tokens = layer_of(recipe), sum(COUNTS)
     x, gradient = values((tokens, 256), 4).cuda(), values((tokens, 384), 5).cuda()
     counts = torch.tensor(COUNTS, device="cuda")
     for _ in range(2):
         step(layer, x, counts, gradient)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         step(layer, x, counts, gradient)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("recipe", recipes.RECIPES)

@@ -1,6 +1,7 @@
 """`grouped_linear` as the CUDA library carries it out: where codes lie, and the definition, which stands in here."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from blockfp.definition.groups import UNIT, columns_for
 from blockfp.definition.groups import quantize_groups as defined
 from blockfp.recipes import Cast
 
+KERNELS = Path(__file__).parents[2] / "kernels" / "cuda"
 SIZES = (300, 0, 37, 128)
 TOKENS, IN, OUT = 500, 272, 144
 RECIPES = ("fp8_block", "fp8_current", "fp8_delayed")
@@ -142,16 +144,27 @@ def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, mon
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels):
+def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch):
     """Two casts and three products, whatever the sizes of groups, and no loop over them."""
     x, g, w = arrays
     w = bfp.quantize_params(w, recipe)
     jax.clear_caches()
+    call, given = cuda._call, {}
+
+    def counted(name, out, *operands, **attributes):
+        given.setdefault(name, set()).add(len(operands) + len(jax.tree.leaves(out)) + len(attributes))
+        return call(name, out, *operands, **attributes)
+
+    monkeypatch.setattr(cuda, "_call", counted)
     text = jax.jit(layer, static_argnums=3).trace(x, w, g, recipe).lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"@(blockfp_\w+)\(", text)
     assert sorted(set(calls)) == ["blockfp_group_rows", "blockfp_product", "blockfp_quantize_groups"]
     assert calls.count("blockfp_quantize_groups") == 2
     assert calls.count("blockfp_product") == 3
+    sources = "".join(path.read_text() for path in KERNELS.rglob("*.cu"))
+    for name in ("group_rows", "product", "quantize_groups"):
+        (parameters,) = re.findall(rf"\nvoid {name}\(([^{{]*)\) {{", sources)
+        assert given[name] == {parameters.count(",") + 1}
     # As spans are written and gradients added up, in loops.
     assert "dynamic_update_slice" not in text
 

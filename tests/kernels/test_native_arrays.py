@@ -1,4 +1,4 @@
-"""Arguments that the kernels accept and refuse: strides, read-only arrays, torch tensors, threads in another floating-point mode."""
+"""Arguments that kernels take or refuse: strides, read-only arrays, torch tensors; threads in another floating-point mode."""
 
 import ml_dtypes
 import numpy as np

@@ -49,6 +49,25 @@ class TestEveryInput(executors.EveryInput, executors.EveryShape):
     """Each instruction set."""
 
 
+def test_an_executor_is_wrong_after_another_was_right():
+    """Results are compared with digests of the definition's; one other bit is seen."""
+    x, right = sample("gaussian", (3, 70)), executors.one_by_one(native.quantize, native.dequantize)
+
+    def one_code_off(x, format, key):
+        q = native.quantize(x, format, key=key)
+        q.codes[2, 5] ^= 1
+        return q
+
+    wrong = executors.one_by_one(one_code_off, lambda *parts, **options: -native.dequantize(*parts, **options))
+    for _ in range(2):
+        parts = executors.hold(right, [x], "mxfp8_e4m3")
+        executors.hold_values(right, parts, "mxfp8_e4m3", 70)
+        with pytest.raises(AssertionError, match=r"mxfp8_e4m3, float32 array 0, key None \[0\]: 1 differ, first at"):
+            executors.hold(wrong, [x], "mxfp8_e4m3")
+        with pytest.raises(AssertionError, match="mxfp8_e4m3 to float32, array 0"):
+            executors.hold_values(wrong, parts, "mxfp8_e4m3", 70)
+
+
 @BY_NAME
 def test_amaxes(format):
     for dtype in DTYPES:

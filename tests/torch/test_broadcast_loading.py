@@ -1,4 +1,4 @@
-"""A model that rank 0 alone has read goes into sharded weights by torch's `broadcast_from_rank0`: values and codes, on real gloo."""
+"""A model that rank 0 alone has read, values or codes, goes into sharded weights by torch's `broadcast_from_rank0`."""
 
 import gloo
 import pytest

@@ -37,7 +37,8 @@ FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "n
     ids=lambda value: {True: "reshard", False: "keep"}.get(value, str(value)),
 )
 def test_whole_weights_at_the_start_and_after_updates(format, reshard):
-    for shape in MESHES.values():
+    # Replicas are a mean of gradients more, which never sees what a format rounds to.
+    for shape in MESHES.values() if format in GEOMETRIES else [MESHES["fsdp4"]]:
         ranks = torch.Size(shape).numel()
         shapes = shapes_for(format, shape[-1])
         first, last = (quantized(weights_for(shapes, step), format) for step in (0, 3))

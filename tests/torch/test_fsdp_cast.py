@@ -9,12 +9,13 @@ import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from sharded import GEOMETRIES
 from small_model import Side, device_mesh, inputs_for, shapes_for, shard, weights_for
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 
 def whole_of(param):
@@ -46,7 +47,7 @@ def train(rank, shape, reshard, format, shapes):
             module.reshard()
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", GEOMETRIES, ids=str)
 def test_gathered_weights_are_the_quantized_whole(format):
     threaded.run(4, train, (4,), True, format, shapes_for(format, 4))
 

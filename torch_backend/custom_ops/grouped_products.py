@@ -30,6 +30,9 @@ def _mode(device: torch.device, a: Format | None, b: Format | None, exact: bool)
     """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
     if a is None or b is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return None
+    if a.per_tensor != b.per_tensor:
+        # A scale for each group and one for each block don't go together.
+        return None
     mode = route_on(device, a, b, 0, 0, 0, True, exact).mode
     return mode if mode in ("tensor", "block", "aligned") else None
 

@@ -11,8 +11,9 @@ So a product of the rows multiplies the codes that were sent. Its columnwise ope
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Function) -> Function:
+    """Makes a compiler leave its graph at a function, and begin another behind it."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
+
+
 @dataclass(frozen=True, eq=False)
 class Received:
     """Rows that came to this rank's experts, from `dispatch`, sorted by expert.
@@ -61,7 +71,7 @@ class Received:
         """How many rows each of this rank's experts has, int32 [own experts]."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
-    @torch.compiler.disable
+    @outside_graphs
     def multiply(
         self,
         x: Tensor,
@@ -101,7 +111,7 @@ class Received:
 
 
 # Collectives take sizes from the host, so a compiler leaves its graph at each of these.
-@torch.compiler.disable
+@outside_graphs
 def dispatch(
     x: Tensor,
     experts: Tensor,
@@ -157,7 +167,7 @@ def dispatch(
     return send(x, experts, num_experts, recipe, Group.of(group), state)
 
 
-@torch.compiler.disable
+@outside_graphs
 def send(x: Tensor, experts: Tensor, num_experts: int, recipe: Recipe, group: Group, state: LinearState) -> Received:
     """Does what `dispatch` does, with a recipe from `check_recipe` and the state of the layer that makes the outputs."""
     if torch.is_autocast_enabled(x.device.type):
@@ -183,7 +193,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
     return recipe
 
 
-@torch.compiler.disable
+@outside_graphs
 def combine(y: Tensor, received: Received, weights: Tensor | None = None) -> Tensor:
     """Sends the experts' outputs back, in their dtype, and adds up those of each token.
 

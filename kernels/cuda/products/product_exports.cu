@@ -65,8 +65,8 @@ struct Side {
   int64_t grid_rows() const { return block_rows == 0 ? 1 : ceil_div(rows, block_rows); }
   // Whether scales can come in the product's order.
   bool can_be_ordered() const { return block_rows == 1 || block_rows == 32; }
-  // 1x128: whether each row has one scale for all of k.
-  bool whole_rows() const { return block_rows == 1 && scales.size(ordered ? -2 : -1) == 1; }
+  // 1x128: whether each row has one scale for all of a k of several blocks.
+  bool whole_rows() const { return block_rows == 1 && blocks() > 1 && scales.size(ordered ? -2 : -1) == 1; }
   // A scale for each block of k in each row, or for each row.
   int64_t blocks_in_order() const { return block_rows == 0 || whole_rows() ? 1 : blocks(); }
 };

@@ -14,9 +14,7 @@ from pathlib import Path
 
 # Begun at the first call, in each worker once.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.torch"]
-)
+_FORKS.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.torch"])
 
 
 def run(world, file, function, timeout=120, backend="gloo"):
