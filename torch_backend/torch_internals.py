@@ -5,6 +5,7 @@ Each says what it is for and why no public name does. All of them were run in to
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,10 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many modes of `TorchDispatchMode` are on. There is no public question."""
 
 
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor was written in place, as autograd counts it for what it has saved. There is no public name."""
+
+
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
     """Lets a tensor be written without autograd counting it, as FSDP2 refills what autograd has saved; it uses the same."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # pyright: ignore[reportPrivateImportUsage]
@@ -81,6 +86,9 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 """Another shape of a new tensor, which is then no view; torch's own `linear` ends in it. FSDP2 warns of views."""
 
 # ---- operations
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+"""The number of a CUDA device's current stream; `torch.cuda.current_stream` makes an object of it, at ten times the cost."""
 
 foreach_add_: Callable[..., None] = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 """Adds to many tensors in one launch. torch's optimizers use it; there is no public name."""

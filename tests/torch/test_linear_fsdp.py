@@ -8,7 +8,7 @@ import pytest
 import threaded
 import torch
 import torch._dynamo.testing
-from blockfp.torch_backend.modules import quantized_layer
+from blockfp.torch_backend.modules import stateful_layer
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_unsharded_model(name, weights, monkeypatch):
         total = None
         for rank in range(4):
             model = model_of(name, weights=weights)
-            monkeypatch.setattr(quantized_layer, "data_rank", lambda sharded, rank=rank: rank)
+            monkeypatch.setattr(stateful_layer, "data_rank", lambda sharded, rank=rank: rank)
             y = model(inputs(rank))
             y.sum().backward()
             assert torch.equal(results[rank][0], y)

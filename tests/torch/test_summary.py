@@ -110,3 +110,21 @@ def test_what_a_recipe_or_filter_leaves_is_not():
 def test_a_model_is_wanted():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
         bfp.summary("model")
+
+
+def test_what_an_optimizer_keeps():
+    model = nn.Sequential(bfp.Linear(64, 32, recipe="mxfp8"), nn.Linear(32, 16))
+    before = bfp.summary(model, optimizer := bfp.AdamW(model.parameters()))
+    assert (before.originals, before.states) == (64 * 32 * 4, ())
+    assert "originals on the CPU" in str(before)
+    model(torch.ones(4, 64)).sum().backward()
+    optimizer.step()
+    after = bfp.summary(model, optimizer)
+    parameters, states = sum(p.numel() for p in model.parameters()), dict(after.states)
+    assert after.originals == 0
+    assert states["exp_avg"] == states["exp_avg_sq"] == 4 * parameters
+    assert states["master"] == 4 * model[0].weight.numel()
+    assert "optimizer: " in str(after)
+    assert bfp.summary(model).states == ()
+    with pytest.raises(TypeError, match="optimizer must be"):
+        bfp.summary(model, model)

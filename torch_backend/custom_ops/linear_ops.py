@@ -1,13 +1,14 @@
-"""The custom ops of a dense layer: one for its forward, one for its backward, each with its casts and products.
+"""A dense layer's forward and backward, each with its casts and products, by plans that are kept for each shape.
 
-    blockfp::linear_forward   (x, weight, .., casts, keep) -> [y, weight .., x columnwise .., amax?]
+    forward   x, weight .. -> y, weight .., x columnwise .., amax?
+    backward  gradient, x columnwise .., weight .. -> d_x?, d_weight?, amax?
+
     blockfp::linear_backward  (gradient, x, weight, .., casts, ..) -> [d_x?, d_weight?, amax?]
 
-`casts` is a `Recipe.text`. The weight comes as codes, scales and maybe tensor scale; as one `QuantizedTensor`,
-which the op table takes apart after dynamo has gone; or as values, which are quantized here where the recipe says so.
-
-`forward` and `backward` carry the ops out, by plans that are kept for each shape. Eager code calls them as they are, where
-nobody watches operations (`library.runs_now`); compiled code, modes and tensors without memory go through the ops.
+`casts` is a `Recipe.text`. The weight comes as codes, scales and maybe tensor scale; or as values, which are quantized here
+where the recipe says so. Eager code calls both functions as they are, where nobody watches operations (`library.runs_now`).
+Compiled code, modes and tensors without memory go through ops: the backward's own, which also takes the weight as one
+`QuantizedTensor`; in the forward those of the cast and of the product, so that compilers see where layers share a cast.
 """
 
 from __future__ import annotations
@@ -24,14 +25,11 @@ from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
-from .library import define, empty_parts, fake, impl
+from .library import define, fake, impl
 from .products import Matrix, multiply_parts
 from .quantize_plans import Run, kept, plan_of, quantize_matrix
+from .shared_casts import SharedCast
 
-linear_forward = define(
-    "linear_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor? bias, Tensor? amax, "
-    "Tensor? multiplier, str casts, bool keep, SymInt[] origin) -> Tensor[]"
-)
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
     "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
@@ -64,6 +62,7 @@ class _Forward(NamedTuple):
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
         exact: whether it must multiply the operands' very values.
+        cast: how the input's parts are made; equal ones make equal parts.
     """
 
     quantize: Run | None
@@ -72,6 +71,7 @@ class _Forward(NamedTuple):
     weight: Format | None
     fast: bool
     exact: bool
+    cast: tuple[Any, ...]
 
 
 class _Backward(NamedTuple):
@@ -114,11 +114,11 @@ def forward(
     scales: Tensor | None,
     tensor_scale: Tensor | None,
     bias: Tensor | None,
-    amax: Tensor | None,
     multiplier: Tensor | None,
     casts: str,
     keep: bool,
     origin: Sequence[int] = (0, 0),
+    shared: SharedCast | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -127,24 +127,28 @@ def forward(
         weight: [out, in], codes or values.
         scales, tensor_scale: of codes.
         bias: [out].
-        amax: of x, where it is known: int32 [1], fp32 bits.
         multiplier: of delayed scaling: float32 of one element.
         casts: the recipe's text.
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
+        shared: casts of x that other layers made, or will ask for.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
         format; with a multiplier the amax of x.
     """
-    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None)
+    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None)
     plan = _forwards.get(key)
     if plan is None:
-        plan = kept(_forwards, key, _plan_forward(x, amax is not None, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast, exact = plan
-    parts = [] if quantize is None else quantize(x, amax, multiplier, None)
-    a = Matrix([x] if row is None else parts[:count], row)
-    del parts[:count]
+        plan = kept(_forwards, key, _plan_forward(x, multiplier is not None, recipe_of(casts), keep))
+    quantize, row, count, format, fast, exact, cast = plan
+    found = None if shared is None else shared.parts.get(cast)
+    if found is None:
+        found = [] if quantize is None else quantize(x, None, multiplier, None)
+        if shared is not None and multiplier is None:
+            shared.parts[cast] = found
+    a, parts = Matrix([x] if row is None else found[:count], row), found[count:]
+    del found
     made: list[Tensor] = []
     if scales is not None:
         w = Matrix([weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], format, tuple(origin))
@@ -157,36 +161,15 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, keep: bool) -> _Forward:
+def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
-        quantize = plan_of(x, row, column, knows_amax, multiplied, (False, False), rotate, recipe.eps)
+        quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps)
     fast = "forward" in recipe.fast_accum
-    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products)
-
-
-@impl(linear_forward)
-def _linear_forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin) -> list[Tensor]:
-    return forward(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin)
-
-
-@fake(linear_forward)
-def _linear_forward_fake(x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin) -> list[Tensor]:
-    recipe, (rows, columns) = recipe_of(casts), x.shape
-    parts = [x.new_empty((rows, weight.shape[0]))]
-    if scales is None and recipe.weight.format is not None:
-        parts += empty_parts(weight, weight.shape, recipe.weight.format)
-    if keep and recipe.input_columnwise.format is not None:
-        parts += empty_parts(x, (columns, rows), recipe.input_columnwise.format)
-    return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]
-
-
-@register_flop_formula(torch.ops.blockfp.linear_forward)
-def _forward_flops(x, weight, *_, **__) -> int:
-    """Counts what torch's counters count of the same product in high precision."""
-    return 2 * math.prod(x) * weight[0]
+    cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps)
+    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products, cast)
 
 
 # ---- backward

@@ -13,6 +13,7 @@ from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
 from ..custom_ops.quantize_plans import kept, part_count
+from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
@@ -139,7 +140,8 @@ def apply(
             call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed)
+        shared_input = shared_cast(x) if call.direct and known is not None and recipe.delayed is None else None
+        y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
     if x.ndim == 2:
         return y
     leading = list(x.shape[:-1])
@@ -245,6 +247,7 @@ def _run(
     counts: Sequence[int] | None,
     offs: Tensor | None,
     transposed: bool,
+    shared: SharedCast | None = None,
 ) -> Tensor:
     recipe, dtype = call.recipe, call.dtype
     if transposed:
@@ -259,7 +262,7 @@ def _run(
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
     if call.parallel is None and not call.grouped:
-        function, arguments = LinearFunction.apply, (call, *tensors)
+        function, arguments = LinearFunction.apply, (call, shared, *tensors)
         if not call.traced and not functorch_is_active():
             function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
     elif call.grouped and takes(call, None if state is None else state.observed):

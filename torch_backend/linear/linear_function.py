@@ -1,4 +1,4 @@
-"""The autograd function behind `linear` of one rank: one op forward, one backward (`custom_ops/linear_ops`).
+"""The autograd function behind `linear` of one rank, over `custom_ops/linear_ops`.
 
     forward   y  = x w^T     x rowwise      weight rowwise
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
@@ -15,53 +15,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockfp.recipes import HIGH_PRECISION
+
 from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
+from ..custom_ops.products import multiply
+from ..custom_ops.shared_casts import SharedCast, forget_casts
 from ..torch_internals import apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
-from .operands import amax_where_compiled
+from .operands import Scaling, amax_where_compiled, quantized, weight_operand
 from .second_order import backward_with_graph, plus, taken
 
 NO_STATE = (None,) * 7
 
 
 class LinearFunction(torch.autograd.Function):
-    """y from x, weight, bias, a `Call` and, of recipes with state, the seven tensors of `LinearState`."""
+    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, *state: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Tensor | None
     ) -> Tensor | tuple[Tensor, Tensor]:
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
-        recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
-        compiled = call.traced
-        column = recipe.input_columnwise if needs_weight else None
-        format = None if column is None else column.format
-        multiplier = scale if recipe.input.format is not None or format is not None else None
-        plain = column is None or not column.rotate
-        amax = amax_where_compiled(x, recipe.input.format, format, plain, multiplier) if compiled else None
-        run = linear_ops.forward if call.direct and runs_now(x) else linear_ops.linear_forward
-        w = _taken_apart([weight], call) if call.direct else (weight, None, None, (0, 0))
-        made = run(x, *w[:3], bias, amax, multiplier, recipe.text, needs_weight, w[3])
-        if multiplier is not None and history is not None and call.training:
-            record(history, made[-1])
-        if ctx.observed is not None:
-            observe_again(ctx.observed, "input", x, recipe.input, column, recipe.eps, amax=amax, multiplier=multiplier)
-        y, count = made[0], 1 + call.quantizes_weight
-        parts, kept = made[1:count] or [weight], made[count : len(made) - (multiplier is not None)]
+        recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
+        columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
+        format = columnwise.format
+        if call.direct and runs_now(x):
+            multiplier = scale if recipe.input.format is not None or format is not None else None
+            w = _taken_apart([weight], call)
+            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight, w[3], shared)
+            if multiplier is not None:
+                largest = made.pop()
+                if history is not None and call.training:
+                    record(history, largest)
+            if ctx.observed is not None:
+                observe_again(ctx.observed, "input", x, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
+            parts, kept = made[:count] or [weight], made[count:]
+        else:
+            # Layers that read one input share its casts: compilers know equal operations. Checkpoints keep products alone.
+            scaling = Scaling(recipe.eps, scale, history if call.training else None, ctx.observed)
+            row, column = quantized(x, "input", recipe.input, columnwise, scaling)
+            operand = weight_operand(weight, call.stored, recipe.weight, None)
+            size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
+            y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
+            parts, kept = list(operand.parts), [] if column is None else list(column.parts)
         if needs_weight and format is None:
             kept = [x]
         parts = parts if needs_x else []
         ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
-        ctx.format = recipe.weight.format if count > 1 else call.stored
+        ctx.format = recipe.weight.format if count else call.stored
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
-        if compiled:
+        if call.traced:
             ctx.save_for_backward(*kept, *parts)
             return y
         # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
-        ctx.weight_beside = needs_x and count > 1
+        ctx.weight_beside = needs_x and count > 0
         beside = [weight] if ctx.weight_beside else []
         if not (needs_x and needs_weight):
             ctx.save_for_backward(*kept, *parts, *beside)
@@ -78,6 +88,8 @@ class LinearFunction(torch.autograd.Function):
         recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
         compiled = torch.compiler.is_compiling()
         rest = (None,) * (len(ctx.needs_input_grad) - 3)
+        if not compiled:
+            forget_casts()
         if gradient is None:
             return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
         if not compiled and torch.is_grad_enabled():

@@ -8,15 +8,12 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..custom_ops import grouped_ops
-from ..custom_ops.linear_ops import linear_forward, recipe_of
-from ..custom_ops.operand_ops import quantize_operand
+from ..custom_ops.linear_ops import recipe_of
 from ..custom_ops.products import product, weight_product
-from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import TorchDispatchMode
 from ..torch_internals import functional_collectives as collectives
 
 _KEPT = {
-    linear_forward,
     grouped_ops.forward,
     product,
     weight_product,
@@ -51,9 +48,9 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class _Apart(TorchDispatchMode):
-    """Takes the op of a layer's forward apart for the mode below it, which keeps all results of an op or none.
+    """Takes the op of a grouped layer's forward apart for the mode below it, which keeps all results of an op or none.
 
-    The product is kept. What is quantized for the backward, and a weight that is quantized at use, are made again.
+    The product is kept, and what is quantized for the backward is made again.
     """
 
     def __init__(self, below: Any):
@@ -84,21 +81,7 @@ class _Apart(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         if func is grouped_ops.forward:
             return _grouped_forward(*args)
-        if func is not linear_forward:
-            return func(*args, **(kwargs or {}))
-        x, weight, scales, tensor_scale, bias, amax, multiplier, casts, keep, origin = args
-        recipe, made = recipe_of(casts), []
-        if scales is None and recipe.weight.format is not None and not isinstance(weight, QuantizedTensor):
-            made = quantize_operand(weight, recipe.weight.format, None).row
-            weight, scales, tensor_scale = (*made, None)[:3]
-        scaled = multiplier if recipe.input.format is not None else None
-        y, *recorded = func(x, weight, scales, tensor_scale, bias, amax, scaled, casts, False, origin)
-        cast = recipe.input_columnwise
-        if not keep or cast.format is None:
-            return [y, *made, *recorded]
-        options = {"amax": amax, "multiplier": multiplier, "rotate": cast.rotate, "eps": recipe.eps}
-        found = quantize_operand(x, None, cast.format, **options)
-        return [y, *made, *found.column, *([] if found.amax is None else [found.amax])]
+        return func(*args, **(kwargs or {}))
 
 
 def _grouped_forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 
 from blockfp.recipes import Recipe
 
@@ -76,12 +77,16 @@ class Summary:
         left: all others of two or more axes.
         others: how many parameters there are in vectors (biases, of experts too, and norms).
         other_bytes: of these.
+        originals: bytes of the values that are kept on the CPU until an optimizer takes them (`keep_init`).
+        states: bytes that an optimizer keeps for the model's parameters, by name: masters, moments.
     """
 
     layers: tuple[QuantizedWeight, ...]
     left: tuple[LeftWeight, ...]
     others: int
     other_bytes: int
+    originals: int = 0
+    states: tuple[tuple[str, int], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -132,19 +137,26 @@ class Summary:
         lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         quantized = f"quantized: {_number(self.quantized)} of {_number(self.in_matrices)} parameters in matrices"
-        return "\n".join([*lines, f"{quantized} ({self.share:.1%}; embeddings aside)", *notes])
+        waiting = f"originals on the CPU, until an optimizer takes them: {_number(self.originals)} bytes"
+        kept = [waiting] if self.originals else []
+        if self.states:
+            each = ", ".join(f"{name} {_number(size)}" for name, size in self.states)
+            kept.append(f"optimizer: {each}; {_number(sum(size for _, size in self.states))} bytes")
+        return "\n".join([*lines, f"{quantized} ({self.share:.1%}; embeddings aside)", *kept, *notes])
 
     __repr__ = __str__
 
 
-def summary(model: nn.Module) -> Summary:
+def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     """Counts what of a model is quantized, what isn't, and why; before or after `convert`, sharded or not, on meta too.
 
     Args:
         model: any module.
+        optimizer: one whose state for the model's parameters is counted, as far as this rank holds it: any of torch's. Before
+            its first step it has none.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, or optimizer not an optimizer.
 
     Example:
         >>> print(summary(convert(model, "mxfp8")))
@@ -152,6 +164,8 @@ def summary(model: nn.Module) -> Summary:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer | None):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
     named = tied_elsewhere(model)
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
@@ -169,7 +183,14 @@ def summary(model: nn.Module) -> Summary:
         else:
             reason, unasked = _reason(param, where, named)
             left.append(LeftWeight(path, type(module).__name__, reason, unasked, _stored(param), *sizes))
-    return Summary(tuple(layers), tuple(left), others, other_bytes)
+    local = [sharding.local_of(param) for param in owners if not is_lazy(param)]
+    originals = sum(one.initial.nbytes for one in local if isinstance(one, QuantizedTensor) and one.initial is not None)
+    states: dict[str, int] = {}
+    for param in owners if optimizer is not None else ():
+        for name, kept in optimizer.state.get(param, {}).items():
+            if isinstance(kept, Tensor):
+                states[name] = states.get(name, 0) + nbytes(kept)
+    return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()))
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:

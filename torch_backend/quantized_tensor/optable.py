@@ -71,25 +71,6 @@ def _weight_product(
     return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
-@implements(linear_ops.linear_forward)
-def _linear_forward(
-    x: Tensor,
-    weight: QuantizedTensor,
-    scales: None,
-    tensor_scale: None,
-    bias: Tensor | None,
-    amax: Tensor | None,
-    multiplier: Tensor | None,
-    casts: str,
-    keep: bool,
-    origin: Sequence[int],
-) -> list[Tensor]:
-    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
-    run = linear_ops.forward if is_real(weight.codes) else linear_ops.linear_forward
-    parts = (weight.codes, weight.scales, weight.tensor_scale)
-    return run(x, *parts, bias, amax, multiplier, casts, keep, weight.origin)
-
-
 @implements(linear_ops.linear_backward)
 def _linear_backward(
     gradient: Tensor,

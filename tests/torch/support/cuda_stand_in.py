@@ -9,7 +9,7 @@ from blockfp.kernels import cuda_library
 from blockfp.kernels.routes import route
 
 CAPABILITY = (9, 0)
-_CALLS = ("amax", "amax_blocks", "quantize", "encode", "dequantize", "transpose", "interleave", "fold_keys", "product")
+_CALLS = ("amax", "amax_blocks", "quantize", "encode", "dequantize", "transpose", "interleave", "fold_keys", "product", "align")
 
 
 def _nothing(*_):
@@ -22,9 +22,8 @@ def install(monkeypatch):
 
     def route_on(device, *question):
         if question not in routes:
-            a, b, m, n, k, *in_order = question
-            options = {"m": m, "n": n, "k": k, "in_order": not in_order or in_order[0]}
-            routes[question] = route(a, b, platform="cuda", capability=CAPABILITY, **options)
+            options = dict(zip(("m", "n", "k", "in_order", "exact"), question[2:], strict=False))
+            routes[question] = route(*question[:2], platform="cuda", capability=CAPABILITY, **options)
         return routes[question]
 
     monkeypatch.setattr(cuda, "library", lambda: library)

@@ -12,7 +12,7 @@ import threaded
 import torch
 from blockfp.torch_backend.custom_ops import linear_ops
 from blockfp.torch_backend.custom_ops.products import multiply, multiply_parts
-from blockfp.torch_backend.linear import shared_function
+from blockfp.torch_backend.linear import linear_function, shared_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
 from blockfp.torch_backend.quantized_tensor.tensor import QuantizedTensor
@@ -66,7 +66,8 @@ def record_products(monkeypatch):
         seen.setdefault(threading.get_ident(), []).append((left, right))
         return out
 
-    monkeypatch.setattr(shared_function, "multiply", recorded)
+    for module in (shared_function, linear_function):
+        monkeypatch.setattr(module, "multiply", recorded)
     monkeypatch.setattr(linear_ops, "multiply_parts", alone)
     return seen
 
