@@ -128,13 +128,13 @@ def test_a_cast_is_shared_on_its_own_stream_and_with_no_graph():
     layer = bfp.Linear(256, 128, bias=False, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
     layer(x)
-    first = shared_casts._latest[0]
+    first = shared_casts.latest[0]
     layer(x)
-    assert shared_casts._latest[0] is first
+    assert shared_casts.latest[0] is first
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         layer(x)
-    assert shared_casts._latest[0] is not first
+    assert shared_casts.latest[0] is not first
     torch.cuda.synchronize()
     with torch.no_grad():
         graph = torch.cuda.CUDAGraph()

@@ -12,22 +12,21 @@ import blockfp.torch as bfp
 
 NAMES = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 
-# At most so many Python functions of the library, and calls of built-in ones from there: forward, backward. Before there were
-# plans these were 103 / 74 and 127 / 98 of fp8_current on a GPU.
+# At most so many Python functions of the library, and calls of built-in ones from there: forward, backward.
 MOST = {
     "cpu": {
-        "fp8_current": ((30, 50), (37, 62)),
-        "fp8_block": ((24, 54), (31, 66)),
-        "fp8_delayed": ((32, 57), (38, 70)),
-        "mxfp8": ((24, 53), (31, 65)),
-        "nvfp4": ((28, 57), (192, 124)),
+        "fp8_current": ((29, 49), (36, 62)),
+        "fp8_block": ((23, 53), (30, 66)),
+        "fp8_delayed": ((32, 57), (37, 70)),
+        "mxfp8": ((23, 52), (30, 65)),
+        "nvfp4": ((27, 56), (191, 124)),
     },
     "cuda": {
-        "fp8_current": ((24, 43), (35, 51)),
-        "fp8_block": ((24, 42), (35, 52)),
-        "fp8_delayed": ((26, 49), (36, 58)),
-        "mxfp8": ((43, 58), (73, 86)),
-        "nvfp4": ((43, 56), (66, 74)),
+        "fp8_current": ((23, 42), (34, 51)),
+        "fp8_block": ((23, 41), (34, 52)),
+        "fp8_delayed": ((26, 49), (35, 58)),
+        "mxfp8": ((32, 51), (52, 73)),
+        "nvfp4": ((42, 55), (65, 74)),
     },
 }
 
