@@ -356,8 +356,8 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
         columns: of a matrix.
 
     Returns:
-        Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128), rows
-        filled up to a multiple of 4]; the values are those of `alignment.align`.
+        Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128),
+        rows filled up to a multiple of 4]; the values are those of `alignment.align`.
     """
     check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
