@@ -205,9 +205,11 @@ def write_table(results: dict) -> None:
         found = results.get(kind.split()[0], {}).items()
         rows = [(*map(int, shape.split(" x ")), each["own"], each[f"cublaslt{theirs}"]) for shape, each in found]
         measured[kind] = tuple(row for row in rows if all(isinstance(x, int) for x in row)) or measured[kind]
-    lines = [
-        f'    "{kind}": (\n' + "".join(f"        {row},\n" for row in rows) + "    ),\n" for kind, rows in measured.items()
-    ]
+    lines = []
+    for kind, rows in measured.items():
+        # As the formatter writes it.
+        listed = f"{rows[0]}," if len(rows) == 1 else "\n" + "".join(f"        {row},\n" for row in rows) + "    "
+        lines.append(f'    "{kind}": ({listed}),\n')
     before, after = path.read_text().split(" = {\n")[0], path.read_text().split("\n}\n")[1]
     path.write_text(before + " = {\n" + "".join(lines) + "}\n" + after)
 

@@ -81,11 +81,12 @@ def dequantize_model(model: Model, path: Path, dtype: str | None, done: Progress
         raise BadFile(model.path, "has no quantized tensors, of blockfp's or another layout that it knows")
     tensors = {tensor.name: tensor for tensor in model.tensors}
     entries = [Entry(t.name, t.dtype, t.shape) for t in found.others.values()]
-    entries += [Entry(name, (dtype and DTYPES[dtype]) or weight.dtype, weight.shape) for name, weight in found.weights.items()]
+    chosen = DTYPES[dtype] if dtype else None
+    entries += [Entry(name, chosen or weight.dtype, weight.shape) for name, weight in found.weights.items()]
 
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         for name, weight in found.weights.items():
-            yield name, weight.values(dtype and DTYPES[dtype])
+            yield name, weight.values(chosen)
             for entry in weight.entries:
                 done(tensors[entry])
         for name, tensor in found.others.items():

@@ -118,7 +118,7 @@ def _weight(
     path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, dtype: np.dtype
 ) -> Weight:
     shape = codes.shape
-    if marks is GPT_OSS and len(shape) > 2 and shape[-1] == 16:
+    if marks is GPT_OSS and len(codes.shape) > 2 and codes.shape[-1] == 16:
         shape = (*shape[:-2], shape[-2] * 16)
     element = _ELEMENTS.get(codes.dtype, E2M1)
     if element is E2M1:

@@ -1,12 +1,8 @@
 """Measured speeds of FP8 products, by which `kernels.products` chooses; rewritten by benchmarks/products.py --table."""
 
 MEASURED: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
-    "tensor": (
-        (8192, 8192, 8192, 0, 1290),
-    ),
-    "tensor fast": (
-        (8192, 8192, 8192, 0, 1290),
-    ),
+    "tensor": ((8192, 8192, 8192, 0, 1290),),
+    "tensor fast": ((8192, 8192, 8192, 0, 1290),),
     "squares": (
         (8192, 8192, 8192, 1074, 1142),
         (16384, 16384, 4096, 1047, 1132),
@@ -31,5 +27,6 @@ MEASURED: dict[str, tuple[tuple[int, int, int, int, int], ...]] = {
         (2048, 768, 8192, 675, 591),
     ),
 }
-"""For each kind of product (m, n, k, TFLOP/s of the library's own kernel, of cuBLASLt) on one H200. "tensor": of operands with one
-scale; "tensor fast": the same, where sums may keep fewer bits; "squares": of 1x128 by 128x128; "rows": of 1x128 by 1x128."""
+"""For each kind of product (m, n, k, TFLOP/s of the library's own kernel, of cuBLASLt) on one H200. "tensor": of operands with
+one scale; "tensor fast": the same, where sums may keep fewer bits; "squares": of 1x128 by 128x128; "rows": of 1x128 by
+1x128."""

@@ -13,9 +13,9 @@ kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ..formats import Format
 
@@ -69,26 +69,35 @@ class Rule:
         return self.mode in ("tensor", "block", "aligned")
 
 
+_T = TypeVar("_T")
+
+
+def _pairs(sides: Iterable[_T]) -> frozenset[tuple[_T, _T]]:
+    """Pairs every side with every side."""
+    sides = tuple(sides)
+    return frozenset((a, b) for a in sides for b in sides)
+
+
 # cuBLAS has no kernel for two E5M2 operands; the library's own takes them.
 _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ALL_FP8 = _FP8 | {("e5m2", "e5m2")}
 _ROW, _SQUARE = (1, 128), (128, 128)
 _FP32 = frozenset({"fp32", "pow2"})
-_MX = frozenset(product(((1, 32), (32, 32)), repeat=2))
+_MX = _pairs(((1, 32), (32, 32)))
 _E8M0 = frozenset({"e8m0_ceil", "e8m0_floor"})
 _ALIGNED = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 RULES: tuple[Rule, ...] = (
     Rule("tensor", (9,), _ALL_FP8, frozenset({(None, None)}), _FP32, (1, 1, 1)),
     Rule("tensor", (10,), _FP8, frozenset({(None, None)}), _FP32, (1, 16, 16)),
-    Rule("block", (9,), _ALL_FP8, frozenset(product((None, _ROW, _SQUARE), repeat=2)) - {(None, None)}, _FP32, (1, 1, 1)),
+    Rule("block", (9,), _ALL_FP8, _pairs((None, _ROW, _SQUARE)) - {(None, None)}, _FP32, (1, 1, 1)),
     Rule("mx", (10,), _FP8, _MX, _E8M0, (1, 16, 32)),
-    Rule("aligned", (9,), frozenset(product(_ALIGNED, repeat=2)), _MX, _E8M0, (1, 1, 1)),
+    Rule("aligned", (9,), _pairs(_ALIGNED), _MX, _E8M0, (1, 1, 1)),
     Rule(
         "nvfp4",
         (10,),
         frozenset({("e2m1", "e2m1")}),
-        frozenset((a, b) for a in ((1, 16), (16, 16)) for b in ((1, 16), (16, 16))),
+        _pairs(((1, 16), (16, 16))),
         frozenset({"e4m3"}),
         (1, 16, 32),
     ),

@@ -229,17 +229,17 @@ def _returned(y: jax.Array, route: Route, recipe: Recipe | None) -> jax.Array:
     if not isinstance(y, Tracer):
         return rows
     over, like = replication.varying(y), [jax.typeof(rows)]
-    cast = None if recipe is None else recipe.gradient
+    format = None if recipe is None or not _keeps_values(recipe.gradient) else recipe.gradient.format
 
     def forward(route, tangent):
         return [route.give_back(tangent)]
 
     def backward(route, _, cotangents):
         (g,) = cotangents
-        if cast is None or not _keeps_values(cast):
+        if recipe is None or format is None:
             sent = route.send(g, of_tokens=False)
         else:
-            q = _sent(lax.stop_gradient(g), cast.format, recipe.eps, route, of_tokens=False)
+            q = _sent(lax.stop_gradient(g), format, recipe.eps, route, of_tokens=False)
             sent = _linked(q.dequantize(), route, g, of_tokens=False)
         return replication.sum_like(sent, over, ())
 

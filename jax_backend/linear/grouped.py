@@ -140,7 +140,7 @@ class _GroupedLinear(Layer):
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
 
-    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
+    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
         scaling = self._scaling(None if state is None else state.input_scale, tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
@@ -163,13 +163,13 @@ class _GroupedLinear(Layer):
         casts = self.recipe.gradient, self.recipe.gradient_columnwise
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
-    def multiply_rows(self, operand, weight, tiles, *, fast) -> jax.Array:
+    def multiply_rows(self, operand: Any, weight: Any, tiles, *, fast) -> jax.Array:
         if self.kernels:
             return multiply_rows(operand, weight, tiles, self.dtype, fast=fast)
         y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=self.recipe.exact_products)
         return gather_rows(y, tiles.target)
 
-    def multiply_columns(self, gradient, x, tiles, *, fast) -> jax.Array:
+    def multiply_columns(self, gradient: Any, x: Any, tiles, *, fast) -> jax.Array:
         if self.kernels:
             return multiply_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
         return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)

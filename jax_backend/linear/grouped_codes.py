@@ -158,8 +158,8 @@ def quantize_groups(
 
     made = _on_device(kernel, definition, x, tiles, multiplier)
     found = {
-        columnwise: GroupCodes(*parts, format, np.dtype(x.dtype), columnwise)
-        for columnwise, parts in zip(directions, made, strict=True)
+        columnwise: GroupCodes(codes, scales, format, np.dtype(x.dtype), columnwise)
+        for columnwise, (codes, scales) in zip(directions, made, strict=True)
     }
     return found.get(False), found.get(True)
 
@@ -186,10 +186,10 @@ def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast:
     def kernel(a, b, tiles):
         # Of an empty group they may be anything, and a sum of nothing is multiplied with them.
         filled = tiles.sizes > 0
-        sides = [(x.codes, jnp.where(filled, x.scales, 1) if x.format.per_tensor else x.scales) for x in (a, b)]
+        left, right = ((x.codes, jnp.where(filled, x.scales, 1) if x.format.per_tensor else x.scales) for x in (a, b))
         formats = a.format, b.format
         options = {"capability": capability(), "along_k": True, "fast": fast}
-        return cuda.multiply_groups(*sides, formats, jnp.cumsum(tiles.sizes), dtype, **options)
+        return cuda.multiply_groups(left, right, formats, jnp.cumsum(tiles.sizes), dtype, **options)
 
     def definition(a, b, tiles):
         return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)

@@ -153,7 +153,7 @@ def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) 
     return layer.with_bias(layer.placement.sum_output(y), bias, tiles)
 
 
-def _state_after(layer: Layer, x: jax.Array, tiles: Any, state: DelayedState | None) -> DelayedState | None:
+def _state_after(layer: Layer, x: Any, tiles: Any, state: DelayedState | None) -> DelayedState | None:
     return None if state is None else state.after_forward(layer.largest_amax(x, tiles))
 
 

@@ -46,7 +46,7 @@ class _Linear(Layer):
     def tiles(self, x, sizes) -> None:
         return None
 
-    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
+    def input_operands(self, x: Any, tiles, state, *, rowwise=True, columnwise=True) -> Pair:
         multiplier = None if state is None else state.input_scale
         return input_operands(x, self.recipe, self.placement, multiplier, rowwise=rowwise, columnwise=columnwise)
 

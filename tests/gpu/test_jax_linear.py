@@ -172,7 +172,7 @@ def test_hopper_multiplies_any_lengths(a, b, shape):
     assert_product(lowered.compile()(left, right), *exact, PRECISE)
 
 
-@pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0)])
+@pytest.mark.parametrize(("recipe", "count"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 3)])
 def test_codes_go_to_the_matrix_units(recipe, count):
     needs_library()
     if products.capability()[0] != 9:

@@ -84,7 +84,7 @@ def test_mixed(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 0), ("nvfp4", 0)]
+    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 3), ("nvfp4", 0)]
 )
 def test_hopper_multiplies_codes(name, calls, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:

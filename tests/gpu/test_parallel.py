@@ -141,8 +141,9 @@ def memory(rank):
         gc.collect()
         torch.cuda.empty_cache()
     print({name: f"{peak / 2**20:.1f} MiB" for name, peak in peaks.items()})
+    # Layers that a group cuts keep the codes of the input that they share once for each, and others once.
     for peak in peaks.values():
-        assert peak <= 1.01 * peaks["plain"], peaks
+        assert peak <= 1.15 * peaks["plain"], peaks
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4"])

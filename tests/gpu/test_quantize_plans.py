@@ -103,7 +103,7 @@ def test_ops_give_what_direct_calls_give(name):
 
 
 def test_the_backward_frees_the_input_before_the_last_product():
-    """Codes of the input are 64 MiB here, and the gradient of the input, which comes after them, 128 MiB."""
+    """Codes of the input are 64 MiB here. The gradient of the input, which comes after them, is 128 MiB, cuBLASLt's workspace 32."""
     layer = bfp.Linear(8192, 128, bias=False, recipe="fp8_current", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
@@ -113,11 +113,13 @@ def test_the_backward_frees_the_input_before_the_last_product():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y.backward(gradient)
-    assert torch.cuda.max_memory_allocated() - before < (128 - 64 + 24) * 2**20
+    assert torch.cuda.max_memory_allocated() - before < (128 + 32 - 64 + 24) * 2**20
 
 
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(quantize_plans, "MOST", 16)
+    for plans in (linear_ops._forwards, linear_ops._backwards, quantize_plans._plans):
+        plans.clear()
     layer = bfp.Linear(64, 32, recipe="fp8_current", device="cuda")
     for length in range(1, 200):
         layer(torch.ones(length, 64, device="cuda")).sum().backward()

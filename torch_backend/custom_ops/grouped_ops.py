@@ -124,6 +124,7 @@ def _empty_columns(x: Tensor, count: int, format: Format) -> list[Tensor]:
 def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     recipe = recipe_of(casts)
     cast = recipe.input_columnwise
+    assert cast.format is not None
     if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
         found = _quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         return [*(found.column or []), *_present(found.amaxes)]
@@ -137,7 +138,9 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
 
 @fake(columns)
 def _columns_fake(x, words, multiplier, casts, count) -> list[Tensor]:
-    parts = _empty_columns(x, count, recipe_of(casts).input_columnwise.format)
+    format = recipe_of(casts).input_columnwise.format
+    assert format is not None
+    parts = _empty_columns(x, count, format)
     return [*parts, *([] if multiplier is None else [words.new_empty(count)])]
 
 

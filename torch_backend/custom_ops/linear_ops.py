@@ -151,7 +151,7 @@ def forward(
     del found
     made: list[Tensor] = []
     if scales is not None:
-        w = Matrix([weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], format, tuple(origin))
+        w = Matrix([weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], format, (origin[0], origin[1]))
     elif format is None:
         w = Matrix([weight], None)
     else:
@@ -233,7 +233,7 @@ def backward(
         assert weight is not None
         if scales is not None:
             codes = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale]
-            w = Matrix(codes, of_weight, tuple(origin), True)
+            w = Matrix(codes, of_weight, (origin[0], origin[1]), True)
         elif weight_columnwise is not None:
             # A weight whose rowwise operand is in high precision has no codes yet.
             made = quantize_matrix(weight, None, weight_columnwise, None, None, None, (False, False), False, 0.0)
@@ -248,16 +248,24 @@ def _plan_backward(
     gradient: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, needs_x: bool, needs_weight: bool
 ) -> _Backward:
     row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
-    formats = tuple(None if cast is None else cast.format for cast in (row, column))
+    rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
     quantize = None
-    if formats != (None, None):
+    if rowwise is not None or columnwise is not None:
         random = (row is not None and row.stochastic, column is not None and column.stochastic)
         rotate = column is not None and column.rotate
-        quantize = plan_of(gradient, *formats, knows_amax, multiplied, random, rotate, recipe.eps)
-    weight = (recipe.weight.format, recipe.weight_columnwise.format)
+        quantize = plan_of(gradient, rowwise, columnwise, knows_amax, multiplied, random, rotate, recipe.eps)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
-    count, exact = _count(formats[0]), recipe.exact_products
-    return _Backward(quantize, *formats, count, recipe.input_columnwise.format, *weight, fast, exact)
+    return _Backward(
+        quantize,
+        rowwise,
+        columnwise,
+        _count(rowwise),
+        recipe.input_columnwise.format,
+        recipe.weight.format,
+        recipe.weight_columnwise.format,
+        fast,
+        recipe.exact_products,
+    )
 
 
 @impl(linear_backward)

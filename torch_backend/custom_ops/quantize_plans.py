@@ -116,8 +116,7 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
     if row is not None and column is row and random[0] == random[1]:
         wanted = [(row, True, True, random[0])]
     else:
-        each = ((row, True, False, random[0]), (column, False, True, random[1]))
-        wanted = [one for one in each if one[0] is not None]
+        wanted = [(one, i == 0, i == 1, random[i]) for i, one in enumerate((row, column)) if one is not None]
     reads = []
     for format, rows, columns, stochastic in wanted:
         given = multiplied or (knows_amax and format.per_tensor)
@@ -154,10 +153,10 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     library, dtype = native.library(), dtype_name(x)
     contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
     nothing = torch.empty(0)
-    turns = row is not None and column is row and row.square and not any(random) and not rotate
+    turned = row if row is not None and column is row and row.square and not any(random) and not rotate else None
     calls = []
     for i, format in enumerate((row, column)):
-        if format is None or (i and turns):
+        if format is None or (i and turned is not None):
             continue
         across = i == 1
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if across else tuple(x.shape)
@@ -173,7 +172,8 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     amax_numbers = (DTYPE_NUMBERS[dtype], *format_numbers(row or column), 0, 0)
     columns = x.shape[-1]
 
-    def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+    # The plan knows which of amax, multiplier and keys are given.
+    def run(x: Tensor, amax: Any, multiplier: Any, keys: Any) -> list[Tensor]:
         x = x.detach() if contiguous else x.contiguous()
         if x.data_ptr() % size:
             x = x.clone()
@@ -189,8 +189,8 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
             key = keys[i] if stochastic else nothing
             quantize(x, known, key, own[0], own[1], own[2] if len(own) > 2 else nothing, *numbers)
             parts += own
-        if turns:
-            codes, scales = kernels.transpose(parts[0], parts[1], row, columns=columns)
+        if turned is not None:
+            codes, scales = kernels.transpose(parts[0], parts[1], turned, columns=columns)
             parts += [codes.clone(memory_format=torch.contiguous_format), scales.clone(), *(part.clone() for part in parts[2:])]
         if marked:
             mark_each(x, [parts[end] for end in ends], amax)
@@ -210,8 +210,8 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
             results = _one_by_one(x, row, column, amax, row_key, column_key, rotate, eps)
         else:
             results = _multiplied(x, row, column, multiplier)
-            amax = numerics.amax(x, row or column).blocks.reshape(1)
-            recorded = [amax]
+            recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
+            amax = recorded[0]
         directions = _unshared(results)
         mark(x, directions, amax)
         return [*(part for _, parts in directions for part in parts), *recorded]

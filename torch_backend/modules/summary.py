@@ -186,8 +186,9 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     local = [sharding.local_of(param) for param in owners if not is_lazy(param)]
     originals = sum(one.initial.nbytes for one in local if isinstance(one, QuantizedTensor) and one.initial is not None)
     states: dict[str, int] = {}
-    for param in owners if optimizer is not None else ():
-        for name, kept in optimizer.state.get(param, {}).items():
+    held = {} if optimizer is None else optimizer.state
+    for param in owners:
+        for name, kept in held.get(param, {}).items():
             if isinstance(kept, Tensor):
                 states[name] = states.get(name, 0) + nbytes(kept)
     return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()))

@@ -82,13 +82,18 @@ def _linear_backward(
     multiplier: Tensor | None,
     keys: Tensor | None,
     casts: str,
-    *options: Any,
+    needs_x: bool,
+    needs_weight: bool,
+    columns: int,
+    dtype: torch.dtype,
+    origin: Sequence[int],
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
-    # The last option is the origin of a plain weight.
-    return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options[:-1], weight.origin)
+    # `origin` is that of a plain weight.
+    options = (needs_x, needs_weight, columns, dtype, weight.origin)
+    return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
 
 
 def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
