@@ -103,7 +103,7 @@ def test_ops_give_what_direct_calls_give(name):
 
 
 def test_the_backward_frees_the_input_before_the_last_product():
-    """Codes of the input are 64 MiB here. The gradient of the input, which comes after them, is 128 MiB, cuBLASLt's workspace 32."""
+    """Codes of the input are 64 MiB here. Its gradient, which comes after them, is 128 MiB, cuBLASLt's workspace 32."""
     layer = bfp.Linear(8192, 128, bias=False, recipe="fp8_current", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
