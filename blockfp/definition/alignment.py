@@ -16,6 +16,8 @@ block's MAX there. Codes change where they fall below the smallest spacing, by h
 
 from __future__ import annotations
 
+from functools import cache
+
 from array_api_compat import array_namespace
 
 from ..formats import E5M2, INT8, Format
@@ -37,6 +39,7 @@ def can_align(format: Format) -> bool:
     return format.scale.e8m0 and format.element is not INT8
 
 
+@cache
 def aligned_format(format: Format | str) -> Format:
     """The format of what `align` makes of another: FP8 blocks of 1x128 with power-of-two scales.
 

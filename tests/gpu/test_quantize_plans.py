@@ -103,7 +103,7 @@ def test_ops_give_what_direct_calls_give(name):
 
 
 def test_the_backward_frees_the_input_before_the_last_product():
-    """Codes of the input are 64 MiB here. The gradient of the input, which comes after them, is 128 MiB, cuBLASLt's workspace 32."""
+    """Codes of the input are 64 MiB here. Its gradient, which comes after them, is 128 MiB, cuBLASLt's workspace 32."""
     layer = bfp.Linear(8192, 128, bias=False, recipe="fp8_current", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
@@ -130,13 +130,13 @@ def test_a_cast_is_shared_on_its_own_stream_and_with_no_graph():
     layer = bfp.Linear(256, 128, bias=False, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) * 1
     layer(x)
-    first = shared_casts._latest[0]
+    first = shared_casts.latest[0]
     layer(x)
-    assert shared_casts._latest[0] is first
+    assert shared_casts.latest[0] is first
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         layer(x)
-    assert shared_casts._latest[0] is not first
+    assert shared_casts.latest[0] is not first
     torch.cuda.synchronize()
     with torch.no_grad():
         graph = torch.cuda.CUDAGraph()

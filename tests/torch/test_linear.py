@@ -152,9 +152,9 @@ def test_what_may_have_changed_is_cast_again():
     # Nothing of an input outlives it.
     x = x * 1
     layer(x)
-    assert shared_casts._latest
+    assert shared_casts.latest
     del x
-    assert not shared_casts._latest
+    assert not shared_casts.latest
 
 
 def test_compiled_layers_share_a_cast():

@@ -4,7 +4,7 @@ Eager code alone: compilers find equal casts themselves. Only results of operati
 Writing into these is counted by their version, as autograd's own saved tensors require. A leaf, whose memory someone else may
 fill, is quantized each time, and so is everything while a CUDA graph is captured.
 
-What is kept here is kept as long as the input's Python object lives, no other input comes, and no backward begins.
+What is kept in `latest` is kept as long as the input's Python object lives, no other such input comes, and no backward begins.
 """
 
 from __future__ import annotations
@@ -35,28 +35,26 @@ class SharedCast:
         self.parts: dict[Any, list[Tensor]] = {}
 
 
-_latest: list[SharedCast] = []
-
-
-def forget_casts() -> None:
-    """Drops what is kept: a backward begins."""
-    _latest.clear()
+latest: list[SharedCast] = []
+"""One at most."""
 
 
 def _forget(reference: weakref.ref[Tensor]) -> None:
-    if _latest and _latest[0].input is reference:
-        _latest.clear()
+    # A loop: another thread may empty the list meanwhile.
+    for found in latest:
+        if found.input is reference:
+            latest.clear()
 
 
 def shared_cast(x: Tensor) -> SharedCast | None:
-    """Returns what layers that read x share, from now on; None of an x that is quantized each time."""
-    if x.is_leaf or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        _latest.clear()
+    """Returns what layers that read x, which is no leaf, share from now on; None while a CUDA graph is captured."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        latest.clear()
         return None
     stream = raw_stream(x.device.index) if x.is_cuda else 0
-    for found in _latest:
+    for found in latest:
         if found.input() is x and found.version == version_of(x) and found.stream == stream:
             return found
     new = SharedCast(x, stream)
-    _latest[:] = [new]
+    latest[:] = [new]
     return new

@@ -140,7 +140,8 @@ def apply(
             call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
-        shared_input = shared_cast(x) if call.direct and known is not None and recipe.delayed is None else None
+        shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
+        shared_input = shared_cast(x) if shares else None
         y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
     if x.ndim == 2:
         return y

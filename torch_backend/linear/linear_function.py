@@ -20,7 +20,7 @@ from blockfp.recipes import HIGH_PRECISION
 from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import multiply
-from ..custom_ops.shared_casts import SharedCast, forget_casts
+from ..custom_ops.shared_casts import SharedCast, latest
 from ..torch_internals import apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
@@ -89,7 +89,7 @@ class LinearFunction(torch.autograd.Function):
         compiled = torch.compiler.is_compiling()
         rest = (None,) * (len(ctx.needs_input_grad) - 3)
         if not compiled:
-            forget_casts()
+            latest.clear()
         if gradient is None:
             return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
         if not compiled and torch.is_grad_enabled():
