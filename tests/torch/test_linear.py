@@ -143,6 +143,9 @@ def test_what_may_have_changed_is_cast_again():
     with torch.no_grad():
         x[0].zero_()
         assert torch.equal(layer(x), fresh(x))
+    layer(x)
+    x.data = values((4, 32), 1)
+    assert torch.equal(layer(x), fresh(x))
     # Memory that others fill, without a word to torch.
     memory = np.ones((4, 32), np.float32)
     leaf = torch.from_numpy(memory)

@@ -24,14 +24,16 @@ class SharedCast:
     Attributes:
         input: the tensor.
         version: its version when they were made.
+        address: of its memory then: `x.data = y` gives it another, and leaves the version.
         stream: the CUDA stream on which they were made: another one doesn't wait for it. 0 on a CPU.
         parts: lists of parts.
     """
 
-    __slots__ = ("input", "parts", "stream", "version")
+    __slots__ = ("address", "input", "parts", "stream", "version")
 
     def __init__(self, x: Tensor, stream: int):
         self.input, self.version, self.stream = weakref.ref(x, _forget), version_of(x), stream
+        self.address = x.data_ptr()
         self.parts: dict[Any, list[Tensor]] = {}
 
 
@@ -53,7 +55,8 @@ def shared_cast(x: Tensor) -> SharedCast | None:
         return None
     stream = raw_stream(x.device.index) if x.is_cuda else 0
     for found in latest:
-        if found.input() is x and found.version == version_of(x) and found.stream == stream:
+        same = found.input() is x and found.version == version_of(x) and found.address == x.data_ptr()
+        if same and found.stream == stream:
             return found
     new = SharedCast(x, stream)
     latest[:] = [new]
