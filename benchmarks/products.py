@@ -24,9 +24,10 @@ from torch.nn.functional import ScalingType
 
 import blockfp.torch as bfp
 from blockfp.definition import layout
+from blockfp.definition.groups import columns_for
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library, product_table
-from blockfp.kernels.products import padded_rows, plan
+from blockfp.kernels.products import plan
 
 SHAPES = (
     (8192, 8192, 8192),
@@ -180,7 +181,7 @@ def by_rows(groups: int, m: int, n: int, k: int, formats: tuple[str, str], tiles
 
 def along_k(groups: int, rows: int, n: int, k: int, formats: tuple[str, str], tiles: bool) -> dict[str, int | str]:
     """Gradients of the weights [n, k] of each group. Codes are quantized as they lie: only where groups begin counts here."""
-    ends, padded = split(groups, rows), padded_rows(rows, groups)
+    ends, padded = split(groups, rows), columns_for(rows, groups)
     g, x = (torch.randn(lines, padded, device="cuda", dtype=torch.bfloat16) for lines in (n, k))
     out = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
     product = Product(bfp.quantize(g, formats[0]), bfp.quantize(x, formats[1]), out, ends, along_k=True)

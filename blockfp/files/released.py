@@ -26,13 +26,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from ..definition.layout import scales_shape
-from ..definition.views import DTYPES
+from ..definition.layout import codes_shape, scales_shape
+from ..definition.views import DTYPES, dtype_of
 from ..errors import BadFile
-from ..formats import E2M1, E4M3, E5M2, ElementFormat, Format
+from ..formats import E2M1, E4M3, E5M2, E8M0_CEIL, ElementFormat, Format
 from . import untrusted
 from .contents import Weight
 from .modelfile import Tensor
@@ -59,9 +58,9 @@ PACKED = Marks("_packed", "_scale", "_global_scale", divides=True)
 GPT_OSS = Marks("_blocks", "_scales")
 
 _BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT)
-_ELEMENTS = {np.dtype(getattr(ml_dtypes, element.native_dtype)): element for element in (E4M3, E5M2)}
+_ELEMENTS = {dtype_of(element.native_dtype): element for element in (E4M3, E5M2)}
 _BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
-_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_E8M0 = dtype_of(E8M0_CEIL.native_dtype)
 _NUMBERS = tuple(DTYPES.values())
 
 _OTHERS = {
@@ -126,7 +125,7 @@ def _weight(
     format = None if codes.dtype == np.int32 else _format(element, shape, scales, above)
     if format is None:
         raise BadFile(path, f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}{_reason(scales)}", name)
-    stored = (*shape[:-1], -(-shape[-1] * element.bits // 8))
+    stored = codes_shape(shape, format)
     kept = Tensor(name, np.dtype(np.uint8), stored, _read(codes, lambda x: x.view(np.uint8).reshape(stored)))
     grid = scales_shape(shape, format)
     own = Tensor(name, np.dtype(format.scale.dtype), grid, _read(scales, lambda x: _as_stored(x, format).reshape(grid)))
@@ -153,7 +152,12 @@ def _format(element: ElementFormat, shape: tuple[int, ...], scales: Tensor, abov
         return None
     fp8, mx = f"fp8_{element}", f"{'mxfp4' if element is E2M1 else 'mxfp8'}_{element}"
     if above is not None:
-        fits = element is E2M1 and scales.dtype == _dtype_of(E4M3) and above.elements == 1 and above.dtype == np.float32
+        fits = (
+            element is E2M1
+            and scales.dtype == dtype_of(E4M3.native_dtype)
+            and above.elements == 1
+            and above.dtype == np.float32
+        )
         names = ["nvfp4"] if fits else []
     elif scales.dtype in _NUMBERS:
         names = [] if element is E2M1 else [f"{fp8}_128x128_fp32", f"{fp8}_1x128_fp32", fp8]
@@ -165,10 +169,6 @@ def _format(element: ElementFormat, shape: tuple[int, ...], scales: Tensor, abov
         if scales.elements == 1 if format.per_tensor else scales.shape == scales_shape(shape, format):
             return format
     return None
-
-
-def _dtype_of(element: ElementFormat) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, element.native_dtype))
 
 
 def _as_stored(scales: np.ndarray, format: Format) -> np.ndarray:

@@ -38,11 +38,6 @@ class Plan(NamedTuple):
     numbers: tuple[int, ...]
 
 
-def padded_rows(rows: int, groups: int) -> int:
-    """Columns of columnwise codes that hold any split of rows into groups, each of which is filled up to a multiple of 128."""
-    return (rows + 127 * groups) // 128 * 128
-
-
 @lru_cache(maxsize=4096)
 def plan(
     a: Format,

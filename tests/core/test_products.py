@@ -2,6 +2,7 @@
 
 import pytest
 
+from blockfp.definition.groups import columns_for
 from blockfp.formats import Format
 from blockfp.kernels import products
 from blockfp.kernels.product_table import MEASURED
@@ -63,9 +64,9 @@ def test_sums_of_blocks_keep_their_bits():
 
 
 @pytest.mark.parametrize("counts", [(0,), (1, 0, 128), (127, 129, 255), (5,) * 40])
-def test_padded_rows_hold_any_split(counts):
+def test_columns_hold_any_split(counts):
     filled = sum(-(-count // 128) * 128 for count in counts)
-    assert filled <= products.padded_rows(sum(counts), len(counts)) <= filled + 128 * len(counts)
+    assert filled <= columns_for(sum(counts), len(counts)) <= filled + 128 * len(counts)
 
 
 def test_bands_are_the_own_kernels():

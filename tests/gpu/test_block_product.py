@@ -8,9 +8,10 @@ if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops.products import Matrix, multiply_groups, multiply_parts
 
     import blockfp.torch as bfp
+    from blockfp.definition.groups import columns_for
     from blockfp.formats import Format
     from blockfp.kernels import cuda_library
-    from blockfp.kernels.products import padded_rows, plan
+    from blockfp.kernels.products import plan
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is Hopper's", allow_module_level=True)
@@ -174,7 +175,7 @@ def test_groups_of_rows_have_biases_and_scales_of_their_own():
 def columnwise(values, counts, format):
     """Values [lines, rows], whose columns are cut into groups, as products along k read them; and each group's."""
     groups = [bfp.quantize(part.contiguous(), format) for part in values.split(counts, 1)]
-    padded = padded_rows(sum(counts), len(counts))
+    padded = columns_for(sum(counts), len(counts))
     codes = torch.full((values.shape[0], padded), 0x55, dtype=torch.uint8, device="cuda")
     one = Format.parse(format).per_tensor
     scales = None if one else torch.full((values.shape[0], padded // 128), float("nan"), device="cuda")

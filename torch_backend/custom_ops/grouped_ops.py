@@ -88,7 +88,7 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
         reason = f"columns in square blocks, {column.format}"
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
-        found = _quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
+        found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
         y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype, recipe.exact_products)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
@@ -126,7 +126,7 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     cast = recipe.input_columnwise
     assert cast.format is not None
     if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
-        found = _quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
+        found = quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []
     for group in groups.groups_of(ends, x.shape[0]):
@@ -164,7 +164,7 @@ def _backward(
         reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact)
     if _on_device(gradient, reason):
         results = []
-        found = _quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
+        found = quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
         if needs_x:
             results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
@@ -228,9 +228,10 @@ def _backward_flops(
 # ---- all groups at once
 
 
-def _quantized_at_once(
+def quantized_at_once(
     x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float
 ) -> cuda_groups.GroupedParts:
+    """The parts of all groups in both directions, None for one without a format; `words` says where the groups lie."""
     if row.format is None and column.format is None:
         return cuda_groups.GroupedParts(None, None, None)
     return cuda_groups.quantize_groups(

@@ -284,7 +284,7 @@ def multiply_groups(
 
     Of rows: a [m, k], b [groups, n, k], the result [m, n]; rows past the last end are zeros, or in a given `out` as they were.
     Along k: a [m, padded], b [n, padded], whose columns of a group begin at a multiple of 128, with zero codes up to there
-    (`kernels.products.padded_rows`); the result is [groups, m, n]. Groups without rows give zeros there.
+    (`definition.groups.columns_for`); the result is [groups, m, n]. Groups without rows give zeros there.
 
     Args:
         a, b: FP8 with one scale, one for each group ([groups]), or in blocks of 1x128 or 128x128. b decides which kind it is.

@@ -17,6 +17,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import cuda, cuda_groups
 from ..custom_ops.dequantize_plans import dequantize_parts
+from ..custom_ops.grouped_ops import quantized_at_once
 from ..custom_ops.grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
 from ..custom_ops.kernels import kernels_for
 from ..custom_ops.products import Matrix
@@ -124,20 +125,7 @@ def _apart(w: Matrix) -> Matrix:
 def _quantized(
     x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, eps: float, keys: Tensor | None
 ) -> tuple[Matrix, Matrix]:
-    if row.format is None and column.format is None:
-        return Matrix([x], None), Matrix([x], None)
-    found = cuda_groups.quantize_groups(
-        x,
-        words,
-        count,
-        row.format,
-        column.format,
-        keys=keys,
-        row_keyed=keys is not None and row.stochastic,
-        column_keyed=keys is not None and column.stochastic,
-        rotate=column.rotate,
-        eps=eps,
-    )
+    found = quantized_at_once(x, words, count, row, column, None, keys, eps)
     return Matrix(found.row or [x], row.format), Matrix(found.column or [x], column.format)
 
 
@@ -174,8 +162,5 @@ def _columns(
         found = cuda_groups.quantize_groups(values, words, count, None, format, multiplier=multiplier)
         assert found.column is not None
         return Matrix([found.column[0], parts[1].reshape(1).repeat(count)], format)
-    keyed = keys is not None and cast.stochastic
-    found = cuda_groups.quantize_groups(
-        values, words, count, None, cast.format, keys=keys, column_keyed=keyed, rotate=cast.rotate, eps=eps
-    )
+    found = quantized_at_once(values, words, count, HIGH_PRECISION, cast, None, keys, eps)
     return Matrix(found.column or [], cast.format)

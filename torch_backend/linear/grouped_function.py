@@ -26,7 +26,7 @@ from ..custom_ops import grouped_ops
 from .call import Call, keys_of_gradient
 from .delayed import record
 from .operands import weight_operand
-from .second_order import backward_with_graph, plus, taken
+from .second_order import backward_with_graph, plus, save_for_graph, taken
 
 
 def takes(call: Call, observed: Tensor | None) -> bool:
@@ -92,17 +92,8 @@ class GroupedFunction(torch.autograd.Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(words, *kept, *parts)
             return y
-        # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
-        ctx.weight_beside = bool(parts) and call.stored is None and w.format is not None
-        beside = [weight] if ctx.weight_beside else []
-        if not (call.needs[0] and call.needs[1]):
-            ctx.save_for_backward(words, *kept, *parts, *beside)
-            return y
-        anchor = x.new_empty(0)
-        ctx.waiting = []
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(words, *kept, *parts, *beside, anchor)
-        return y, anchor
+        made = bool(parts) and call.stored is None and w.format is not None
+        return save_for_graph(ctx, y, x, weight, [words, *kept, *parts], made=made)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):

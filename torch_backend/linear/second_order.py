@@ -30,6 +30,32 @@ from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import Scaling, columnwise_weight, kept_inputs, quantized
 
 
+def save_for_graph(
+    ctx: Any, y: Tensor, x: Tensor, weight: Tensor, tensors: Sequence[Tensor], *, made: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Saves tensors for the backward, and what gradients of gradients go to; returns what the forward does.
+
+    `LinearFunction`, whose calls cost the host most, does it where it stands.
+
+    Args:
+        ctx: of the forward, with its `call`.
+        y: the product.
+        x, weight: its operands.
+        tensors: codes and scales for the backward.
+        made: whether the weight's among them were made of values, which are saved too.
+    """
+    ctx.weight_beside = made
+    beside = [weight] if made else []
+    if not (ctx.call.needs[0] and ctx.call.needs[1]):
+        ctx.save_for_backward(*tensors, *beside)
+        return y
+    anchor = x.new_empty(0)
+    ctx.waiting = []
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *beside, anchor)
+    return y, anchor
+
+
 def values_of(parts: Sequence[Tensor], format: Format | None, columns: int) -> Tensor:
     """An operand's values in float32, from codes and scales, a quantized tensor, or values."""
     if len(parts) == 1:

@@ -46,7 +46,7 @@ from .operands import (
     weight_operand,
 )
 from .parallel import Parallel
-from .second_order import backward_with_graph, plus, taken, without_derivative
+from .second_order import backward_with_graph, plus, save_for_graph, taken, without_derivative
 
 
 class SharedFunction(torch.autograd.Function):
@@ -108,17 +108,8 @@ class SharedFunction(torch.autograd.Function):
         if parallel is not None or torch.compiler.is_compiling():
             ctx.save_for_backward(*kept, *parts)
             return y
-        # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
-        ctx.weight_beside = bool(parts) and call.stored is None and w.format is not None
-        beside = [weight] if ctx.weight_beside else []
-        if not (call.needs[0] and call.needs[1]):
-            ctx.save_for_backward(*kept, *parts, *beside)
-            return y
-        anchor = x.new_empty(0)
-        ctx.waiting = []
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept, *parts, *beside, anchor)
-        return y, anchor
+        made = bool(parts) and call.stored is None and w.format is not None
+        return save_for_graph(ctx, y, x, weight, [*kept, *parts], made=made)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, carried: Tensor | None = None):

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ...definition import layout
+from ...definition.views import dtype_of
 from ...errors import BadFile
-from ...formats import Format
+from ...formats import E4M3, Format
 from .. import saving, untrusted
 from ..atomic import replacing
 from ..contents import Contents, Progress, Weight
 from ..export import write
 from ..modelfile import Tensor
 
-FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8 = dtype_of(E4M3.native_dtype)
 
 
 class Layout(ABC):

@@ -5,7 +5,7 @@
 // Groups of rows, which the experts of a mixture take in turn: `ends` int32 [groups] lies on the device, ascends, and group g has the
 // rows from ends[g - 1] up to ends[g]; rows past the last end belong to nobody. Columnwise codes of groups are [columns, padded]: the
 // columns of a group begin at a multiple of 128, right after the group before, whose last ones up to there are zero codes. Scales of
-// 1x128 are then [columns, padded / 128], of blocks that begin at each group's first row. `padded` is padded_rows(rows, groups); what
+// 1x128 are then [columns, padded / 128], of blocks that begin at each group's first row. `padded` is group_columns(rows, groups); what
 // lies past the last group is not read.
 #pragma once
 
@@ -83,9 +83,6 @@ inline void check_array(const TensorView& x, const char* name, DLDevice device, 
 inline void check_array(const MaybeTensor& x, const char* name, DLDevice device, int64_t count, int bits, const char* what) {
   if (has(x)) check_array(x.value(), name, device, count, bits, what);
 }
-
-// Columns of columnwise codes that hold any split of `rows` rows into groups.
-inline int64_t padded_rows(int64_t rows, int64_t groups) { return (rows + 127 * groups) / 128 * 128; }
 
 // kId of dtypes.h.
 inline int dtype_of(const TensorView& x, const char* name) {
