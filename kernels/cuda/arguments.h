@@ -37,6 +37,7 @@ struct Output {
   uint8_t* codes;
   void* scales;
   const uint32_t* key;  // two words, or null for nearest even
+  int64_t scale_bytes;
 };
 
 // An activation that makes the elements that are quantized, of a gate: silu, or gelu by tanh or by erf.
@@ -69,8 +70,9 @@ struct QuantizeArguments {
   const int32_t* amax;          // of the tensor, fp32 bits; or null
   const int32_t* amax_t;        // of the transposed one: its own where it is rotated
   const float* multiplier;      // per tensor, instead of amax
-  int32_t* recorded;            // per tensor: raised to the amax of x, or null
-  float* tensor_scale;          // two-level formats
+  int32_t* recorded;            // or null; zero before. Per tensor: raised to the amax of x; of blocks: kInfinity where x holds an Inf
+  bool mark;                    // scales, or of two levels tensor scales, become NaN where x holds an Inf: `amax` or `recorded` tells
+  float* tensor_scale;          // two-level formats; or null
   float* tensor_scale_t;
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
@@ -155,8 +157,11 @@ cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream)
 // Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
 cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,
                              cudaStream_t stream);
-// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them.
-cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, cudaStream_t stream);
+// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them. All
+// become NaN where `overflow` holds kInfinity; it may be null.
+cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream);
+// NaN for all scales where a.recorded holds kInfinity and they are to be marked.
+cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
 // Whether launch_order_scales can: lines come in whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);
 // One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
@@ -185,8 +190,7 @@ cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
 template <class E>
 cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
 
-// Of what an activation makes; `recorded` of formats without an amax of the tensor: kInfinity where an element is Inf. An error for
-// elements and blocks that it isn't compiled for (kGatedBlock of gated.cuh).
+// Of what an activation makes. An error for elements and blocks that it isn't compiled for (kGatedBlock of gated.cuh).
 template <class E>
 cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
 // out: what an activation makes of x.

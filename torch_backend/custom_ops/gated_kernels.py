@@ -23,7 +23,6 @@ from blockfp.kernels.format_numbers import format_numbers
 from . import cuda
 from .activations import activate, gradients
 from .kernels import kernels_for
-from .overflow import marker
 
 GatedRun = Callable[[Tensor, Tensor | None, Tensor | None], list[Tensor]]
 """Quantizes what an activation makes: (gate, up, multiplier) -> [row parts .., column parts .., amax with a multiplier]."""
@@ -70,38 +69,29 @@ def plan_of(
     fits = rows % (32 if format.element.bits == 4 else 16) == 0 if column is not None else columns % (length or 1) == 0
     if not fits or not agrees(gate, activation, up is not None):
         return None
-    device, two_level, run = gate.device, format.scale.two_level, library().quantize_gated
+    device, run = gate.device, library().quantize_gated
     eps_bits, largest = cuda.limits(format, eps_for(format, eps), dtype_name(gate))
-    directions = [shape for one, shape in ((row, (rows, columns)), (column, (columns, rows))) if one is not None]
-    sizes = [[(size, getattr(torch, name)) for size, name in parts_of(shape, format)[:2]] for shape in directions]
-    amaxes = 2 if rotate and column is not None else 1
-    measure = not multiplied and (format.per_tensor or two_level)
-    records = multiplied or length == 128
-    numbers = (NUMBERS[activation], *format_numbers(format), measure, eps_bits, largest, amaxes == 2)
-    mark_each = marker([format] * len(directions), False)
-    empty = torch.empty
+    outputs: list[Any] = []
+    for one, shape in ((row, (rows, columns)), (column, (columns, rows))):
+        found = [] if one is None else [(size, getattr(torch, name)) for size, name in parts_of(shape, one)]
+        outputs += found + [None] * (3 - len(found))
+    rotated = rotate and column is not None
+    measures = not multiplied and format.has_tensor_scale
+    numbers = (NUMBERS[activation], *format_numbers(format), measures, eps_bits, largest, rotated)
+    empty, int32 = torch.empty, torch.int32
 
     def quantize(gate: Tensor, up: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
-        known = recorded = tensor_scale = None
-        if measure:
-            known = empty(amaxes, dtype=torch.int32, device=device)
-        elif multiplier is not None:
+        known = recorded = None
+        if measures:
+            known = empty(1 + rotated, dtype=int32, device=device)
+        else:
+            recorded = empty(1, dtype=int32, device=device)
+        if multiplier is not None:
             cuda.check_beside(gate, "gate", multiplier=multiplier)
             known = multiplier.detach().view(1)
-        if records:
-            recorded = torch.zeros(1, dtype=torch.int32, device=device)
-        if two_level:
-            tensor_scale = empty(amaxes, dtype=torch.float32, device=device)
-        made = [[empty(size, dtype=dtype, device=device) for size, dtype in parts] for parts in sizes]
-        rowwise = made[0] if row is not None else (None, None)
-        columnwise = made[-1] if column is not None else (None, None)
-        run(gate.detach(), None if up is None else up.detach(), known, recorded, *rowwise, tensor_scale, *columnwise, *numbers)
-        if tensor_scale is not None:
-            for i, parts in enumerate(made):
-                # Results of an op share no memory.
-                parts.append(tensor_scale[0] if i == 0 else tensor_scale[-1].clone())
-        mark_each(gate, made, known[:1] if measure and known is not None else recorded)
-        parts = [part for parts in made for part in parts]
+        made = [None if one is None else empty(one[0], dtype=one[1], device=device) for one in outputs]
+        run(gate.detach(), None if up is None else up.detach(), known, recorded, *made, *numbers)
+        parts = [part for part in made if part is not None]
         return parts if multiplier is None or recorded is None else [*parts, recorded]
 
     return quantize

@@ -1,9 +1,8 @@
 // What is quantized of an activation's output, which never lies in memory, and the activation's gradient.
 //
-//   quantize_gated(gate, up?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, activation, FORMAT, measure,
-//                  eps_bits, largest_bits, rotate_t)
-//       As `quantize` (exports.cu) of activation(gate), or of activation(gate) * up, rounded to nearest. recorded: int32, one element; of
-//       formats with one scale per tensor it is raised to the amax, of blocks of 1x128 it becomes fp32's bits of Inf where there is one.
+//   quantize_gated(gate, up?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, activation, FORMAT,
+//                  measure, eps_bits, largest_bits, rotate_t)
+//       As `quantize` (exports.cu) with `mark` of activation(gate), or of activation(gate) * up, rounded to nearest.
 //   activation(gate, up?, out, activation)
 //       out: [rows, columns], contiguous.
 //   activation_gradient(gradient, gate, up?, d_gate, d_up?, activation)
@@ -61,9 +60,9 @@ int64_t scale_count(const Format& f, int64_t lines, int64_t length) {
 }
 
 void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTensor recorded, MaybeTensor codes, MaybeTensor scales,
-                    MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, int64_t activation, int64_t element,
-                    int64_t block_rows, int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits, int64_t largest_bits,
-                    bool rotate_t) {
+                    MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t,
+                    int64_t activation, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool measure,
+                    int64_t eps_bits, int64_t largest_bits, bool rotate_t) {
   const OnDevice on(gate, "gate");
   const GatedMatrices both = gated_of(gate, up, activation, on);
   QuantizeArguments a{};
@@ -86,11 +85,12 @@ void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTens
   check_array(scales_t, "scales_t", on.device, scale_count(a.format, columns, rows), a.format.scale_bits(),
               "a scale for each block of the transpose");
   check(aligned(data_of<void>(codes)) && aligned(data_of<void>(codes_t)), "codes must begin on multiples of 16 bytes");
-  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), nullptr};
-  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), nullptr};
+  const auto scale_bytes = [&](const MaybeTensor& of) { return has(of) ? of.value().numel() * a.format.scale_bits() / 8 : 0; };
+  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), nullptr, scale_bytes(scales)};
+  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), nullptr, scale_bytes(scales_t)};
   check_array(recorded, "recorded", on.device, 1, 32, "one int32");
   a.recorded = data_of<int32_t>(recorded);
-  check(block_columns != 128 || has(recorded), "recorded is missing, which blocks of 1x128 need");
+  a.mark = true;
   check(!rotate_t || two_levels, "only NVFP4 is rotated");
   if (whole || two_levels) {
     check(has(amax), "a format with one scale per tensor or two levels needs an amax");
@@ -102,11 +102,15 @@ void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTens
       a.amax = data_of<const int32_t>(amax), a.amax_t = a.amax + (rotate_t ? 1 : 0);
     }
   }
-  check(has(tensor_scale) == two_levels, "tensor_scale belongs to formats of two levels");
-  check_array(tensor_scale, "tensor_scale", on.device, rotate_t ? 2 : 1, 32, "one float32, two with rotate_t");
-  a.tensor_scale = data_of<float>(tensor_scale), a.tensor_scale_t = a.tensor_scale + (rotate_t ? 1 : 0);
+  check(a.amax != nullptr || has(recorded), "an Inf is marked by an amax or by `recorded`, and both are missing");
+  check(has(tensor_scale) == (two_levels && has(codes)) && has(tensor_scale_t) == (two_levels && has(codes_t)),
+        "tensor_scale and tensor_scale_t belong to the directions of formats of two levels");
+  check_array(tensor_scale, "tensor_scale", on.device, 1, 32, "one float32");
+  check_array(tensor_scale_t, "tensor_scale_t", on.device, 1, 32, "one float32");
+  a.tensor_scale = data_of<float>(tensor_scale), a.tensor_scale_t = data_of<float>(tensor_scale_t);
   a.eps_bits = static_cast<int32_t>(eps_bits), a.largest_bits = static_cast<int32_t>(largest_bits);
   a.rotate_column = rotate_t;
+  if (a.recorded != nullptr) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
   if (measure && a.amax != nullptr) on.done(launch_amax_gated(a.x, a.gated, rotate_t, data_of<int32_t>(amax), on.stream));
   on.done(with_element(a.format.element, [&](auto e) { return launch_gated<decltype(e)>(a, on.stream); }));
 }

@@ -9,7 +9,9 @@ namespace {
 template <class E, int Block, class T>
 cudaError_t gated(const QuantizeArguments& a, cudaStream_t stream) {
   if (a.column.codes == nullptr) {
-    return launch_row_kernel<E, Block, T, Rounding::kNearest, OfActivations>(a, a.x.rows * a.x.columns, stream);
+    const int64_t elements = a.x.rows * a.x.columns;
+    const cudaError_t error = launch_row_kernel<E, Block, T, Rounding::kNearest, OfActivations>(a, elements, stream);
+    return error == cudaSuccess ? launch_spoil(a, stream) : error;
   }
   return launch_tile_kernel<E, Block, T, Block == 0, Rounding::kNearest, OfActivations>(a, stream);
 }

@@ -41,11 +41,12 @@ cudaError_t rows(const QuantizeArguments& a, cudaStream_t stream) {
 
 template <>
 cudaError_t launch_rows<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
-  return with_block<BLOCKFP_ELEMENT>(a.format.block_columns, [&](auto block) {
+  const cudaError_t error = with_block<BLOCKFP_ELEMENT>(a.format.block_columns, [&](auto block) {
     return with_dtype(a.x.dtype, [&](auto dtype) {
       return rows<BLOCKFP_ELEMENT, decltype(block)::value, decltype(dtype)>(a, stream);
     });
   });
+  return error == cudaSuccess ? launch_spoil(a, stream) : error;
 }
 
 }  // namespace cuda

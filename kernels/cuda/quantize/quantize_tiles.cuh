@@ -54,6 +54,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
+    if constexpr (Block != 16) {
+      if (a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
+    }
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
@@ -88,7 +91,9 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
   const auto amaxes = [&](auto poison, auto& words) {
     constexpr bool kPoison = decltype(poison)::value;
     piece.template column_amaxes<kPoison>(words);
-    if constexpr (kOfGroups<R> && Block != 16) note_overflow(a, largest_of<T, kPoison>(words));
+    if constexpr (Block != 16) {
+      if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, largest_of<T, kPoison>(words));
+    }
   };
   scales.decide(amaxes, a, tensor.columns,
                 [&](int j, int32_t stored) { shared.scales.put_column(piece.place.column + j, piece.place.row, stored); });
@@ -122,10 +127,6 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
   Source::load(piece, vectors);
   shared.scales.decide(piece);
-  // Nothing else would tell: the elements are nowhere in memory.
-  if constexpr (Source::kMade) {
-    if (piece.template amax<false>() == kInfinity) *a.recorded = kInfinity;
-  }
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {

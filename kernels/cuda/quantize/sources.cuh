@@ -8,8 +8,6 @@ namespace blockfp {
 namespace cuda {
 
 struct AsItLies {
-  static constexpr bool kMade = false;
-
   template <class P>
   __device__ __forceinline__ static void load(P& piece, bool vectors) {
     piece.load(vectors);
@@ -24,8 +22,6 @@ struct AsItLies {
 };
 
 struct OfActivations {
-  static constexpr bool kMade = true;
-
   // Of one matrix, not a stack. `vectors` is taken for granted.
   template <class E, class T, Rounding R>
   __device__ __forceinline__ static void load(Piece<E, T, R>& piece, bool) {

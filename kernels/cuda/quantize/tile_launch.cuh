@@ -30,10 +30,12 @@ cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   } else {
     quantize_within_warps<E, Block, T, R, Source><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
   }
-  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess || !a.scales_by_tile) return error;
+  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  if (!a.scales_by_tile) return launch_spoil(a, stream);
   uint32_t* rows = a.row.codes == nullptr ? nullptr : static_cast<uint32_t*>(a.row.scales);
   return launch_order_scales({rows, a.x.batches * a.x.rows, static_cast<int>(across)},
-                             {static_cast<uint32_t*>(a.column.scales), a.x.batches * a.x.columns, static_cast<int>(down)}, stream);
+                             {static_cast<uint32_t*>(a.column.scales), a.x.batches * a.x.columns, static_cast<int>(down)},
+                             a.mark ? a.recorded : nullptr, stream);
 }
 
 }  // namespace cuda
