@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import Format
+from ..formats import Format, block_name
 from . import bits, layout
 from .bits import Array
 from .views import DTYPES
@@ -92,7 +92,7 @@ def check_square(format: Format) -> None:
     """Raises ValueError where the codes of a transposed array are not the codes transposed."""
     if format.block is not None and not format.square:
         raise ValueError(
-            f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "
+            f"{format} has scales {block_name(format.block)}, whose transpose is not exact: "
             "use a format with square blocks, or dequantize, transpose and quantize again"
         )
 
