@@ -225,7 +225,8 @@ def _named_formats() -> dict[str, Format]:
     for element in (E4M3, E5M2):
         fp8 = f"fp8_{element}"
         formats += [Format(fp8, element, None, FP32_SCALE), Format(f"{fp8}_pow2", element, None, POW2_SCALE)]
-        formats += [Format(f"{fp8}_row", element, (1, WHOLE_ROW), FP32_SCALE)]
+        row = (1, WHOLE_ROW)
+        formats += [Format(f"{fp8}_row", element, row, FP32_SCALE), Format(f"{fp8}_row_pow2", element, row, POW2_SCALE)]
         for block in ((1, 128), (128, 128)):
             name = f"{fp8}_{block[0]}x{block[1]}"
             formats += [Format(name, element, block, POW2_SCALE), Format(f"{name}_fp32", element, block, FP32_SCALE)]
