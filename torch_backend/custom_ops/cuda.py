@@ -168,6 +168,8 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
         tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32)
     x = _stack(x)
     place = (*origin, *(shape or (0, 0)))
+    if format.per_row:
+        return _quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -198,6 +200,25 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     return Both(Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale), tensor_amax)
 
 
+def _quantize_rows(
+    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+) -> Both:
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
+    made = []
+    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
+        if not wanted:
+            made.append(Quantized(None, None, None))
+            continue
+        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
+        codes, scales = parts if not turned else _outputs(values, tuple(values.shape), format, origin)
+        own = given or amax(values, format, origin=origin)
+        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
+        whole = place[:1:-1] if turned else place[2:]
+        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
+        made.append(Quantized(codes, scales, None))
+    return Both(*made)
+
+
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
     blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
@@ -225,6 +246,8 @@ def reader(
     device, run, two_level = x.device, library().quantize, format.scale.two_level
     eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
+    if format.per_row:
+        return _rows_reader(format, eps_bits, largest, rows, columns, rotate)
     sizes: list[Any] = [None] * 4
     if rows:
         sizes[:2] = layout.parts((*leading, height, width), format)[:2]
@@ -265,6 +288,21 @@ def reader(
             # Results of an op share no memory.
             parts += (codes_t, scales_t) if tensor_scale is None else (codes_t, scales_t, tensor_scale[-1].clone())
         return parts, amax[:1] if rotate and amax is not None else amax
+
+    return read
+
+
+def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool):
+    """`reader` of a format with a scale for each row."""
+    if rotate:
+        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
+    run = library()
+
+    def read(x, known=None, keys=None):
+        key = None if keys is None else keys.view(4)
+        parts = _outputs(x, tuple(x.shape), format) if rows else (None, None)
+        both = _quantize_rows(run, _stack(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
+        return [part for q in both[:2] for part in q if part is not None], None
 
     return read
 
