@@ -179,7 +179,10 @@ class BlockfpHfQuantizer(HfQuantizer):
                 continue
             takes.add(path)
             if not config.requantize:
-                untranspose(module, [found.params[name] for name in names if name in found.params])
+                there = [found.params[name] for name in names if name in found.params]
+                for one in there if config.weights == "quantized" else ():
+                    one.check_whole()
+                untranspose(module, there)
         convert(
             model, self._recipe_of, lambda path, _: path in takes,
             weights=config.weights, compute=config.compute, keep_init=config.keep_init,

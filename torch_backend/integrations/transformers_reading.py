@@ -62,16 +62,10 @@ class FromFile:
         return [weight for weights in self.weights.values() for weight in weights]
 
     def quantized(self, model: Any, dtype: torch.dtype) -> QuantizedTensor:
-        """Reads codes and scales.
-
-        Raises:
-            ValueError: weights that are put together have scales that the whole can't have.
-        """
+        """Reads codes and scales, which `check_whole` has found to be those of a whole."""
         read = {pattern: [weight.read() for weight in weights] for pattern, weights in self.weights.items()}
-        arrays = [array for some in read.values() for array in some]
-        self._check_whole(arrays)
         codes = self._together(read, lambda array: array.codes, model)
-        first = arrays[0]
+        first = next(iter(read.values()))[0]
         if self.format.block is None:
             scales = _tensor(first.scales).reshape((1,) * codes.ndim)
         else:
@@ -99,7 +93,7 @@ class FromFile:
         (whole,) = tensors.values()
         return whole[0] if isinstance(whole, list) else whole
 
-    def _check_whole(self, arrays: Sequence[Any]) -> None:
+    def check_whole(self) -> None:
         """Raises ValueError where codes that are put together wouldn't stand for the values of their parts."""
         if self.conversion is None:
             return
@@ -107,25 +101,29 @@ class FromFile:
         others = [op for op in self.conversion.operations if type(op) not in (MergeModulelist, Concatenate)]
         if others:
             raise ValueError(f"{self.name} is made of {self._sources} by {others}, which isn't done with codes: {way}")
-        scales = [array.scales if self.format.block is None else array.tensor_scale for array in arrays]
-        if scales[0] is not None and any(np.asarray(scale).tobytes() != np.asarray(scales[0]).tobytes() for scale in scales):
+        scales = [weight.scales if self.format.block is None else weight.tensor_scale for weight in self.all]
+        if len({scale.read().tobytes() for scale in scales if scale is not None}) > 1:
             raise ValueError(
-                f"{self.name} is made of {self._sources}, whose {self.format} has a scale for each of them, and a parameter "
-                f"has one: {way}"
+                f"{self.name} is made of {self._sources}, each with a scale of its own, and a parameter in {self.format} has "
+                f"one: {way}"
             )
-        rows, columns = self.format.block or (1, 1)
+        merged = any(isinstance(operation, MergeModulelist) for operation in self.conversion.operations)
         for operation in self.conversion.operations:
             if isinstance(operation, Concatenate):
-                merged = any(isinstance(op, MergeModulelist) for op in self.conversion.operations)
-                axis = operation.dim - len(arrays[0].shape) - merged if operation.dim >= 0 else operation.dim
-                block = {-1: columns, -2: rows}.get(axis, 1)
-                # The last may end within a block, as the whole does.
-                *first, _ = [weights[0].shape[axis] if axis >= -2 else 0 for weights in self.weights.values()]
-                if any(length % block for length in first):
-                    raise ValueError(
-                        f"{self.name} is put together of {self._sources}, whose lengths {first} are no multiple of the blocks' "
-                        f"{block}: blocks would lie elsewhere in the whole; {way}"
-                    )
+                self._check_ends(operation.dim, merged, way)
+
+    def _check_ends(self, dim: int, merged: bool, way: str) -> None:
+        """Raises ValueError where weights that are laid end to end along an axis end within a block."""
+        sources = [weights[0] for weights in self.weights.values()] if merged else self.all
+        axis = dim if dim < 0 else dim - len(sources[0].shape) - merged
+        block = dict(zip((-2, -1), self.format.block or (1, 1), strict=True)).get(axis, 1)
+        # The last may end within a block, as the whole does.
+        lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
+        if any(length % block for length in lengths):
+            raise ValueError(
+                f"{self.name} is made of {self._sources}, laid end to end, whose lengths {lengths} are no multiple of the "
+                f"blocks' {block}: {way}"
+            )
 
     @property
     def _sources(self) -> str:
