@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition.layout import parts as parts_of
 from blockfp.definition.bits import dtype_name
+from blockfp.definition.layout import parts as parts_of
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
@@ -105,7 +105,11 @@ def lies_aligned(*tensors: Tensor | None) -> bool:
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
     """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them."""
     pairs = layout == "pairs"
-    if not _takes(gate, up, pairs) or not lies_aligned(gate, None if pairs else up) or not agrees(gate, activation, up is not None):
+    if (
+        not _takes(gate, up, pairs)
+        or not lies_aligned(gate, None if pairs else up)
+        or not agrees(gate, activation, up is not None)
+    ):
         return None
     if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16:
         gradient = gradient.contiguous()

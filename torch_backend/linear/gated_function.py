@@ -85,7 +85,12 @@ class GatedFunction(torch.autograd.Function):
             y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
         parts = list(operand.parts) if needs_x else []
         ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
-        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = None, weight.shape, weight.dtype, None if bias is None else bias.dtype
+        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = (
+            None,
+            weight.shape,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         # What gradients of gradients go to; else what is saved anyway.
         beside = (None, None) if call.traced else (weight, bias)
         ctx.save_for_backward(*kept, *parts, gate, up, *beside)
