@@ -22,6 +22,8 @@ from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 
+from .overflow import marker
+
 
 class Both(NamedTuple):
     """One array quantized along both axes from one read.
@@ -176,6 +178,8 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
         tensor_scale_t = x.new_empty((), dtype=torch.float32)
     x = _stack(x)
     place = (*origin, *(shape or (0, 0)))
+    if format.per_row:
+        return _quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -201,6 +205,25 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
         measure, eps_bits, largest, rotate, False, *place,
     )  # fmt: skip
     return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
+
+
+def _quantize_rows(
+    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+) -> Both:
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
+    made = []
+    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
+        if not wanted:
+            made.append(Quantized(None, None, None))
+            continue
+        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
+        codes, scales = parts if not turned else _outputs(values, tuple(values.shape), format, origin)
+        own = given or amax(values, format, origin=origin)
+        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
+        whole = place[:1:-1] if turned else place[2:]
+        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
+        made.append(Quantized(codes, scales, None))
+    return Both(*made)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
@@ -233,6 +256,8 @@ def reader(
     device, run = x.device, library().quantize
     eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
+    if format.per_row:
+        return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
     outputs: list[Any] = []
     for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
         found = [(size, _strides(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
@@ -264,6 +289,25 @@ def reader(
         if multiplier is not None:
             parts.append(recorded)
         return parts
+
+    return read
+
+
+def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool, random: bool):
+    """`reader` of a format with a scale for each row."""
+    if rotate:
+        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
+    run, directions = library(), [turned for turned, wanted in ((False, rows), (True, columns)) if wanted]
+    mark_each = marker([format] * len(directions), False)
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        key = keys.view(4) if random and keys is not None else None
+        parts = _outputs(x, tuple(x.shape), format) if rows else (None, None)
+        both = _quantize_rows(run, _stack(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
+        made = [q[:2] for q in both[:2] if q.codes is not None]
+        if x.numel():
+            mark_each(x, made, None)
+        return [part for parts in made for part in parts]
 
     return read
 
