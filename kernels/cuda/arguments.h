@@ -40,6 +40,18 @@ struct Output {
   int64_t scale_bytes;
 };
 
+// An activation that makes the elements that are quantized, of a gate: silu, or gelu by tanh or by erf.
+enum class Activation { kSilu, kGeluTanh, kGeluErf };
+
+// How they are made of x, the gate: activation(gate), or activation(gate) * up. What an operation of PyTorch's would give is rounded to
+// the dtype.
+struct Gated {
+  Activation activation;
+  const void* up;     // of x's dtype and size; null: the gate alone
+  int64_t up_stride;  // elements from one of its rows to the next
+  bool pairs;         // gate and up alternate along the rows of x; `up` is the second element
+};
+
 // Rows in groups (blockfp/groups.h).
 struct Groups {
   const GroupTile* tiles;  // of the kernel's tile height; null: no groups
@@ -66,6 +78,7 @@ struct QuantizeArguments {
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
   bool scales_by_tile;          // scales go where order_scales.cu expects them
+  Gated gated;                  // read by launch_gated alone
   Groups groups;
 };
 
@@ -136,6 +149,8 @@ struct ScalesByTile {
 cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
 // out: the amax of x, and that of x after the Hadamard transform of its columns.
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
+// The same of what an activation makes, in one call: the second of the two with `rotated` alone.
+cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);
@@ -174,6 +189,15 @@ cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
 // Of rows in groups; `a.groups` has no tiles yet, which `words`, of launch_group_rows, hold.
 template <class E>
 cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
+
+// Of what an activation makes. An error for elements and blocks that it isn't compiled for (kGatedBlock of gated.cuh).
+template <class E>
+cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
+// out: what an activation makes of x.
+cudaError_t launch_activation(const Matrices& x, const Gated& gated, void* out, cudaStream_t stream);
+// Gradients of gate and up from that of what an activation makes of them, x being the gate; they lie as gate and up do.
+cudaError_t launch_activation_gradient(const Matrices& gradient, const Matrices& x, const Gated& gated, const Matrices& d_x,
+                                       const Gated& d_gated, cudaStream_t stream);
 
 // Where groups lie: `words` of blockfp/groups.h, from their ends.
 cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream);

@@ -33,7 +33,8 @@
 //       the second pass: codes of new masters in formats whose scales need the amax of the whole parameter, to which `first` points in
 //       their rows; `second`: their tensor_scale, of formats of two levels.
 //
-// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
+// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
+// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
 // products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
@@ -48,7 +49,7 @@ Window window_of(const Format& f, int64_t x_rows, int64_t x_columns, int64_t row
   check(row >= 0 && column >= 0, "origin must not be negative; it is (", row, ", ", column, ")");
   const int tall = f.per_tensor() ? 1 : f.block_rows, wide = f.per_tensor() ? 1 : f.block_columns;
   return {row, column, rows > 0 ? rows : row + x_rows, columns > 0 ? columns : column + x_columns,
-          static_cast<int>(row % tall), static_cast<int>(column % wide)};
+          static_cast<int>(row % tall), f.per_row() ? 0 : static_cast<int>(column % wide)};
 }
 
 int64_t block_count(const Format& f, int64_t batches, int64_t rows, int64_t columns, int row_phase, int column_phase) {
@@ -76,7 +77,7 @@ void amax(TensorView x, TensorView out) {
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
                  int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   check(!f.per_tensor(), "a format with one scale per tensor has no block grid: use amax");
   const Matrices m = matrices_of(x, "x");
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -173,7 +174,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
   const Matrices m = matrices_of(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Window w = window_of(f, m.rows, m.columns, row, column, rows, columns);
   const int64_t count = block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase);
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of x");
@@ -193,7 +194,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
 void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, TensorView out, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(out, "out");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Matrices m = matrices_of(out, "out");
   check(out.IsContiguous(), "out must be contiguous; it is ", describe(out));
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);

@@ -23,6 +23,7 @@ from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 
 
+
 class Both(NamedTuple):
     """One array quantized along both axes from one read.
 
@@ -56,7 +57,7 @@ def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> N
             raise ValueError(f"{other} is on {tensor.device} and {name} on {device}: pass {other}.to({name}.device)")
 
 
-def _stack(x: Array) -> Array:
+def stack_of(x: Array) -> Array:
     """Makes x a stack of matrices, as the library takes it; copies only where leading axes are not evenly spaced."""
     x = x.detach()
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
@@ -79,7 +80,7 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
+def outputs_of(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
     """Codes and scales of an array of this shape, beside x and not filled."""
     (codes, _), (scales, dtype) = layout.parts(shape, format, origin)[:2]
     scale_dtype = torch.float32 if dtype == "float32" else torch.uint8
@@ -99,11 +100,11 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     grid = layout.scales_shape(x.shape, format, origin)
     blocks = x.new_empty(grid, dtype=torch.int32)
     if format.per_tensor:
-        library().amax(_stack(x), blocks)
+        library().amax(stack_of(x), blocks)
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(_stack(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -169,14 +170,16 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if out is not None:
         codes, scales, tensor_scale = out
     elif rows:
-        codes, scales = _outputs(x, (*leading, height, width), format, origin)
+        codes, scales = outputs_of(x, (*leading, height, width), format, origin)
     if two_level and tensor_scale is None:
         tensor_scale = x.new_empty((), dtype=torch.float32)
     if two_level and columns:
         # A rotated direction has a scale of its own.
         tensor_scale_t = x.new_empty((), dtype=torch.float32)
-    x = _stack(x)
+    x = stack_of(x)
     place = (*origin, *(shape or (0, 0)))
+    if format.per_row:
+        return quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -196,12 +199,31 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
             measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
     codes_t = scales_t = None
     if columns:
-        codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
+        codes_t, scales_t = outputs_of(x, (*leading, width, height), format, (origin[1], origin[0]))
     run.quantize(
         x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *format_numbers(format),
         measure, eps_bits, largest, rotate, False, *place,
     )  # fmt: skip
     return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
+
+
+def quantize_rows(
+    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+) -> Both:
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
+    made = []
+    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
+        if not wanted:
+            made.append(Quantized(None, None, None))
+            continue
+        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
+        codes, scales = parts if not turned else outputs_of(values, tuple(values.shape), format, origin)
+        own = given or amax(values, format, origin=origin)
+        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
+        whole = place[:1:-1] if turned else place[2:]
+        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
+        made.append(Quantized(codes, scales, None))
+    return Both(*made)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
@@ -226,7 +248,7 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes

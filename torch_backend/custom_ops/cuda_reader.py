@@ -13,7 +13,9 @@ from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers
 
+from . import cuda
 from .cuda import check_beside, check_input_on_device, limits, strides_of
+from .overflow import marker
 
 
 def reader(
@@ -41,6 +43,8 @@ def reader(
     device, run = x.device, library().quantize
     eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
+    if format.per_row:
+        return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
     outputs: list[Any] = []
     for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
         found = [(size, strides_of(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
@@ -72,5 +76,24 @@ def reader(
         if multiplier is not None:
             parts.append(recorded)
         return parts
+
+    return read
+
+
+def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool, random: bool):
+    """`reader` of a format with a scale for each row."""
+    if rotate:
+        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
+    run, directions = library(), [turned for turned, wanted in ((False, rows), (True, columns)) if wanted]
+    mark_each = marker([format] * len(directions), False)
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        key = keys.view(4) if random and keys is not None else None
+        parts = cuda.outputs_of(x, tuple(x.shape), format) if rows else (None, None)
+        both = cuda.quantize_rows(run, cuda.stack_of(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
+        made = [q[:2] for q in both[:2] if q.codes is not None]
+        if x.numel():
+            mark_each(x, made, None)
+        return [part for parts in made for part in parts]
 
     return read

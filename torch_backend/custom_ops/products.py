@@ -214,6 +214,7 @@ def _product_of(
 def _cut(x: Matrix) -> bool:
     """Says whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
+    columns = 1 if x.format and x.format.per_row else columns
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 

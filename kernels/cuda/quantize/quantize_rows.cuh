@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_scale.cuh"
+#include "sources.cuh"
 #include "stochastic_e2m1.cuh"
 
 namespace blockfp {
@@ -83,7 +84,7 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   return shared;
 }
 
-template <class E, int Block, class T, Rounding R, int Unroll>
+template <class E, int Block, class T, Rounding R, int Unroll, class Source>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
   using Piece = RowPiece<E, Block, T>;
   constexpr int kElements = 8 * Piece::kGroups;
@@ -93,12 +94,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
   for (int u = 0; u < Unroll; ++u) {
     const int64_t index = first + u * kRowThreads;
 #pragma unroll
-    for (int g = 0; g < Piece::kGroups; ++g) {
-      piece[u].x[g] = zeros<T>();
-      if (index < pieces) {
-        piece[u].x[g] = load_vector<T>(static_cast<const typename T::Raw*>(a.x.data) + index * kElements + 8 * g);
-      }
-    }
+    for (int g = 0; g < Piece::kGroups; ++g) piece[u].x[g] = zeros<T>();
+    if (index < pieces) Source::template load_line<T>(a, index * kElements, piece[u].x);
   }
   const TensorScale tensor = shared_tensor_scale<E, Block>(a);
 #pragma unroll
