@@ -290,7 +290,7 @@ def test_the_op_multiplies_codes(shape, formats, monkeypatch):
     """Through the layer's op: ragged lengths too are no longer dequantized; b may be stored the other way round."""
     m, n, k = shape
     a, b = bfp.quantize(spread(m, k), formats[0]), bfp.quantize(random(n, k, seed=1), formats[1])
-    monkeypatch.setattr(products, "_dequantized", None)
+    monkeypatch.setattr(products, "_of_values", None)
     products._products.clear()
     left, right = (Matrix(x.parts, Format.parse(x.format)) for x in (a, b))
     bias = random(n, seed=4)
