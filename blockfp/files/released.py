@@ -132,9 +132,7 @@ def _told(path: Path) -> _Told:
     return _Told(dtype, "channel" in strategies and "group" not in strategies)
 
 
-def _weight(
-    path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told
-) -> Weight:
+def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told) -> Weight:
     shape = codes.shape
     if marks is GPT_OSS and len(codes.shape) > 2 and codes.shape[-1] == 16:
         shape = (*shape[:-2], shape[-2] * 16)
