@@ -1,4 +1,4 @@
-"""A scale for each row on a GPU, beyond casts and products: layers, groups, the optimizer, and weights on their way to a server."""
+"""A scale for each row on a GPU, beyond casts and products; and weights on their way to a server."""
 
 import warnings
 
