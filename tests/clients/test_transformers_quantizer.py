@@ -130,7 +130,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"recipe: '\(' is no regular expression"):
         BlockfpConfig({"(": "mxfp8"})
     family("Llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds no torch.nn.Linear to convert"):
+    with pytest.raises(ValueError, match="model holds no .* to convert"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BlockfpConfig({"nothing": "mxfp8"}))
     with pytest.raises(ValueError, match="on the disk"):
         AutoModelForCausalLM.from_pretrained(

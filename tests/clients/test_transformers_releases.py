@@ -1,4 +1,4 @@
-"""Quantized releases in transformers models: the bits of the files, the values of the libraries whose layouts they are, and back."""
+"""Quantized releases in transformers models: the files' bits, the values of the libraries whose layouts they are, and back."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def fp8_blocks(name, rows, columns, seed):
             f"{name}_scale_inv": scales((-(-rows // 128), -(-columns // 128)), seed)}  # fmt: skip
 
 
-def ct_channel_free_fp8(name, rows, columns, seed):
+def ct_fp8(name, rows, columns, seed):
     return {name: codes((rows, columns), seed).view(torch.float8_e4m3fn), f"{name}_scale": scales((1,), seed),
             name.replace("weight", "input_scale"): scales((1,), seed)}  # fmt: skip
 
@@ -55,7 +55,7 @@ def modelopt_nvfp4(name, rows, columns, seed):
 
 def ct_mxfp4(name, rows, columns, seed):
     return {f"{name}_packed": codes((rows, columns // 2), seed, nan=-1),
-            f"{name}_scale": torch.full((rows, columns // 32), 118, dtype=torch.uint8) + codes((rows, columns // 32), seed) % 4}  # fmt: skip
+            f"{name}_scale": 118 + codes((rows, columns // 32), seed) % 4}  # fmt: skip
 
 
 def release(folder, model, layer, config, layers=r"self_attn\..*_proj|mlp\..*_proj|experts\."):
@@ -83,7 +83,7 @@ def same_bits(one, two):
 
 DENSE = {
     "DeepSeek's FP8": (fp8_blocks, FP8, "fp8_e4m3_128x128_fp32", ("", "_scale_inv", None)),
-    "compressed-tensors' FP8": (ct_channel_free_fp8, {"quant_method": "compressed-tensors"}, "fp8_e4m3", ("", "_scale", None)),
+    "compressed-tensors' FP8": (ct_fp8, {"quant_method": "compressed-tensors"}, "fp8_e4m3", ("", "_scale", None)),
     "compressed-tensors' NVFP4": (
         ct_nvfp4, {"quant_method": "compressed-tensors"}, "nvfp4", ("_packed", "_scale", "_global_scale"),
     ),

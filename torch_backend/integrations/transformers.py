@@ -41,6 +41,7 @@ except ImportError as error:
     raise ImportError(f"{__name__} needs transformers 5: pip install 'transformers>=5'") from error
 
 from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+from .transformers_writing import write_model
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
@@ -164,8 +165,8 @@ class BlockfpHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(
-                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized weights "
-                "don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
+                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized "
+                "weights don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
             )
         config = self.quantization_config
         self.released = found = released_weights(model, checkpoint_files or [])
@@ -202,7 +203,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         formats = {one.format for one in there}
         if len(formats) > 1:
             raise ValueError(
-                f"{path} has weights in {', '.join(map(str, formats))}, and a layer has one format: requantize=True gives it one"
+                f"{path} has weights in {', '.join(map(str, formats))}, and a layer has one format: pass requantize=True"
             )
         for format in formats:
             recipe = recipe if recipe.weight.format is format else recipe.replace(weight=Cast(format))
@@ -299,8 +300,6 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         ValueError: the layout isn't known, or a weight can't be taken apart into the release's without another scale.
         BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
     """
-    from .transformers_writing import write_model
-
     write_model(model, Path(folder), layout, file_bytes)
 
 

@@ -207,7 +207,7 @@ def untranspose(module: Any, found: Sequence[FromFile]) -> None:
         return
     kind = base_kind(module)
     names = () if kind is None else weight_names(kind, module)
-    missing = {name for name in names} - {one.name.rpartition(".")[2] for one in found}
+    missing = set(names) - {one.name.rpartition(".")[2] for one in found}
     if missing:
         raise ValueError(f"{found[0].name} is quantized in the file, and {', '.join(missing)} beside it is not")
     for name in names:
