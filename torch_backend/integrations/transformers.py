@@ -21,7 +21,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from blockfp import recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
@@ -31,6 +31,7 @@ from ..modules.kinds import base_kind, quantized_names, weight_names
 from ..modules.quantized_layer import Weights
 from ..modules.stateful_layer import StatefulLayer
 from ..modules.summary import tied_elsewhere
+from ..quantized_tensor.tensor import QuantizedTensor
 
 try:
     from transformers.quantizers import auto
@@ -51,7 +52,6 @@ METHOD = "blockfp"
 Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 
 
-@auto.register_quantization_config(METHOD)
 class BlockfpConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model that blockfp quantizes.
 
@@ -68,6 +68,10 @@ class BlockfpConfig(QuantizationConfigMixin):
     Raises:
         TypeError, ValueError: a recipe that isn't one, a pattern that is no regular expression, or an unknown keyword.
     """
+
+    quant_method: Any
+    weights: Weights
+    compute: Compute
 
     def __init__(
         self,
@@ -142,7 +146,6 @@ def _read(written: Mapping[str, Any]) -> Recipe:
         raise ValueError(f"recipe {dict(written)!r} is not what BlockfpConfig writes: {error!r}") from error
 
 
-@auto.register_quantizer(METHOD)
 class BlockfpHfQuantizer(HfQuantizer):
     """Converts a model on the meta device, and makes its weights as transformers reads them."""
 
@@ -223,6 +226,10 @@ class BlockfpHfQuantizer(HfQuantizer):
         """Says whether a parameter is quantized as it is read."""
         module, name = get_module_from_name(model, param_name)
         return name in quantized_names(module) and param_name not in self.released.params
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Returns the bytes that an element takes, its share of the scales included."""
+        return param.nbytes / param.numel() if isinstance(param, QuantizedTensor) else param.element_size()
 
     def get_quantize_ops(self) -> QuantizeOnLoad:
         """Returns what quantizes one weight."""
@@ -323,4 +330,6 @@ def _merging(theirs: Any) -> Any:
     return staticmethod(merge_quantization_configs)
 
 
+auto.register_quantization_config(METHOD)(BlockfpConfig)
+auto.register_quantizer(METHOD)(BlockfpHfQuantizer)
 auto.AutoHfQuantizer.merge_quantization_configs = _merging(auto.AutoHfQuantizer.merge_quantization_configs)

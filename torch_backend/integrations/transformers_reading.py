@@ -116,7 +116,7 @@ class FromFile:
         """Raises ValueError where weights that are laid end to end along an axis end within a block."""
         sources = [weights[0] for weights in self.weights.values()] if merged else self.all
         axis = dim if dim < 0 else dim - len(sources[0].shape) - merged
-        block = dict(zip((-2, -1), self.format.block or (1, 1), strict=True)).get(axis, 1)
+        block = (self.format.block or (1, 1))[axis] if axis >= -2 else 1
         # The last may end within a block, as the whole does.
         lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
         if any(length % block for length in lengths):
