@@ -1,4 +1,4 @@
-"""transformers' from_pretrained with blockfp's quantization config straight onto a GPU: the bits of a load on the CPU, and a step."""
+"""transformers' from_pretrained with blockfp's quantization config onto a GPU: the bits of a load on the CPU, and steps."""
 
 import pytest
 

@@ -290,7 +290,8 @@ class ReadQuantized(WeightConverter):
         if quantized and not self.config.requantize and self.config.weights == "quantized":
             q = found.quantized(model, param.dtype)
             _check_shape(name, q, param)
-            return nn.Parameter(q, param.requires_grad)
+            # transformers moves it to its device; whether it is trained is said behind that.
+            return nn.Parameter(q, requires_grad=False)
         values = found.values(model, param.dtype)
         was_transposed = bool(getattr(module, "is_transposed", False)) and not found.format.square
         values = values.mT.contiguous() if was_transposed else values
