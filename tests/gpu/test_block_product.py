@@ -291,6 +291,7 @@ def test_the_op_multiplies_codes(shape, formats, monkeypatch):
     m, n, k = shape
     a, b = bfp.quantize(spread(m, k), formats[0]), bfp.quantize(random(n, k, seed=1), formats[1])
     monkeypatch.setattr(products, "_dequantized", None)
+    products._products.clear()
     left, right = (Matrix(x.parts, Format.parse(x.format)) for x in (a, b))
     bias = random(n, seed=4)
     for dtype in (torch.bfloat16, torch.float32):

@@ -33,7 +33,7 @@ def dequantize_parts(
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
-    key = (*key, None if tensor_scale is None else tensor_scale.device, id(format), dtype, columns, origin)
+    key = (*key, None if tensor_scale is None else tensor_scale.device, format, dtype, columns, origin)
     run = _plans.get(key)
     if run is None:
         run = kept(_plans, key, _plan_of(codes, scales, tensor_scale, format, dtype, columns, origin))
