@@ -80,6 +80,8 @@ class CudaLibrary(Backend):
         return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
+        if format.per_row and operation.startswith("quantize"):
+            return f"the CUDA library finds no scale for each row in one pass, of {format}"
         return refusal_of_amax(operation, format)
 
     def amax(self, x, *, format: Format) -> Amax:
@@ -180,7 +182,7 @@ def product(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
+    """Multiplies a @ b^T, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128; see `kernels.products`.
 
     `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
     `bands` is that of `kernels.products.plan`.

@@ -18,12 +18,14 @@
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
 //       with blocks (amaxes reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
 //   dequantize(codes, scales, tensor_scale?, out, FORMAT, row, column)
+//       without a tensor_scale formats of two levels have values as with 1.
 //   transpose(in, out, bits, rows, columns)
 //       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
-//   fold_keys(key, step?, rank, groups, out)
-//       key: int32 or int64 [2]; step: int64, one element; out: int32 [max(groups, 1), 2, 2]. Negative rank or groups: not folded in.
+//   fold_keys(key, step?, rank, groups, advance, out)
+//       key: int32 or int64 [2]; step: int64, one element, which `advance` raises by one afterwards; out: int32 [max(groups, 1), 2, 2].
+//       Negative rank or groups: not folded in.
 //   adamw(table, x)
 //       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
 //       its device and the caller's stream.
@@ -31,7 +33,8 @@
 //       the second pass: codes of new masters in formats whose scales need the amax of the whole parameter, to which `first` points in
 //       their rows; `second`: their tensor_scale, of formats of two levels.
 //
-// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
+// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
+// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
 // products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
@@ -46,7 +49,7 @@ Window window_of(const Format& f, int64_t x_rows, int64_t x_columns, int64_t row
   check(row >= 0 && column >= 0, "origin must not be negative; it is (", row, ", ", column, ")");
   const int tall = f.per_tensor() ? 1 : f.block_rows, wide = f.per_tensor() ? 1 : f.block_columns;
   return {row, column, rows > 0 ? rows : row + x_rows, columns > 0 ? columns : column + x_columns,
-          static_cast<int>(row % tall), static_cast<int>(column % wide)};
+          static_cast<int>(row % tall), f.per_row() ? 0 : static_cast<int>(column % wide)};
 }
 
 int64_t block_count(const Format& f, int64_t batches, int64_t rows, int64_t columns, int row_phase, int column_phase) {
@@ -74,7 +77,7 @@ void amax(TensorView x, TensorView out) {
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
                  int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   check(!f.per_tensor(), "a format with one scale per tensor has no block grid: use amax");
   const Matrices m = matrices_of(x, "x");
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -171,7 +174,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
   const Matrices m = matrices_of(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Window w = window_of(f, m.rows, m.columns, row, column, rows, columns);
   const int64_t count = block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase);
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of x");
@@ -191,15 +194,14 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
 void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, TensorView out, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(out, "out");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Matrices m = matrices_of(out, "out");
   check(out.IsContiguous(), "out must be contiguous; it is ", describe(out));
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of out");
   check_array(scales, "scales", on.device, block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase), f.scale_bits(),
               "a scale for each block");
-  check(has(tensor_scale) == f.two_levels(), "tensor_scale belongs to formats of two levels, and is ",
-        has(tensor_scale) ? "there" : "missing");
+  check(!has(tensor_scale) || f.two_levels(), "tensor_scale belongs to formats of two levels");
   check_array(tensor_scale, "tensor_scale", on.device, 1, 32, "one float32");
   on.done(launch_dequantize({data_of<const uint8_t>(codes), data_of<const void>(scales), data_of<const float>(tensor_scale), f, w,
                              m.batches, m.rows, m.columns, data_of<void>(out), m.dtype},
@@ -262,13 +264,14 @@ void adamw_codes(TensorView table, TensorView x) {
   on.done(launch_second_pass(entries, table.size(0), on.stream));
 }
 
-void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, TensorView out) {
+void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, bool advance, TensorView out) {
   const OnDevice on(key, "key");
   const int bits = key.dtype().bits == 64 ? 64 : 32;
   check_array(key, "key", on.device, 2, bits, "two int32 or int64 words");
   check_array(step, "step", on.device, 1, 64, "one int64");
   check_array(out, "out", on.device, (groups < 0 ? 1 : groups) * 4, 32, "two words for each group and direction");
-  on.done(launch_fold_keys(data_of<const void>(key), bits == 64, data_of<const int64_t>(step), rank, groups, data_of<void>(out),
+  check(!advance || has(step), "there is no step to advance");
+  on.done(launch_fold_keys(data_of<const void>(key), bits == 64, data_of<int64_t>(step), rank, groups, advance, data_of<void>(out),
                            on.stream));
 }
 

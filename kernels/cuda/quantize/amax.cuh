@@ -131,9 +131,10 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_blocks(const __grid_constan
   if (block >= a.x.batches * grid_rows * grid_columns) return;
   const int64_t across = block % grid_columns, down = block / grid_columns % grid_rows, batch = block / grid_columns / grid_rows;
   int32_t most = 0, nan = 0;
-  for (int i = threadIdx.x % 32; i < a.format.block_rows * a.format.block_columns; i += 32) {
-    const int64_t row = down * a.format.block_rows + i / a.format.block_columns - a.window.row_phase;
-    const int64_t column = across * a.format.block_columns + i % a.format.block_columns - a.window.column_phase;
+  const int wide = a.format.per_row() ? static_cast<int>(a.x.columns) : a.format.block_columns;
+  for (int i = threadIdx.x % 32; i < a.format.block_rows * wide; i += 32) {
+    const int64_t row = down * a.format.block_rows + i / wide - a.window.row_phase;
+    const int64_t column = across * a.format.block_columns + i % wide - a.window.column_phase;
     if (row < 0 || row >= a.x.rows || column < 0 || column >= a.x.columns) continue;
     const int32_t bits = element_bits<T>(a.x, batch, row, column) & kMagnitude;
     nan |= bits > kInfinity;
