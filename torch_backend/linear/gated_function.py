@@ -18,7 +18,7 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import gated_ops, linear_ops
-from ..custom_ops.activations import Activation, Layout, activate, gate_and_up
+from ..custom_ops.activations import Activation, Layout, activate, gate_and_up, gradients, joined
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix, multiply, multiply_parts
 from ..custom_ops.quantize_plans import part_count
@@ -134,11 +134,24 @@ class GatedFunction(torch.autograd.Function):
                 record(ctx.history, results[-1])
             d_weight = results[int(needs_x)] if needs_weight else None
             if needs_x:
-                of_gate = gated_ops.gated_gradient if direct else gated_ops.gradient_op
-                d_gate, d_up = [*of_gate(results[0], gate, up, *ctx.gating), None][:2]
+                d_gate, d_up = _through(results[0], gate, up, ctx.gating, compiled, direct)
         if needs_bias:
             d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
         return d_gate, d_up, d_weight, d_bias, *rest
+
+
+def _through(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, gating: Gating, compiled: bool, direct: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of gate and up, as they were given."""
+    activation, layout = gating
+    if compiled:
+        # A compiler makes one kernel of it, and of the amax that the next cast asks for.
+        d_gate, d_up = gradients(gradient, *gate_and_up(gate, up, layout), activation)
+        return (d_gate, d_up) if d_up is None or layout == "apart" else (joined(d_gate, d_up, layout), None)
+    run = gated_ops.gated_gradient if direct else gated_ops.gradient_op
+    d_gate, *rest = run(gradient, gate, up, activation, layout)
+    return d_gate, rest[0] if rest else None
 
 
 def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
