@@ -71,7 +71,7 @@ def main() -> None:
             written = 2 * (f.element.bits / 8 + (4 / f.block[1] if f.block and f.scale.dtype == "float32" else 1 / 32))
 
             def fused(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
-                return quantize_gated(gate, up, activation, way, f, f, None, False, 0.0)
+                return quantize_gated(gate, up, activation, way, f, f, None, None, False, 0.0)
 
             def apart(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
                 made = activate(*gate_and_up(gate, up, way), activation)

@@ -84,8 +84,15 @@ def test_casts(activation, layout, name):
             planned.append(plan is not None)
             for row, column in ((format, format), (format, None), (None, format)):
                 for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):
-                    ours = gated_ops.quantize_gated(gate, up, activation, way(layout), row, column, multiplier, False, 0.0)
+                    ours = gated_ops.quantize_gated(
+                        gate, up, activation, way(layout), row, column, None, multiplier, False, 0.0
+                    )
                     theirs = quantize_matrix(made, row, column, None, multiplier, None, (False, False), False, 0.0)
+                    if format.per_tensor and multiplier is None:
+                        *ours, amax = ours
+                        again = gated_ops.quantize_gated(*inputs, amax, None, False, 0.0)
+                        assert_same(again[:-1], theirs, f"{layout} {shape} with its amax")
+                        assert amax.view(torch.float32) == made.abs().max()
                     what = f"{activation} {layout} {dtype} {shape} {row} {column}, multiplier {multiplier}"
                     assert_same(ours, theirs, what)
     assert all(planned), "the kernels take all of these"
@@ -97,7 +104,7 @@ def test_rotated(layout):
     for seed, shape in enumerate(SHAPES):
         gate, up = tensors(shape, layout, "bfloat16", seed)
         made = activate(*gate_and_up(gate, up, way(layout)), "silu").contiguous()
-        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, True, 0.0)
+        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, None, True, 0.0)
         assert_same(
             ours, quantize_matrix(made, format, format, None, None, None, (False, False), True, 0.0), f"{layout} {shape}"
         )
@@ -118,9 +125,9 @@ def test_special_values(name, special):
             second[70, 133] = 1e30
         made = activate(first, second, "silu").contiguous()
         for column in (format, None):
-            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, False, 0.0)
+            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, None, False, 0.0)
             theirs = quantize_matrix(made, format, column, None, None, None, (False, False), False, 0.0)
-            assert_same(ours, theirs, f"{special} {layout} {column}")
+            assert_same(ours[: len(theirs)], theirs, f"{special} {layout} {column}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,9 +160,9 @@ def test_other_lengths_and_places_take_the_operations(shape):
             for first in (0, 3):
                 a, b = gate[first : first + shape[0]], None if up is None else up[first : first + shape[0]]
                 made = activate(*gate_and_up(a, b, way(layout)), "silu").contiguous()
-                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, False, 0.0)
+                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, None, False, 0.0)
                 theirs = quantize_matrix(made, format, format, None, None, None, (False, False), False, 0.0)
-                assert_same(ours, theirs, f"{name} {layout} from row {first}")
+                assert_same(ours[: len(theirs)], theirs, f"{name} {layout} from row {first}")
 
 
 def mlp(name, activation, dtype, fused, monkeypatch):
@@ -188,7 +195,7 @@ def test_layers(name, activation, dtype, monkeypatch):
     assert_same(ours, theirs, f"{name} {activation}")
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
 def test_compiled_and_captured(name):
     torch.manual_seed(0)
     layer = bfp.LayerNormMLP(256, 384, recipe=name, activation="swiglu", device="cuda", dtype=torch.bfloat16)
@@ -208,6 +215,9 @@ def test_compiled_and_captured(name):
         y.backward(gradient)
         wanted.append([y.detach(), h.grad, down.weight.grad.clone()])
         down.weight.grad = None
+    if name == "fp8_current":
+        # There the compiler joins the activation's gradient with the amax of the next cast.
+        torch.testing.assert_close(wanted[1].pop(1), wanted[0].pop(1), rtol=2**-7, atol=2**-10)
     assert_same(wanted[1], wanted[0], f"compiled {name}")
     static = hidden.clone()
     graph = torch.cuda.CUDAGraph()
@@ -238,9 +248,9 @@ def test_what_the_activation_makes_is_not_kept():
         f = Format.parse(name)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        parts = gated_ops.quantize_gated(gate, up, "silu", "apart", f, f, None, False, 0.0)
+        parts = gated_ops.quantize_gated(gate, up, "silu", "apart", f, f, None, None, False, 0.0)
         peak = torch.cuda.max_memory_allocated() - before
-        assert len(parts) in (4, 6)
+        assert len(parts) in (4, 5, 6)
         assert peak < (bytes_each + 0.2) * one, (name, peak / one)
 
 

@@ -221,7 +221,7 @@ def test_ops():
     gate, up, _ = operands("apart", shape=(32,))
     gate, up = gate.detach(), up.detach()
     for name, multiplier in (("fp8_e4m3", torch.tensor(2.0)), ("nvfp4", None), ("fp8_e4m3_1x128", None)):
-        arguments = (gate, up, "silu", "apart", name, name, multiplier, False, 0.0)
+        arguments = (gate, up, "silu", "apart", name, name, None, multiplier, False, 0.0)
         torch.library.opcheck(gated_ops.quantize_op, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         gated_ops.gradient_op, (gate, gate, up, "gelu", "apart"), test_utils=("test_schema", "test_faketensor")
