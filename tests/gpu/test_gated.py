@@ -79,14 +79,13 @@ def test_casts(activation, layout, name):
             gate, up = tensors(shape, layout, dtype, seed)
             made = activate(*gate_and_up(gate, up, way(layout)), activation).contiguous()
             plan = gated_kernels.plan_of(
-                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, 0.0
+                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, False, 0.0
             )
             planned.append(plan is not None)
             for row, column in ((format, format), (format, None), (None, format)):
                 for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):
-                    ours = gated_ops.quantize_gated(
-                        gate, up, activation, way(layout), row, column, None, multiplier, False, 0.0
-                    )
+                    inputs = (gate, up, activation, way(layout), row, column)
+                    ours = gated_ops.quantize_gated(*inputs, None, multiplier, False, 0.0)
                     theirs = quantize_matrix(made, row, column, None, multiplier, None, (False, False), False, 0.0)
                     if format.per_tensor and multiplier is None:
                         *ours, amax = ours
