@@ -1,5 +1,7 @@
 """Activations cast as they are made, on a GPU: the bits of PyTorch's operations and the casts behind them."""
 
+import math
+
 import pytest
 
 from blockfp import recipes
@@ -10,6 +12,9 @@ if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
     from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+    from blockfp.torch_backend.linear.activation_function import activation
+    from blockfp.torch_backend.linear.gated_function import Gating
+    from blockfp.torch_backend.modules.gated_product import gated_product
 
     import blockfp.torch as bfp
 
@@ -164,6 +169,21 @@ def test_other_lengths_and_places_take_the_operations(shape):
                 assert_same(ours[: len(theirs)], theirs, f"{name} {layout} from row {first}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations_by_themselves(layout, dtype):
+    """Output and gradients of what stands before layers that can't take it in, such as experts; odd lengths too."""
+    for shape in (*SHAPES, (77, 130), (2, 16, 64)):
+        for name in ACTIVATIONS:
+            made = []
+            for run in (activation, lambda g, u, gating: activate(*gate_and_up(g, u, gating.layout), gating.activation)):
+                gate, up = tensors((math.prod(shape[:-1]), shape[-1]), layout, dtype)
+                inputs = [one.view(*shape[:-1], -1).requires_grad_() for one in (gate, up) if one is not None]
+                y = run(inputs[0], inputs[1] if len(inputs) > 1 else None, Gating(name, way(layout)))
+                made.append([y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y) * 0.3)])
+            assert_same(*made, f"{name} {layout} {dtype} {shape}")
+
+
 def mlp(name, activation, dtype, fused, monkeypatch):
     """Output and gradients of an MLP, two steps."""
     torch.manual_seed(0)
@@ -202,9 +222,6 @@ def test_compiled_and_captured(name):
     down, hidden = layer.down, tensors((512, 384), "pairs", "bfloat16", 2)[0]
 
     def run(h):
-        from blockfp.torch_backend.linear.gated_function import Gating
-        from blockfp.torch_backend.modules.gated_product import gated_product
-
         return gated_product(down, h, None, Gating("silu", "pairs"))
 
     wanted = []
@@ -234,9 +251,6 @@ def test_what_the_activation_makes_is_not_kept():
     """The cast allocates codes and scales alone, and the backward keeps gate, up and the columnwise ones."""
     tokens, features = 4096, 4096
     layer = bfp.Linear(features, 256, bias=False, recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
-    from blockfp.torch_backend.linear.gated_function import Gating
-    from blockfp.torch_backend.modules.gated_product import gated_product
-
     gate, up = (one.requires_grad_() for one in tensors((tokens, features), "apart", "bfloat16"))
     gated_product(layer, gate, up, Gating("silu", "apart"))
     before = torch.cuda.memory_allocated()

@@ -110,6 +110,20 @@ def lies_aligned(*tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
+def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:
+    """Returns what the activation makes, in one launch; None where the kernels don't take these."""
+    pairs = layout == "pairs"
+    if (
+        not _takes(gate, up, pairs)
+        or not lies_aligned(gate, None if pairs else up)
+        or not agrees(gate, activation, up is not None)
+    ):
+        return None
+    made = gate.new_empty(gate.shape)
+    library().activation(gate.detach(), None if up is None else up.detach(), made, NUMBERS[activation])
+    return made
+
+
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
     """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them."""
     pairs = layout == "pairs"

@@ -77,6 +77,13 @@ def quantize_gated(
     return parts if amax is None else [*parts, amax.clone()]
 
 
+def activated(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor:
+    """Returns what the activation makes of [rows, columns], outside of a graph."""
+    gate, up = gate_and_up(gate, up, layout)
+    made = gated_kernels.made_of(gate, up, activation, layout)
+    return activate(gate, up, activation) if made is None else made
+
+
 def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor]:
     """Does what the op `gated_gradient` does, outside of a graph."""
     gate, up = gate_and_up(gate, up, layout)
