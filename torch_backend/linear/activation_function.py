@@ -1,4 +1,4 @@
-"""An activation by itself, where no cast behind it can take it in: one kernel forward, one backward, and only its inputs kept."""
+"""An activation by itself, where no cast behind it can take it in: a kernel each way, and only its inputs kept."""
 
 from __future__ import annotations
 
