@@ -133,6 +133,12 @@ def test_keys_are_those_of_a_cpu():
         for options in ({}, {"step": torch.tensor(2**40 + 7), "folds": (5,)}, {"groups": 3, "folds": (0,)}, {"groups": 0}):
             there = {name: value.cuda() if name == "step" else value for name, value in options.items()}
             assert torch.equal(gradient_keys(key.cuda(), **there).cpu(), gradient_keys(key, **options))
+    for groups in (None, 3, 100):
+        key, (ours, gpu) = torch.tensor([11, 5]), (torch.tensor(7, device=device) for device in ("cpu", "cuda"))
+        for _ in range(3):
+            wanted = gradient_keys(key, step=ours, folds=(2,), groups=groups, advance=True)
+            assert torch.equal(gradient_keys(key.cuda(), step=gpu, folds=(2,), groups=groups, advance=True).cpu(), wanted)
+        assert ours == gpu.cpu() == 10
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
