@@ -84,7 +84,12 @@ class GatedFunction(torch.autograd.Function):
         ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
         # Of now: it may move on before the backward.
         ctx.input_scale = None if scale is None or call.traced or not needs_weight else scale.clone()
-        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = None, weight.shape, weight.dtype, None if bias is None else bias.dtype
+        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = (
+            None,
+            weight.shape,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         # What gradients of gradients go to; else what is saved anyway.
         beside = (None, None) if call.traced else (weight, bias)
         ctx.save_for_backward(*kept, *parts, gate, up, *beside)
