@@ -38,11 +38,11 @@ try:
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
     from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError(f"{__name__} needs transformers 5: pip install 'transformers>=5'") from error
 
-from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
-from .transformers_writing import write_model
+    from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+    from .transformers_writing import write_model
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
