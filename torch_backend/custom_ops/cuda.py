@@ -23,7 +23,6 @@ from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
 
 
-
 class Both(NamedTuple):
     """One array quantized along both axes from one read.
 
