@@ -351,7 +351,7 @@ def transpose_words(x: Array) -> Array:
     return out
 
 
-def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Array:
+def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False) -> Array:
     """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
 
     Args:
@@ -359,13 +359,14 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Arr
         step: int64 of one element beside it, or None.
         rank: negative where none is folded in.
         groups: how many; negative for a layer without groups.
+        advance: raises the step by one afterwards, in the same launch.
 
     Returns:
         int32 [groups or 1, 2, 2].
     """
     check_beside(key, "key", step=step)
-    out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
-    library().fold_keys(key.contiguous(), step, rank, groups, out)
+    out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
+    library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
     return out
 
 

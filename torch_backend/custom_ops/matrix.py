@@ -45,6 +45,6 @@ class Matrix(NamedTuple):
         if self.format is None:
             return self.parts[0].to(dtype)
         parts = self.parts
-        if factored and self.format.has_tensor_scale:
-            parts = [*parts[:-1], torch.ones_like(parts[-1])]
-        return dequantize_parts(parts, self.format, dtype, columns, self.origin)
+        if factored and len(parts) == 2 and self.format.per_tensor:
+            parts = [parts[0], torch.ones_like(parts[1])]
+        return dequantize_parts(parts, self.format, dtype, columns, self.origin, factored=factored and len(parts) > 2)

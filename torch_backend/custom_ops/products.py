@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
@@ -183,7 +183,7 @@ def _product_of(
     transposed, across = b.transposed, b.transposed and b.format is not None and not b.format.square
     chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
     if chosen.mode in ("dequantize", "plain"):
-        return lambda a, b, bias: _dequantized(a, b, n, k, bias, dtype, chosen)
+        return _of_values(a, b, n, k, dtype, chosen)
     if chosen.mode in BLACKWELL:
         multiply = BLACKWELL[chosen.mode]
         return lambda a, b, bias: multiply(a, _turned(b, n) if transposed else b, bias, dtype)
@@ -218,29 +218,37 @@ def _cut(x: Matrix) -> bool:
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
-def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
-    """Multiplies values in a dtype that holds all of them; the sums are fp32."""
-    working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.parts[0].dtype, b.parts[0].dtype)
-    for x in (a, b):
-        if x.format is None:
-            working = torch.promote_types(working, x.parts[0].dtype)
-    left = a.values(working, k, factored=chosen.scale_product)
-    right = b.values(working, n if b.transposed else k, factored=chosen.scale_product)
-    right = right if b.transposed else right.mT
-    if chosen.scale_product:
-        wide = working is not torch.float32
-        out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-        factors = [x.factor for x in (a, b) if x.format is not None and x.format.has_tensor_scale]
-        # One factor, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
-        factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
-        if bias is None:
-            return torch.mul(out, factor, out=torch.empty_like(out, dtype=dtype))
-        return torch.addcmul(bias.float(), out, factor).to(dtype)
-    if working is dtype or not left.is_cuda or working is torch.float32:
-        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
-        return out.to(dtype)
-    out = torch.mm(left, right, out_dtype=torch.float32)
-    return (out if bias is None else out + bias).to(dtype)
+def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen: Route) -> Product:
+    """Plans a product of values in a dtype that holds all of them; the sums are fp32."""
+    transposed, columns, factored = b.transposed, n if b.transposed else k, chosen.scale_product
+    known = getattr(torch, chosen.dtype) if chosen.dtype else None
+    mixed = known is None or a.format is None or b.format is None
+    scaled = [x.format is not None and x.format.has_tensor_scale for x in (a, b)]
+    shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
+
+    def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
+        working = known
+        if mixed:
+            of_values = [x.parts[0].dtype for x in (a, b) if x.format is None or known is None]
+            working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])
+        left, right = a.values(working, k, factored=factored), b.values(working, columns, factored=factored)
+        right = right if transposed else right.mT
+        if factored:
+            wide = working is not torch.float32
+            out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
+            # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
+            factor = a.factor * b.factor if scaled[0] and scaled[1] else a.factor if scaled[0] else b.factor
+            factor = factor.view(()) if factor.ndim else factor
+            if bias is None:
+                return torch.mul(out, factor, out=torch.empty_strided(shape, strides, dtype=dtype, device=device))
+            return torch.addcmul(bias.float(), out, factor).to(dtype)
+        if working is dtype or not left.is_cuda or working is torch.float32:
+            out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
+            return out.to(dtype)
+        out = torch.mm(left, right, out_dtype=torch.float32)
+        return (out if bias is None else out + bias).to(dtype)
+
+    return run
 
 
 def multiplies_groups(device: torch.device, a: Format, b: Format) -> bool:
