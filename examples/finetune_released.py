@@ -135,7 +135,7 @@ def main() -> None:
     first = bits(model, held_out)
     seconds = train(model, training, options.steps, 5e-3)
     last = bits(model, held_out)
-    after = digest({name: param for name, param in base_weights(model).items()})
+    after = digest(base_weights(model))
     print(f"Adapters of {adapters:,} parameters have read English for {seconds:.0f} s.")
     print(f"Bits a byte on unseen pages: {first:.2f} before, {last:.2f} now.")
     print(f"SHA-256 of the base's codes and scales: {before[:16]}.. in the file, {after[:16]}.. now.\n")
@@ -144,14 +144,11 @@ def main() -> None:
 
     model.merge_adapter()
     worst = min(merged(model), key=lambda weight: weight.change_sqnr)
-    print(
-        f"Merged into the codes, {bits(model, held_out):.2f} bits a byte. Rounding is {worst.sqnr:.0f} dB below the weights, and"
-    )
-    print(
-        f"{worst.change_sqnr:.0f} dB below what the adapters change, where that is least: {worst.name.partition('layers.')[2]}."
-    )
+    print(f"Merged into the codes: {bits(model, held_out):.2f} bits a byte. Rounding is {worst.sqnr:.0f} dB below the weights,")
+    where = worst.name.partition("layers.")[2]
+    print(f"and {worst.change_sqnr:.0f} dB below what the adapters change, where that is least: {where}.")
     model.unmerge_adapter()
-    again = digest({name: param for name, param in base_weights(model).items()})
+    again = digest(base_weights(model))
     print(f"Unmerged: {again[:16]}.., and {bits(model, held_out):.2f} bits a byte.")
     if again != before:
         raise SystemExit("FAILED: unmerging has not given the codes back")

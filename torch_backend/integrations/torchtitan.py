@@ -134,9 +134,7 @@ class BlockfpOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]):
         if config.implementation == "fused_opt_states_bf16":
-            raise ValueError(
-                "implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; take 'fused'"
-            )
+            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; take 'fused'")
         super().__init__(config, model_parts=model_parts)
 
     @staticmethod
