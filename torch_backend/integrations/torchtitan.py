@@ -3,8 +3,7 @@
     model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
     BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
 
-Its converters change the tree of configurations before the model is built. Those of linear layers and of experts get a `build`
-that converts what it builds, on the meta device too.
+Converters change configurations, before the model is built: those of layers get a `build` that converts what it builds.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from ..weights.init import init_
 class BlockfpConverter(ModelConfigConverter):
     """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does.
 
-    Classes of layers or experts with products of their own stay as they are. With tensor parallelism
-    (`parallelism.spmd_backend="partial_dtensor"`) each weight is cut as the model's sharding says, and rows reduce-scatter their
-    outputs where it wants those cut.
+    Classes of layers or experts with products of their own stay as they are. With tensor and expert parallelism
+    (`parallelism.spmd_backend="partial_dtensor"`) weights are cut as the model's sharding says. A layer whose weight every rank of
+    the tensor-parallel group has whole, and experts that are cut otherwise than one by one, have to be skipped then.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -116,7 +115,8 @@ class _Cut(Module):
         else:
             style = {Shard(0): "column", Shard(1): "row"}.get(placement)
         if style is None:
-            raise ValueError(f"a quantized {type(self).__name__} can't be sharded as {placement}: leave it out with skip=")
+            shapes = [tuple(param.shape) for param in self.parameters(recurse=False)]
+            raise ValueError(f"a quantized {type(self).__name__} {shapes[0]} can't lie as {placement}: leave it out with skip=")
         rows_are_cut = False
         if style == "row" and config.out_dst_shardings is not None:
             rows_are_cut = resolve_placements(config.out_dst_shardings, mesh) == (Shard(1),)
