@@ -115,10 +115,9 @@ def _intercept(recipe: Any, filter_fn: Any, forward: Any, args: Any, options: An
         # Its own initializers draw the values, and codes take their place.
         forward(*args, **options)
     kernel = linen.meta.unbox(layer.get_variable("params", "kernel"))
-    if not is_quantized(kernel):
+    if layer.is_initializing() and not is_quantized(kernel):
         kernel = quantize_weight(kernel, one.weight.format)
-        if layer.is_initializing():
-            layer.put_variable("params", "kernel", kernel)
+        layer.put_variable("params", "kernel", kernel)
     bias = linen.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
     key = layer.make_rng(KEYS) if _draws(one) else None
     return _multiply(layer, *args, kernel, bias, one, key, options.get("out_sharding"))

@@ -6,12 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from documented import run_documented
 from flax import linen, nnx
 
 import blockfp.jax as bfp
 
 qwix = pytest.importorskip("qwix")
 adapter = pytest.importorskip("blockfp.jax_backend.integrations.qwix")
+
+# What qwix asks flax for.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.VariableState. was removed:DeprecationWarning", "ignore:The .m.iter_modules:DeprecationWarning"
+)
 
 X = jax.random.normal(jax.random.key(0), (4, 32, 64))
 MATMUL = (((2,), (0,)), ((), ()))
@@ -106,3 +112,8 @@ def test_wrong_rules_are_refused():
         provider(recipe="mxfp8", weight_qtype="int8")
     with pytest.raises(ValueError, match="delayed scaling"):
         provider(recipe="fp8_delayed")
+
+
+def test_the_documented_lines():
+    model = run_documented("qwix", model=Linen())["model"]
+    assert model.init(jax.random.key(0), X)["params"].keys() == {"up", "down"}
