@@ -2,14 +2,12 @@
 
     model = convert(model, "mxfp8", lambda path, layer: path != "head")
 
-An `nnx.Linear` is changed where it stands. A linen module is wrapped: `init` makes quantized kernels, and `apply` multiplies with
-them, under the paths they had. Gradients and updates are those of all trees with quantized leaves: `bfp.value_and_grad` and
-`bfp.adamw`, or optax's under `bfp.with_masters`.
+Gradients and updates are those of all trees with quantized leaves: `bfp.value_and_grad` and `bfp.adamw`, or optax's under
+`bfp.with_masters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,35 +21,32 @@ from blockfp.recipes import ByPath, Recipe
 
 from ..arrays.array import is_quantized
 from ..linear.linear import linear
-from ..params.params import quantize_weight
+from ..params.params import Filter, quantize_weight
 
 KEYS = "quantize"
 """Name of the stream of random keys that a recipe with stochastic rounding draws from."""
 
 
-def convert(
-    model: Any, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, Any], bool] | None = None, *, rngs: nnx.Rngs | None = None
-) -> Any:
+def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
     """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
 
-    Layers are `nnx.Linear` and `linen.Dense` themselves, with lax's dot_general; all others stay as they are. Kernels keep
-    their shape [in, out].
+    Layers are `nnx.Linear` and `linen.Dense` themselves, with lax's dot_general; all others stay as they are. An nnx layer is
+    changed where it stands. A linen module is wrapped: `init` makes quantized kernels, under the paths they had.
 
     Args:
-        model: of nnx, which is changed; or of linen, not bound yet.
+        model: of nnx, or of linen and not bound yet.
         recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
             that stays as it is.
         filter_fn: called with path and layer; False leaves the layer as it is.
-        rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model is given them
-            by `apply(.., rngs={"quantize": key})`.
+        rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model takes
+            `apply(.., rngs={"quantize": key})`.
 
     Returns:
         The nnx model; a linen module in the place of the one given.
 
     Raises:
         TypeError: model is neither.
-        ValueError: an nnx model without such a layer, a missing or needless rngs, delayed scaling, or a weight format whose blocks
-            can't be turned.
+        ValueError: an nnx model without such a layer, a missing or needless rngs, or delayed scaling.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -92,7 +87,7 @@ class Quantized(linen.Module):
 
     module: linen.Module
     recipe: Any
-    filter_fn: Callable[[str, Any], bool] | None = None
+    filter_fn: Filter | None = None
 
     def setup(self):
         linen.share_scope(self, self.module)
@@ -123,14 +118,12 @@ def _intercept(recipe: Any, filter_fn: Any, forward: Any, args: Any, options: An
     return _multiply(layer, *args, kernel, bias, one, key, options.get("out_sharding"))
 
 
-def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Callable[[str, Any], bool] | None) -> Recipe | None:
+def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> Recipe | None:
     one = recipes.resolve(recipe, path) if filter_fn is None or filter_fn(path, layer) else None
     if one is None or one.weight.format is None:
         return None
     if one.delayed is not None:
         raise ValueError(f"{path}: delayed scaling keeps a state for each layer: give the layer a dot_general that has it")
-    if not one.weight.format.square:
-        raise ValueError(f"{path}: a kernel [in, out] needs a weight format in square blocks, got {one.weight.format}")
     return one
 
 

@@ -101,7 +101,6 @@ def test_save_state_resumes_to_the_bit(monkeypatch):
 def test_without_fsdp_it_is_prepare():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-
     from blockfp.torch_backend.integrations.accelerate import prepare
 
     for state in (AcceleratorState, GradientState, PartialState):

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from blockfp.jax_backend.integrations.flax import QuantizedLinear, convert
 from flax import linen, nnx, serialization
 from same_trees import assert_same_tree
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.jax_backend.integrations.flax import QuantizedLinear, convert
 
 X = jax.random.normal(jax.random.key(0), (4, 16, 64))
 RECIPES = ("mxfp8", "fp8_block", "nvfp4")

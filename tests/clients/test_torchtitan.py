@@ -28,13 +28,12 @@ SKIP = ("lm_head", "*.router.gate", "*.wkv_a")
 def titan():
     # Its Triton kernels for experts are imported with everything else, and this machine has no Triton.
     sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
+    from blockfp.torch_backend.integrations import torchtitan as adapter
     from torchtitan.distributed import parallel_dims
     from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
     from torchtitan.models import deepseek_v3, llama3
     from torchtitan.models.deepseek_v3.parallelize import parallelize_deepseekv3
     from torchtitan.models.llama3.parallelize import parallelize_llama
-
-    from blockfp.torch_backend.integrations import torchtitan as adapter
 
     # It takes a machine without an accelerator for one with CUDA.
     device, parallel_dims.device_type = parallel_dims.device_type, "cpu"
@@ -126,7 +125,10 @@ def parallel(titan, name, tp, ep, dp=2, **options):
     config = config_of(titan, name, **options)
     config.update_from_config(
         config=SimpleNamespace(
-            parallelism=parallelism, training=training, compile=CompileConfig(), debug=SimpleNamespace(moe_force_load_balance=False)
+            parallelism=parallelism,
+            training=training,
+            compile=CompileConfig(),
+            debug=SimpleNamespace(moe_force_load_balance=False),
         )
     )
     model = made(config)
@@ -180,13 +182,19 @@ def resumed(rank, titan, values):
     optimizers = [optimizer_of(titan, model) for model in models]
     train(models[0], optimizers[0], rows, 1)
     state = {key: value.clone() for key, value in models[0].state_dict().items()}
-    moments = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in optimizers[0].state_dict().items()}
+    moments = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in optimizers[0].state_dict().items()
+    }
     assert any(key.endswith("weight_codes") for key in state)
     models[1].load_state_dict(state)
     optimizers[1].load_state_dict(moments)
     runs = [train(model, optimizer, rows, 2) for model, optimizer in zip(models, optimizers, strict=True)]
     left, right = (model.state_dict() for model in models)
-    return runs, [key for key in left if not torch.equal(getattr(left[key], "_local_tensor", left[key]), getattr(right[key], "_local_tensor", right[key]))]
+    return runs, [
+        key
+        for key in left
+        if not torch.equal(getattr(left[key], "_local_tensor", left[key]), getattr(right[key], "_local_tensor", right[key]))
+    ]
 
 
 def test_state_dicts_resume_to_the_bit(titan, values):

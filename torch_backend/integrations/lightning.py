@@ -21,8 +21,8 @@ from blockfp.recipes import ByPath, Recipe
 from ..linear.delayed import update_scales_after
 from ..linear.scale_watch import delayed_layers
 from ..modules.convert import convert
-from ..modules.summary import summary
 from ..modules.quantized_layer import Weights
+from ..modules.summary import summary
 from ..optimizer.adamw import Adam, AdamW
 
 

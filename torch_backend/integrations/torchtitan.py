@@ -1,14 +1,11 @@
 """torchtitan (0.3): a model converter, and a container for blockfp's optimizers.
 
-    model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
-    BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
-
-Converters change configurations, before the model is built: those of layers get a `build` that converts what it builds.
+model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
+BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -16,7 +13,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
@@ -35,11 +31,10 @@ from ..weights.init import init_
 
 
 class BlockfpConverter(ModelConfigConverter):
-    """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does.
+    """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does, when the model is built.
 
-    Classes of layers or experts with products of their own stay as they are. With tensor and expert parallelism
-    (`parallelism.spmd_backend="partial_dtensor"`) weights are cut as the model's sharding says. A layer whose weight every rank of
-    the tensor-parallel group has whole, and experts that are cut otherwise than one by one, have to be skipped then.
+    Classes with products of their own stay as they are. With tensor and expert parallelism (`parallelism.spmd_backend` is
+    "partial_dtensor" then) weights are cut as the model's sharding says.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,18 +50,15 @@ class BlockfpConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        found = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
-        for path, layer, parent, name in found:
+        """Replaces the configurations of layers, in place, by such as convert what they build."""
+        for path, layer, parent, name in [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]:
             if any(fnmatchcase(path, pattern) for pattern in self.config.skip):
                 continue
             values: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
             if layer.param_init is not None:
                 values["param_init"] = {key: partial(init_, function=each) for key, each in layer.param_init.items()}
             new = _quantized(type(layer), self.config.recipe, self.config.weights)(**values)
-            if isinstance(parent, list):
-                parent[name] = new
-            else:
-                setattr(parent, name, new)
+            parent.__setitem__(name, new) if isinstance(parent, list) else setattr(parent, name, new)
         return model_config
 
 
@@ -75,24 +67,19 @@ def _quantized(config_class: Any, recipe: str, weights: Weights) -> Any:
     class QuantizedConfig(config_class):
         def build(self, **options: Any) -> nn.Module:
             layer = config_class.build(self, **options)
-            if base_kind(layer) is None:
-                return layer
-            become(layer, _cuttable(type(layer)))
-            convert(layer, recipe, weights=weights)
-            for product in layer.children():
-                become(product, _Product)
+            if base_kind(layer) is not None:
+                cls = type(layer)
+                become(layer, type(cls.__name__, (_Cut, cls), {"__module__": cls.__module__}))
+                convert(layer, recipe, weights=weights)
+                for product in layer.children():
+                    become(product, _Product)
             return layer
 
     return QuantizedConfig
 
 
-@cache
-def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_Cut, cls), {"__module__": cls.__module__})
-
-
 class _Product(GroupedProduct, Module):
-    """What multiplies with experts' weights, as one of torchtitan's modules, which it wants all to be."""
+    """What multiplies with experts' weights, as one of torchtitan's modules, which all are to be."""
 
 
 class _Cut(Module):
@@ -100,29 +87,22 @@ class _Cut(Module):
 
     def _distribute_states(self, parallel_dims: Any) -> None:
         config: Any = self._sharding_config
-        layouts = {name: config.state_shardings[name] for name, _ in self.named_parameters(recurse=False)}
-        weight = next(iter(layouts.values()))
-        mesh = parallel_dims.resolve_mesh(weight.axes())
-        if mesh is None:
+        name, param = next(self.named_parameters(recurse=False))
+        layout = config.state_shardings[name]
+        if (mesh := parallel_dims.resolve_mesh(layout.axes())) is None:
             return
         if parallel_dims.spmd_backend != "partial_dtensor":
-            raise ValueError(
-                f"spmd_backend = {parallel_dims.spmd_backend!r}: a quantized {type(self).__name__} is cut with 'partial_dtensor'"
-            )
-        (placement,) = resolve_placements(weight, mesh)
-        if isinstance(self, GroupedExperts):
-            style = "experts" if placement == Shard(0) else None
-        else:
-            style = {Shard(0): "column", Shard(1): "row"}.get(placement)
-        if style is None:
-            shapes = [tuple(param.shape) for param in self.parameters(recurse=False)]
-            raise ValueError(f"a quantized {type(self).__name__} {shapes[0]} can't lie as {placement}: leave it out with skip=")
-        rows_are_cut = False
-        if style == "row" and config.out_dst_shardings is not None:
-            rows_are_cut = resolve_placements(config.out_dst_shardings, mesh) == (Shard(1),)
-        parallelize(self, mesh, style, sequence_parallel=rows_are_cut)
-        # The layer sums, or scatters, its terms itself.
-        self._sharding_config = replace(config, out_src_shardings=None) if style == "row" else config
+            raise ValueError(f"spmd_backend = {parallel_dims.spmd_backend!r}: quantized layers are cut with 'partial_dtensor'")
+        (placement,) = resolve_placements(layout, mesh)
+        styles: Any = {Shard(0): "experts"} if isinstance(self, GroupedExperts) else {Shard(0): "column", Shard(1): "row"}
+        if (style := styles.get(placement)) is None:
+            shape = tuple(param.shape)
+            raise ValueError(f"a {type(self).__name__} {shape} can't lie as {placement}: leave it out with skip=")
+        after = config.out_dst_shardings if style == "row" else None
+        parallelize(self, mesh, style, sequence_parallel=after is not None and resolve_placements(after, mesh) == (Shard(1),))
+        if style == "row":
+            # The layer sums, or scatters, its terms itself.
+            self._sharding_config = replace(config, out_src_shardings=None)
 
 
 class BlockfpOptimizers(OptimizersContainer):
@@ -134,10 +114,9 @@ class BlockfpOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]):
         if config.implementation == "fused_opt_states_bf16":
-            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; take 'fused'")
+            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; try 'fused'")
         super().__init__(config, model_parts=model_parts)
 
     @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        ours: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adam": Adam}
-        return ours.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return {"AdamW": AdamW, "Adam": Adam}.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
