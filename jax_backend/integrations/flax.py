@@ -115,7 +115,8 @@ def _intercept(recipe: Any, filter_fn: Any, forward: Any, args: Any, options: An
         layer.put_variable("params", "kernel", kernel)
     bias = linen.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
     key = layer.make_rng(KEYS) if _draws(one) else None
-    return _multiply(layer, *args, kernel, bias, one, key, options.get("out_sharding"))
+    x = args[0] if args else options["inputs"]
+    return _multiply(layer, x, kernel, bias, one, key, options.get("out_sharding"))
 
 
 def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> Recipe | None:

@@ -74,7 +74,8 @@ class BlockfpProvider(qwix.QuantizationProvider):
             return jnp.einsum(subscripts, *operands, **options)
         # Its own jit would hide which operand is a weight.
         with jax.disable_jit():
-            return jnp.einsum(subscripts, *operands, **options | {"_dot_general": partial(self._multiply, recipe)})
+            given: Any = options | {"_dot_general": partial(self._multiply, recipe)}
+            return jnp.einsum(subscripts, *operands, **given)
 
     def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, *args: Any, **options: Any) -> jax.Array:
         recipe = self._recipe("ragged_dot")

@@ -1,8 +1,4 @@
-"""torchtitan (0.3): a model converter, and a container for blockfp's optimizers.
-
-model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
-BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
-"""
+"""torchtitan (0.3): a model converter, and a container for blockfp's optimizers."""
 
 from __future__ import annotations
 
@@ -51,7 +47,8 @@ class BlockfpConverter(ModelConfigConverter):
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replaces the configurations of layers, in place, by such as convert what they build."""
-        for path, layer, parent, name in [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]:
+        found: Any = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
+        for path, layer, parent, name in found:
             if any(fnmatchcase(path, pattern) for pattern in self.config.skip):
                 continue
             values: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
@@ -68,14 +65,18 @@ def _quantized(config_class: Any, recipe: str, weights: Weights) -> Any:
         def build(self, **options: Any) -> nn.Module:
             layer = config_class.build(self, **options)
             if base_kind(layer) is not None:
-                cls = type(layer)
-                become(layer, type(cls.__name__, (_Cut, cls), {"__module__": cls.__module__}))
+                become(layer, _cuttable(type(layer)))
                 convert(layer, recipe, weights=weights)
                 for product in layer.children():
                     become(product, _Product)
             return layer
 
     return QuantizedConfig
+
+
+@cache
+def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Cut, cls), {"__module__": cls.__module__})
 
 
 class _Product(GroupedProduct, Module):
@@ -96,13 +97,11 @@ class _Cut(Module):
         (placement,) = resolve_placements(layout, mesh)
         styles: Any = {Shard(0): "experts"} if isinstance(self, GroupedExperts) else {Shard(0): "column", Shard(1): "row"}
         if (style := styles.get(placement)) is None:
-            shape = tuple(param.shape)
-            raise ValueError(f"a {type(self).__name__} {shape} can't lie as {placement}: leave it out with skip=")
+            raise ValueError(f"a {type(self).__name__} {tuple(param.shape)} can't lie as {placement}: leave it out with skip=")
         after = config.out_dst_shardings if style == "row" else None
         parallelize(self, mesh, style, sequence_parallel=after is not None and resolve_placements(after, mesh) == (Shard(1),))
-        if style == "row":
-            # The layer sums, or scatters, its terms itself.
-            self._sharding_config = replace(config, out_src_shardings=None)
+        # A row sums, or scatters, its terms itself.
+        self._sharding_config = replace(config, out_src_shardings=None) if style == "row" else config
 
 
 class BlockfpOptimizers(OptimizersContainer):
