@@ -14,10 +14,7 @@ import blockfp.jax as bfp
 qwix = pytest.importorskip("qwix")
 adapter = pytest.importorskip("blockfp.jax_backend.integrations.qwix")
 
-# What qwix asks flax for.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.VariableState. was removed:DeprecationWarning", "ignore:The .m.iter_modules:DeprecationWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax, about what qwix asks it for
 
 X = jax.random.normal(jax.random.key(0), (4, 32, 64))
 MATMUL = (((2,), (0,)), ((), ()))

@@ -27,16 +27,14 @@ from ..weights.init import init_
 
 
 class BlockfpConverter(ModelConfigConverter):
-    """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does, when the model is built.
+    """Makes a model's linear layers and experts quantized ones when it is built; classes with products of their own stay.
 
-    Classes with products of their own stay as they are. With tensor and expert parallelism (`parallelism.spmd_backend` is
-    "partial_dtensor" then) weights are cut as the model's sharding says.
+    With tensor and expert parallelism (`spmd_backend="partial_dtensor"`) weights are cut as the model's sharding says.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         recipe: str = "mxfp8"
-        """Name of a recipe."""
         skip: tuple[str, ...] = ("lm_head", "*.router.gate")
         """Patterns of the paths of layers that stay as they are."""
         weights: Weights = "quantized"
