@@ -149,8 +149,10 @@ __device__ __forceinline__ float stored_value(const DequantizeArguments& a, int6
     case ScaleRule::kFp32:
     case ScaleRule::kPow2:
       return __ldg(static_cast<const float*>(a.scales) + block);
-    case ScaleRule::kE4m3:
-      return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), __ldg(a.tensor_scale));
+    case ScaleRule::kE4m3: {
+      const float whole = a.tensor_scale == nullptr ? 1.0f : __ldg(a.tensor_scale);
+      return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), whole);
+    }
     default:
       return decode_scale<ScaleRule::kE8m0Ceil, float>(__ldg(static_cast<const uint8_t*>(a.scales) + block), 1.0f);
   }

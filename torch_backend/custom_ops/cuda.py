@@ -6,7 +6,8 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ class Both(NamedTuple):
     amax: Array | None = None
 
 
-def _check(x: Array) -> None:
+def check_input_on_device(x: Array) -> None:
     """Raises TypeError or ValueError where x can't be quantized, or is no CUDA tensor."""
     check_input(x)
     if not isinstance(x, torch.Tensor) or not x.is_cuda:
@@ -55,7 +56,7 @@ def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> N
             raise ValueError(f"{other} is on {tensor.device} and {name} on {device}: pass {other}.to({name}.device)")
 
 
-def _stack(x: Array) -> Array:
+def stack_of(x: Array) -> Array:
     """Makes x a stack of matrices, as the library takes it; copies only where leading axes are not evenly spaced."""
     x = x.detach()
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
@@ -72,7 +73,13 @@ def _key(key: Any, x: Array) -> Any:
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
 
-def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
+@lru_cache(maxsize=4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def outputs_of(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
     """Codes and scales of an array of this shape, beside x and not filled."""
     (codes, _), (scales, dtype) = layout.parts(shape, format, origin)[:2]
     scale_dtype = torch.float32 if dtype == "float32" else torch.uint8
@@ -87,16 +94,16 @@ def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     """The largest magnitude of each block of x, a torch CUDA tensor of any strides; see `numerics.amax`."""
-    _check(x)
+    check_input_on_device(x)
     format = Format.parse(format)
     grid = layout.scales_shape(x.shape, format, origin)
     blocks = x.new_empty(grid, dtype=torch.int32)
     if format.per_tensor:
-        library().amax(_stack(x), blocks)
+        library().amax(stack_of(x), blocks)
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(_stack(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -117,7 +124,7 @@ def quantize(
     Args:
         out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
     """
-    _check(x)
+    check_input_on_device(x)
     if amax is not None:
         check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
     if out is not None:
@@ -148,7 +155,7 @@ def quantize_both(
         rows, columns: False leaves out a direction, whose codes and scales are then None.
         format, eps, nominal, origin, shape: as for `quantize`.
     """
-    _check(x)
+    check_input_on_device(x)
     format = Format.parse(format)
     return _quantize(x, format, key, eps, nominal, origin, shape, None, columns=columns, rotate=rotate, rows=rows)
 
@@ -158,16 +165,20 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
-    codes = scales = tensor_scale = None
+    codes = scales = tensor_scale = tensor_scale_t = None
     if out is not None:
         codes, scales, tensor_scale = out
     elif rows:
-        codes, scales = _outputs(x, (*leading, height, width), format, origin)
+        codes, scales = outputs_of(x, (*leading, height, width), format, origin)
     if two_level and tensor_scale is None:
-        # A rotated direction has a tensor amax and scale of its own.
-        tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32)
-    x = _stack(x)
+        tensor_scale = x.new_empty((), dtype=torch.float32)
+    if two_level and columns:
+        # A rotated direction has a scale of its own.
+        tensor_scale_t = x.new_empty((), dtype=torch.float32)
+    x = stack_of(x)
     place = (*origin, *(shape or (0, 0)))
+    if format.per_row:
+        return quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -187,86 +198,36 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
             measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
     codes_t = scales_t = None
     if columns:
-        codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
+        codes_t, scales_t = outputs_of(x, (*leading, width, height), format, (origin[1], origin[0]))
     run.quantize(
-        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *format_numbers(format),
-        measure, eps_bits, largest, rotate, *place,
+        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *format_numbers(format),
+        measure, eps_bits, largest, rotate, False, *place,
     )  # fmt: skip
-    row_scale = column_scale = tensor_scale
-    if rotate and tensor_scale is not None:
-        row_scale, column_scale = tensor_scale[0], tensor_scale[1]
-    return Both(Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale), tensor_amax)
+    return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
+
+
+def quantize_rows(
+    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+) -> Both:
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
+    made = []
+    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
+        if not wanted:
+            made.append(Quantized(None, None, None))
+            continue
+        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
+        codes, scales = parts if not turned else outputs_of(values, tuple(values.shape), format, origin)
+        own = given or amax(values, format, origin=origin)
+        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
+        whole = place[:1:-1] if turned else place[2:]
+        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
+        made.append(Quantized(codes, scales, None))
+    return Both(*made)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
     blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
-
-
-def reader(
-    x: torch.Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool = False, eps: float = 0.0, given: bool = False
-) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[list[torch.Tensor], torch.Tensor | None]]:
-    """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
-
-    Args:
-        x: one of them, [.., rows, columns].
-        format: the format.
-        rows, columns: the directions wanted.
-        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
-        eps: as for `quantize`.
-        given: whether the amax or a multiplier is given, of a format with one scale per tensor.
-
-    Returns:
-        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
-        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
-        int32 [1], where the scales needed it or a multiplier stood for it; else None.
-    """
-    _check(x)
-    device, run, two_level = x.device, library().quantize, format.scale.two_level
-    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
-    *leading, height, width = x.shape
-    sizes: list[Any] = [None] * 4
-    if rows:
-        sizes[:2] = layout.parts((*leading, height, width), format)[:2]
-    if columns:
-        sizes[2:] = layout.parts((*leading, width, height), format)[:2]
-    outputs = [None if one is None else (one[0], getattr(torch, one[1])) for one in sizes]
-    measure = not given and (format.per_tensor or two_level)
-    amaxes = (2,) if rotate else (1,)
-    numbers = (*format_numbers(format), measure, eps_bits, largest, rotate, 0, 0, 0, 0)
-    empty = torch.empty
-
-    def read(x, known=None, keys=None):
-        amax = recorded = tensor_scale = None
-        if measure:
-            known = amax = empty(amaxes, dtype=torch.int32, device=device)
-        elif known is not None:
-            if known.device != device:
-                name = "multiplier" if known.dtype is torch.float32 else "amax"
-                check_beside(x, "x", **{name: known})
-            if known.dtype is torch.float32:
-                amax = recorded = torch.zeros(1, dtype=torch.int32, device=device)
-            else:
-                amax = known
-            known = known.view(1)
-        if two_level:
-            tensor_scale = empty(amaxes, dtype=torch.float32, device=device)
-        made: list[Any] = []
-        for one in outputs:
-            made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
-        codes, scales, codes_t, scales_t = made
-        run(
-            x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers
-        )
-        parts = []
-        if rows:
-            parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])
-        if columns:
-            # Results of an op share no memory.
-            parts += (codes_t, scales_t) if tensor_scale is None else (codes_t, scales_t, tensor_scale[-1].clone())
-        return parts, amax[:1] if rotate and amax is not None else amax
-
-    return read
 
 
 def encode(
@@ -280,13 +241,13 @@ def encode(
     shape: tuple[int, int] | None = None,
 ) -> Array:
     """Codes of x for scales that are already there; see `numerics.encode`."""
-    _check(x)
+    check_input_on_device(x)
     check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -317,7 +278,14 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    key = (id(format), codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
+    out, turned = turned_parts((codes, scales), format, columns)
+    return out, scales.mT if turned is scales else turned
+
+
+def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[Array, Array]:
+    """As `transpose`, of [codes, scales, ..]; one scale for the whole tensor comes back itself."""
+    codes, scales = parts[0], parts[1]
+    key = (format, codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
     plan = _turns.get(key)
     if plan is None:
         check_beside(codes, "codes", scales=scales)
@@ -329,21 +297,27 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
         bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
         if len(_turns) >= _MOST_TURNS:
             _turns.clear()
-        plan = _turns[key] = (shape, format.element.bits, rows, flipped, bits_of_scales)
-    shape, size, rows, flipped, bits_of_scales = plan
-    run, out = library(), codes.new_empty(shape)
-    run.transpose(codes.contiguous(), out, size, rows, columns)
+        plan = _turns[key] = (shape, strides_of(shape), format.element.bits, rows, flipped, strides_of(flipped), bits_of_scales)
+    shape, strides, size, rows, flipped, flipped_strides, bits_of_scales = plan
+    run = library().transpose
+    out = torch.empty_strided(shape, strides, dtype=codes.dtype, device=codes.device)
+    run(codes.contiguous(), out, size, rows, columns)
     if not bits_of_scales:
-        return out, scales.mT
-    turned = scales.new_empty(flipped)
-    run.transpose(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
+        return out, scales
+    turned = torch.empty_strided(flipped, flipped_strides, dtype=scales.dtype, device=scales.device)
+    run(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
     return out, turned
 
 
 _turns: dict[Any, tuple[Any, ...]] = {}
-"""What `transpose` works out once for tensors of a kind."""
+"""What `turned_parts` works out once for tensors of a kind."""
 
 _MOST_TURNS = 4096
+
+
+def aligned_columns(columns: int) -> int:
+    """The columns of what `align` makes of so many."""
+    return -(-columns // 16) * 16
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
@@ -356,14 +330,16 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
         columns: of a matrix.
 
     Returns:
-        Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128),
-        rows filled up to a multiple of 4]; the values are those of `alignment.align`.
+        Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
+        filled up to a multiple of 4]; the values are those of `alignment.align`.
     """
-    check_beside(codes, "codes", scales=scales)
+    if scales.device != codes.device:
+        check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
     element, block_rows, *_ = format_numbers(Format.parse(format))
-    out = codes.new_empty((*leading, rows, -(-columns // 16) * 16))
-    powers = codes.new_empty((*leading, -(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
+    shape, grid = (*leading, rows, aligned_columns(columns)), (*leading, -(-columns // 128), -(-rows // 4) * 4)
+    out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
+    powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
     library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
     return out, powers
 
@@ -375,7 +351,7 @@ def transpose_words(x: Array) -> Array:
     return out
 
 
-def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Array:
+def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False) -> Array:
     """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
 
     Args:
@@ -383,13 +359,14 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Arr
         step: int64 of one element beside it, or None.
         rank: negative where none is folded in.
         groups: how many; negative for a layer without groups.
+        advance: raises the step by one afterwards, in the same launch.
 
     Returns:
         int32 [groups or 1, 2, 2].
     """
     check_beside(key, "key", step=step)
-    out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
-    library().fold_keys(key.contiguous(), step, rank, groups, out)
+    out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
+    library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
     return out
 
 

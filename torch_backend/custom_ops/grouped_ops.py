@@ -38,6 +38,7 @@ from .library import define, fake, impl
 from .linear_ops import recipe_of
 from .operand_ops import Directions, quantize_operand
 from .products import Matrix, multiply_parts
+from .quantize_plans import part_count
 
 forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
@@ -56,8 +57,11 @@ def _weight(weight: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, 
     return Matrix(parts, None if scales is None else format)
 
 
-def _in_squares(format: Format | None) -> bool:
-    return format is not None and format.block is not None and format.block[0] > 1
+def _why_columns(format: Format | None) -> str | None:
+    """Says why the columns of groups are not quantized all at once in a format; None where they are."""
+    if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
+        return None
+    return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"
 
 
 def _on_device(x: Tensor, reason: str | None) -> bool:
@@ -84,8 +88,7 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
     reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
-    if reason is None and _in_squares(column.format):
-        reason = f"columns in square blocks, {column.format}"
+    reason = reason or _why_columns(column.format)
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
@@ -125,7 +128,7 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     recipe = recipe_of(casts)
     cast = recipe.input_columnwise
     assert cast.format is not None
-    if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
+    if _on_device(x, _why_columns(cast.format)):
         found = quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []
@@ -142,6 +145,30 @@ def _columns_fake(x, words, multiplier, casts, count) -> list[Tensor]:
     assert format is not None
     parts = _empty_columns(x, count, format)
     return [*parts, *([] if multiplier is None else [words.new_empty(count)])]
+
+
+def forward_apart(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    offs: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    keep: bool,
+    *,
+    again: Tensor,
+) -> list[Tensor]:
+    """Does what the op `grouped_forward` does, in two ops: that, and one which makes x columnwise of `again`, x once more."""
+    recipe = recipe_of(casts)
+    scaled = multiplier if recipe.input.format is not None else None
+    y, words, *recorded = forward(x, weight, scales, tensor_scale, offs, bias, scaled, casts, False)
+    format = recipe.input_columnwise.format
+    if not keep or format is None:
+        return [y, words, *recorded]
+    made = columns(again, words, multiplier, casts, offs.shape[0])
+    return [y, words, *made[: part_count(format)], *(recorded or made[part_count(format) :])]
 
 
 # ---- backward

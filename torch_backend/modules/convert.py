@@ -12,8 +12,9 @@ from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from .experts import Experts
+from .gated_mlp import fused_class
 from .in_place import become
-from .kinds import Kind, base_kind, check_layer, quantized_class, quantized_names, weight_names
+from .kinds import Kind, adapter_layers, base_kind, check_layer, quantized_class, quantized_names, weight_names
 from .quantized_layer import QuantizedLayer, Weights
 from .summary import Summary, summary, tied_elsewhere
 
@@ -46,10 +47,15 @@ def convert(
     names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
     by groups, whatever `config._experts_implementation` says.
 
+    MLPs whose forward is known exactly (transformers' LlamaMLP and those written like it, Phi3MLP, torchtitan's FeedForward, and
+    one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is quantized
+    as it is made. No bit changes, and where somebody looks (hooks, adapters in the layer's place) it is made as before.
+
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
     parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
     converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
+    The layers of PEFT's adapters stay as they are.
 
     Call it before `fully_shard`, before compiling, and before building the optimizer, which must see the new parameters.
 
@@ -92,7 +98,11 @@ def convert(
         )
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
-    _commit(_made(chosen, weights, compute, keep_init))
+    made = _made(chosen, weights, compute, keep_init)
+    fused = {mlp: cls for mlp in model.modules() if (cls := fused_class(mlp)) is not None and mlp._modules[cls.parts.down] in made}
+    _commit(made)
+    for mlp, cls in fused.items():
+        become(mlp, cls)
     _leave_fast_paths(model)
     _warn(summary(model), tied)
     return model
@@ -102,8 +112,10 @@ def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     chosen: dict[nn.Module, _Chosen] = {}
-    # What attention multiplies with itself isn't its layers' to quantize.
-    taken = {child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()}
+    # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
+    taken = adapter_layers(model) | {
+        child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
+    }
     for path, module in model.named_modules():
         kind = None if module in taken else base_kind(module)
         if kind is None or (filter_fn is not None and not filter_fn(path, module)):
