@@ -90,7 +90,9 @@ def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, column
     def read(x, amax=None, multiplier=None, keys=None):
         key = keys.view(4) if random and keys is not None else None
         parts = cuda.outputs_of(x, tuple(x.shape), format) if rows else (None, None)
-        both = cuda.quantize_rows(run, cuda.stack_of(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
+        both = cuda.quantize_rows(
+            run, cuda.stack_of(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns
+        )
         made = [q[:2] for q in both[:2] if q.codes is not None]
         if x.numel():
             mark_each(x, made, None)
