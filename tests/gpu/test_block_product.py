@@ -18,7 +18,8 @@ if torch.cuda.is_available():
 
 ROWS, SQUARES, TENSOR = "fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128_fp32", "fp8_e4m3"
 GRADIENT, GRADIENT_TENSOR = "fp8_e5m2_1x128_fp32", "fp8_e5m2"
-TILES = range(5)
+WHOLE_ROWS, GRADIENT_WHOLE_ROWS = "fp8_e4m3_row", "fp8_e5m2_row"
+TILES = range(2)
 
 
 def random(*shape, seed=0):
@@ -79,6 +80,9 @@ PAIRS = (
     (TENSOR, TENSOR),
     (GRADIENT_TENSOR, TENSOR),
     (GRADIENT_TENSOR, GRADIENT_TENSOR),
+    (WHOLE_ROWS, WHOLE_ROWS),
+    (WHOLE_ROWS, TENSOR),
+    (GRADIENT_WHOLE_ROWS, WHOLE_ROWS),
 )
 SHAPES = ((512, 768, 1024), (333, 517, 2064), (1, 7, 16), (129, 200, 144), (77, 33, 41), (130, 264, 1000), (5, 1, 3))
 

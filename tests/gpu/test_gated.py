@@ -1,4 +1,4 @@
-"""Activations cast as they are made, on a GPU: the bits of PyTorch's operations and of the casts behind them, one after the other."""
+"""Activations cast as they are made, on a GPU: the bits of PyTorch's operations and the casts behind them."""
 
 import pytest
 

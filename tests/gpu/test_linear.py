@@ -84,7 +84,7 @@ def test_mixed(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 3), ("nvfp4", 0)]
+    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("fp8_row", 2), ("mxfp8", 3), ("nvfp4", 0)]
 )
 def test_hopper_multiplies_codes(name, calls, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
@@ -100,10 +100,10 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
     run(name)
     assert len(fast) == calls
     # Blocks are always summed precisely, and so are aligned operands.
-    assert fast == [name not in ("fp8_block", "mxfp8"), False, False][:calls]
+    assert fast == [name not in ("fp8_block", "fp8_row", "mxfp8"), False, False][:calls]
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "fp8_row", "nvfp4"])
 def test_compiled_layers_have_eager_bits(name):
     """The compiler finds the amaxes of fp8_current while it makes the activations: the codes must be the same."""
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """The CUDA library's casts of what an activation makes, which never lies in memory, and its gradients of activations.
 
-They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's own
-operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
+They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's
+own operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_
 from ..weights.requantize import check_writable
 
+__all__ = ["Merged", "merged", "register"]
+
 PLAIN = Recipe("high precision", *[HIGH_PRECISION] * 6)
 """The products of adapters."""
 
