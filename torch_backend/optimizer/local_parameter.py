@@ -102,7 +102,7 @@ class LocalParameter:
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         self.one_pass = self.two_passes = False
         # A GPU's pass takes tiles, which know no amax of a whole row.
-        if format is not None and not (format.per_row and local.is_cuda or self._cuts(format)):
+        if format is not None and not ((format.per_row and local.is_cuda) or self._cuts(format)):
             self.one_pass = step_table.one_pass(format)
             self.two_passes = not self.one_pass
         self._reduced_over: tuple[str, ...] | None = None
