@@ -225,7 +225,8 @@ def quantize_rows(
         made.append(Quantized(codes, scales, None))
         if largest_of_all is None and own.blocks.numel():
             largest_of_all = own.blocks.amax().view(1)
-    return Both(*made, largest_of_all)
+    row, column = made
+    return Both(row, column, largest_of_all)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
