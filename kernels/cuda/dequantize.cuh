@@ -6,6 +6,7 @@
 
 #include "block_scale.cuh"
 #include "eight_elements.cuh"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -68,22 +69,20 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
   }
 }
 
-// Codes first .. last - 1 of a group of eight, zeros elsewhere.
+// The first `count` codes of a group of eight, which may begin at any byte; what stands behind them is arbitrary.
 template <int Bits>
 __device__ __forceinline__ uint2 load_codes(const uint8_t* codes, int count, bool vectors) {
-  uint2 out{};
   if (vectors && count == 8) {
     if constexpr (Bits == 8) return __ldg(reinterpret_cast<const uint2*>(codes));
     if constexpr (Bits == 4) return {__ldg(reinterpret_cast<const uint32_t*>(codes)), 0};
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes);
-    return {__ldg(halves) | (static_cast<uint32_t>(__ldg(halves + 1)) << 16), __ldg(halves + 2)};
+    if constexpr (Bits == 6) {
+      const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes);
+      return {__ldg(halves) | (static_cast<uint32_t>(__ldg(halves + 1)) << 16), __ldg(halves + 2)};
+    }
   }
-  const int bytes = packed_bytes<Bits>(count);
-#pragma unroll
-  for (int i = 0; i < Bits; ++i) {
-    if (i < bytes) (i < 4 ? out.x : out.y) |= static_cast<uint32_t>(codes[i]) << (8 * (i % 4));
-  }
-  return out;
+  uint32_t words[Bits == 4 ? 1 : 2];
+  load_run<Bits == 4 ? 1 : 2, 4, 1>(codes, packed_bytes<Bits>(count), words);
+  return {words[0], Bits == 4 ? 0 : words[Bits == 4 ? 0 : 1]};
 }
 
 // Values as they are stored, two 16-bit ones in a word.
@@ -133,13 +132,6 @@ struct StoredValues {
 #pragma unroll
     for (int i = 0; i < Count / kPerWord; i += 4) {
       reinterpret_cast<uint4*>(out)[i / 4] = {word[i], word[i + 1], word[i + 2], word[i + 3]};
-    }
-  }
-
-  __device__ __forceinline__ void store_some(typename T::Raw* out, int count) const {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      if (i < count) out[i] = static_cast<typename T::Raw>(word[i / kPerWord] >> (16 * (i % kPerWord)));
     }
   }
 };
@@ -195,12 +187,13 @@ __global__ void __launch_bounds__(kDequantizeThreads)
   for (int u = 0; u < kDequantizeRows; ++u) {
     const int64_t line = first_row + u * rows_below;
     const int count = line < lines ? in_row : 0;
-    if (count == 0) continue;
+    if (vectors && count == 0) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (!Eights) {
+        if (count == 0) continue;
         const int64_t at = min(column + i, a.columns - 1);
         scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
       }
@@ -208,11 +201,14 @@ __global__ void __launch_bounds__(kDequantizeThreads)
     }
     const StoredValues<T, 8> values(y);
     Raw* out = static_cast<Raw*>(a.out) + line * a.columns + column;
-    if (vectors && count == 8) {
+    if (vectors) {
       values.store_vectors(out);
-    } else {
-      values.store_some(out, count);
+      continue;
     }
+    const int lanes = 1 << min(shift, 5), lane = threadIdx.x & (lanes - 1);
+    const int64_t begin = column - 8 * lane;
+    const int last = line < lines ? static_cast<int>(max(min(a.columns - begin, int64_t{8 * lanes}), int64_t{0})) : 0;
+    store_run<sizeof(Raw)>(reinterpret_cast<uint8_t*>(out - 8 * lane), values.word, lane, lanes, 0, last * static_cast<int>(sizeof(Raw)));
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "blockfp/dtypes.h"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -37,14 +38,17 @@ __device__ __forceinline__ Eight<T> zeros() {
   return out;
 }
 
-// Elements first .. last - 1 of x[0 .. 7], zeros elsewhere.
+// The first `count` elements of x[0 .. 7], which may begin at any of them; zeros elsewhere.
 template <class T>
-__device__ __forceinline__ Eight<T> load_some(const typename T::Raw* x, int first, int last) {
-  Eight<T> out = zeros<T>();
-  constexpr int kPerWord = 8 / kWords<T>;
+__device__ __forceinline__ Eight<T> load_anywhere(const typename T::Raw* x, int count) {
+  constexpr int kBytes = sizeof(typename T::Raw), kPerWord = 4 / kBytes;
+  Eight<T> out;
+  load_run<kWords<T>, 16, kBytes>(x, count * kBytes, out.word);
+  if (count == 8) return out;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i >= first && i < last) out.word[i / kPerWord] |= static_cast<uint32_t>(x[i]) << (16 * (i % kPerWord));
+  for (int i = 0; i < kWords<T>; ++i) {
+    const int left = count - i * kPerWord;
+    if (left < kPerWord) out.word[i] &= left > 0 ? 0xFFFFu : 0;
   }
   return out;
 }

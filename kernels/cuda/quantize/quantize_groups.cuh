@@ -44,7 +44,7 @@ template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_groups_one_scale(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
   __shared__ __align__(16) struct {
-    Staging<E> codes;
+    StagedCodes<E, R> codes;
     std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
   } shared;
   QuantizeArguments a = all;
@@ -68,14 +68,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
   if (a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
 }
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_groups_within_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
-  __shared__ __align__(16) StagedLines<E, Block> shared;
+  __shared__ __align__(16) StagedLines<E, Block, R> shared;
   QuantizeArguments a = all;
   TileOrigin tile;
   if (!find_group(a, tile, across)) return;
@@ -92,7 +92,7 @@ template <class E, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
   __shared__ __align__(16) struct {
-    Staging<E> codes;
+    StagedCodes<E, R> codes;
     WideScales<E, T, R> scales;
   } shared;
   QuantizeArguments a = all;
@@ -104,15 +104,16 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {
-    RowOutput<E, T, R> out(piece);
+    RowOutput<E, T, R> out(piece, shared.codes);
     shared.scales.read_rows(piece.place.row, multipliers);
     codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
+    out.finish();
   }
   if (a.column.codes == nullptr) return;
   shared.scales.read_columns(piece.place.column, multipliers);
   codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
 }
 
 }  // namespace cuda

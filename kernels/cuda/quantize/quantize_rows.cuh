@@ -3,6 +3,7 @@
 #pragma once
 
 #include "block_scale.cuh"
+#include "runs.cuh"
 #include "stochastic_e2m1.cuh"
 
 namespace blockfp {
@@ -132,18 +133,13 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   const bool inside = row < a.x.batches * a.x.rows && column < a.x.columns;
   const int64_t batch = inside ? row / a.x.rows : 0, row_in_batch = row - batch * a.x.rows;
   Piece piece;
-  int first[Piece::kGroups], last[Piece::kGroups];
+  const Raw* x = static_cast<const Raw*>(a.x.data) + batch * a.x.batch_stride + row_in_batch * a.x.row_stride + column;
 #pragma unroll
   for (int g = 0; g < Piece::kGroups; ++g) {
+    // A phase is a multiple of eight, so a group begins with x or lies outside it.
     const int64_t at = column + 8 * g;
-    first[g] = at < 0 ? static_cast<int>(min(-at, int64_t{8})) : 0;
-    last[g] = inside ? static_cast<int>(max(min(a.x.columns - at, int64_t{8}), int64_t{0})) : 0;
-    const Raw* x = static_cast<const Raw*>(a.x.data) + batch * a.x.batch_stride + row_in_batch * a.x.row_stride + at;
-    if (vectors && first[g] == 0 && last[g] == 8) {
-      piece.x[g] = load_vector<T>(x);
-    } else {
-      piece.x[g] = load_some<T>(x, first[g], last[g]);
-    }
+    const int count = inside && at >= 0 ? static_cast<int>(max(min(a.x.columns - at, int64_t{8}), int64_t{0})) : 0;
+    piece.x[g] = vectors && count == 8 ? load_vector<T>(x + 8 * g) : load_anywhere<T>(x + 8 * g, count);
   }
   const TensorScale tensor = shared_tensor_scale<E, Block>(a);
   bool nan;
@@ -157,12 +153,12 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   uint2 codes[Piece::kGroups];
   piece.template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
                                             global_row * a.window.columns + a.window.column + column, codes);
-#pragma unroll
-  for (int g = 0; g < Piece::kGroups; ++g) {
-    uint8_t* out = a.row.codes + row * pitch + (column + 8 * g) / 8 * E::kBits;
-    // A phase is a multiple of eight, so a group begins with x or lies outside it.
-    if (first[g] == 0) store_some<E::kBits>(out, codes[g], 0, packed_bytes<E::kBits>(last[g]));
-  }
+  const int lanes = 1 << min(shift, 5), lane = threadIdx.x & (lanes - 1);
+  const int64_t begin = (column - lane * kElements) / 8 * E::kBits;  // of the first lane's codes in their row
+  const int last = row < a.x.batches * a.x.rows ? static_cast<int>(max(min(pitch - begin, int64_t{lanes * kElements / 8 * E::kBits}), int64_t{0})) : 0;
+  uint32_t words[kElements * E::kBits / 32];
+  pack_groups<E>(codes, words);
+  store_run<1>(a.row.codes + row * pitch + begin, words, lane, lanes, static_cast<int>(max(-begin, int64_t{0})), last);
   if (Block != 0 && inside) {
     const int64_t block = piece_in_row / Piece::kLanes;
     // The first lane of a block may lie before x.

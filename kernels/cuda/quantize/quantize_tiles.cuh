@@ -22,9 +22,12 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
+#ifndef BLOCKFP_BLOCKS
+#define BLOCKFP_BLOCKS 3
+#endif
 // Blocks of threads that a multiprocessor has registers for.
 template <class E, class T>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? 3 : 2) : (kDepth<E> == 8 ? 2 : 1);
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? (E::kBits < 8 ? BLOCKFP_BLOCKS : 3) : 2) : (kDepth<E> == 8 ? 2 : 1);
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -33,14 +36,12 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-struct Nothing {};
-
 // One scale for both directions: of the tensor, or of square blocks.
 template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   __shared__ __align__(16) struct {
-    Staging<E> codes;
+    StagedCodes<E, R> codes;
     std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
   } shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
@@ -58,30 +59,31 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
   if (a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
 }
 
 // Codes of a tile and where its stored scales wait, in shared memory.
-template <class E, int Block>
+template <class E, int Block, Rounding R>
 struct StagedLines {
-  Staging<E> codes;
+  StagedCodes<E, R> codes;
   StoredScales<E, Block> scales;
 };
 
 // Scales and codes of a piece: of its rows, then of its columns. (In the kernel's own body the compiler schedules it otherwise.)
 template <int Block, class E, class T, Rounding R>
-__device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block>& shared) {
+__device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
   if (a.row.codes != nullptr) {
     LineScales<E, Block, T, kDepth<E>, Block / 8, 1> scales;
     scales.decide([&](auto poison, auto& words) { piece.template row_amaxes<decltype(poison)::value>(words); }, a, tensor.rows,
                   [&](int r, int32_t stored) { shared.scales.put_row(piece.place.row + r, piece.place.column, stored); });
-    RowOutput<E, T, R> out(piece);
+    RowOutput<E, T, R> out(piece, shared.codes);
     encode_rows(piece, scales, tensor.rows, [&](int r, uint2 codes) { out.put(r, codes); });
+    out.finish();
   }
   if constexpr (Block == 16) {
     const int64_t row = piece.tile.row + piece.place.row;
-    if (a.rotate_column && row + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || row >= 0)) rotate_columns<T>(piece.x);
+    if constexpr (kDepth<E> == 16) if (a.rotate_column && row + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || row >= 0)) rotate_columns<T>(piece.x);
   }
   LineScales<E, Block, T, 8, Block / kDepth<E>, 8> scales;
   const auto amaxes = [&](auto poison, auto& words) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
   encode_columns(piece, scales, tensor.columns, staged(piece, shared.codes));
   if (!kOfGroups<R> && a.column.codes == nullptr) return;
   __syncthreads();
-  if (!kOfGroups<R> || a.column.codes != nullptr) shared.codes.copy_out(piece);
+  if (!kOfGroups<R> || a.column.codes != nullptr) shared.codes.columns.copy_out(piece);
   shared.scales.copy_out(piece);
 }
 
@@ -103,7 +105,7 @@ template <class E, int Block, class T, Rounding R>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
-  __shared__ __align__(16) StagedLines<E, Block> shared;
+  __shared__ __align__(16) StagedLines<E, Block, R> shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
   piece.load(vectors);
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
@@ -115,7 +117,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) struct {
-    Staging<E> codes;
+    StagedCodes<E, R> codes;
     WideScales<E, T, R> scales;
   } shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
@@ -124,15 +126,16 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {
-    RowOutput<E, T, R> out(piece);
+    RowOutput<E, T, R> out(piece, shared.codes);
     shared.scales.read_rows(piece.place.row, multipliers);
     codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
+    out.finish();
   }
   shared.scales.read_columns(piece.place.column, multipliers);
   codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
   if (a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
 }
 
 }  // namespace cuda

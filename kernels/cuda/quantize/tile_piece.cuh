@@ -15,10 +15,15 @@ namespace cuda {
 constexpr int kTileThreads = 256;
 constexpr int kTileColumns = 128;
 
+#ifndef BLOCKFP_DEPTH
+#define BLOCKFP_DEPTH 16
+#endif
 template <class E>
-constexpr int kDepth = E::kBits == 8 ? 8 : 16;
+constexpr int kDepth = E::kBits == 8 ? 8 : BLOCKFP_DEPTH;
 template <class E>
 constexpr int kTileRows = 16 * kDepth<E>;
+
+struct Nothing {};
 
 struct TilePlace {
   int warp_row, warp_column, lane_row, lane_column;
@@ -37,6 +42,14 @@ struct TilePlace {
 // Where the tile lies in its matrix; negative where a block begins before x.
 struct TileOrigin {
   int64_t batch, row, column;
+};
+
+// The lines of a tile, or the bytes of its lines, that there are: from `first` to `last` - 1, of those that begin `at`.
+struct LinesOfTile {
+  int first, last;
+
+  __device__ __forceinline__ LinesOfTile(int64_t at, int count, int64_t all)
+      : first(static_cast<int>(max(-at, int64_t{0}))), last(static_cast<int>(max(min(all - at, int64_t{count}), int64_t{0}))) {}
 };
 
 // Rows that a group is filled up to, along the columns.
@@ -127,12 +140,12 @@ struct Piece {
         if (row + r < a.x.rows) x[r] = load_vector<T>(at);
       }
     } else {
-      const int first = column < 0 ? 8 : 0;
-      const int last = static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));
+      // A phase is a multiple of eight, so a piece begins with x or lies outside it.
+      const int count = column < 0 ? 0 : static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));
 #pragma unroll
       for (int r = 0; r < kRows; ++r, at += a.x.row_stride) {
         if (row + r < 0 || row + r >= a.x.rows) continue;
-        x[r] = vectors && first == 0 && last == 8 ? load_vector<T>(at) : load_some<T>(at, first, last);
+        x[r] = vectors && count == 8 ? load_vector<T>(at) : load_anywhere<T>(at, count);
       }
     }
   }

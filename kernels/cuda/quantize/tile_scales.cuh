@@ -104,7 +104,7 @@ struct LineScales {
   // MX multipliers are powers of two, whose upper halves say all: two in a word. Others take a word each.
   static constexpr int kPerWord = Block == 32 ? 2 : 1;
 
-  bool nan;  // some line of the warp holds one, and E has no code for it
+  bool nan;  // some line of the warp holds one or an Inf, and E has no code for it
 
   // `amaxes` fills words with the parts of this lane; `store` takes a line and its stored scale. Every lane of the warp must come here.
   template <class Amaxes, class Store>
@@ -118,7 +118,7 @@ struct LineScales {
       amaxes(std::true_type{}, most);
       Share::template reduce<T, true>(most);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) > kInfinity;
+      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) >= kInfinity;
 #pragma unroll
       for (int i = 0; i < Share::kMine; ++i) poisoned[i] = most[i];
       nan = __any_sync(0xFFFFFFFFu, nan);
@@ -261,8 +261,9 @@ struct StoredScales {
         return;
       }
     }
-    if (P::kWhole && grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
-      if (line >= Bytes / Width || first_line + line >= lines || first >= grid) return;
+    // `first` is a multiple of Width: a tile begins where its first blocks do.
+    if (grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
+      if (line >= Bytes / Width || first_line + line < 0 || first_line + line >= lines || first >= grid) return;
       *reinterpret_cast<Vector*>(out + (piece.tile.batch * lines + first_line + line) * grid + first) =
           reinterpret_cast<const Vector*>(scales)[slot];
       return;
