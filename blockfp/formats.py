@@ -131,6 +131,17 @@ E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
 E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F)
 
 
+WHOLE_ROW = 1 << 30
+"""Columns of a block that is a whole row: more than a row may have. So a row is one block wherever it begins or is cut."""
+
+
+def block_name(block: tuple[int, int] | None) -> str:
+    """A format's block in words: "per tensor", "per row" or such as "1x128"."""
+    if block is None:
+        return "per tensor"
+    return "per row" if block[1] == WHOLE_ROW else f"{block[0]}x{block[1]}"
+
+
 @dataclass(frozen=True, eq=False)
 class Format:
     """Element format, block shape and scale format of a quantized array, known by its name.
@@ -138,7 +149,7 @@ class Format:
     Attributes:
         name: the identity, such as "mxfp8_e4m3_32x32".
         element: format of the codes.
-        block: (rows, columns) that share a scale, or None where the whole tensor does.
+        block: (rows, columns) that share a scale, or None where the whole tensor does; (1, `WHOLE_ROW`) where a row does.
         scale: format of the scales.
 
     Use `Format.parse(name)` to get one; `blockfp.formats.NAMES` lists the names.
@@ -175,6 +186,11 @@ class Format:
         return self.block is None
 
     @property
+    def per_row(self) -> bool:
+        """True where each row, of any length up to `WHOLE_ROW`, has one scale."""
+        return self.block == (1, WHOLE_ROW)
+
+    @property
     def has_tensor_scale(self) -> bool:
         """True where the whole tensor shares a scale: its only one, or the one above those of its blocks."""
         return self.per_tensor or self.scale.two_level
@@ -209,6 +225,8 @@ def _named_formats() -> dict[str, Format]:
     for element in (E4M3, E5M2):
         fp8 = f"fp8_{element}"
         formats += [Format(fp8, element, None, FP32_SCALE), Format(f"{fp8}_pow2", element, None, POW2_SCALE)]
+        row = (1, WHOLE_ROW)
+        formats += [Format(f"{fp8}_row", element, row, FP32_SCALE), Format(f"{fp8}_row_pow2", element, row, POW2_SCALE)]
         for block in ((1, 128), (128, 128)):
             name = f"{fp8}_{block[0]}x{block[1]}"
             formats += [Format(name, element, block, POW2_SCALE), Format(f"{name}_fp32", element, block, FP32_SCALE)]
@@ -241,6 +259,7 @@ FORMATS: tuple[Format, ...] = tuple(_FORMATS.values())
 # The named constants most code asks for; every other format has its name.
 FP8_E4M3 = _FORMATS["fp8_e4m3"]
 FP8_E5M2 = _FORMATS["fp8_e5m2"]
+FP8_ROW = _FORMATS["fp8_e4m3_row"]
 FP8_BLOCK_1x128 = _FORMATS["fp8_e4m3_1x128"]
 FP8_BLOCK_128x128 = _FORMATS["fp8_e4m3_128x128"]
 MXFP8 = _FORMATS["mxfp8_e4m3"]

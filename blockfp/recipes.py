@@ -240,6 +240,16 @@ def fp8_block(*, eps: float = 0.0) -> Recipe:
     return _recipe("fp8_block", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "fp8_e4m3_1x128", eps=eps)
 
 
+def fp8_row(*, eps: float = 0.0) -> Recipe:
+    """E4M3 with a power-of-two scale for each row, in wgrad for each column; dgrad is in high precision.
+
+    A weight is stored once, and the scales of its rows don't run along what dgrad contracts. Its values are exact in bfloat16.
+    """
+    row = "fp8_e4m3_row_pow2"
+    recipe = _recipe("fp8_row", row, row, row, weight_columnwise=HIGH_PRECISION, eps=eps)
+    return recipe.replace(gradient=HIGH_PRECISION, gradient_columnwise=recipe.gradient_columnwise)
+
+
 def mxfp8(*, exact_products: bool = False) -> Recipe:
     """MXFP8 E4M3: 1x32, weights 32x32."""
     return _recipe("mxfp8", "mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3", exact_products=exact_products)
@@ -266,7 +276,7 @@ def nvfp4() -> Recipe:
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, mxfp8, mxfp6, mxfp4, nvfp4)
+    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
 }
 """The named recipes."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..formats import Format
+from ..formats import Format, block_name
 from . import bits, layout
 from .bits import Array
 from .views import DTYPES
@@ -91,8 +91,9 @@ def check_place(columns: int, origin: tuple[int, int]) -> None:
 def check_square(format: Format) -> None:
     """Raises ValueError where the codes of a transposed array are not the codes transposed."""
     if format.block is not None and not format.square:
+        scales = "a scale for each row" if format.per_row else f"{block_name(format.block)} blocks"
         raise ValueError(
-            f"{format} has {format.block[0]}x{format.block[1]} blocks, whose transpose is not exact: "
+            f"{format} has {scales}, whose transpose is not exact: "
             "use a format with square blocks, or dequantize, transpose and quantize again"
         )
 

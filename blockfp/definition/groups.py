@@ -8,6 +8,7 @@ own amax, scale of the whole tensor, and key. Codes and scales of all groups lie
     columnwise      codes [features, columns], packed: each group is filled up with rows of zeros to a multiple of 128
                     scales of 1xb [features, columns / b]
     square blocks   scales [columns / b, features / b], columnwise [features / b, columns / b]
+    a scale per row scales [tokens, 1]; columnwise [features, groups]
     one scale       scales [groups]; of two levels tensor_scale [groups]
 
 Scales of 1x128 lie as products take them: block after block, [features / 128, tokens] and [columns / 128, features], with the
@@ -48,11 +49,12 @@ def words_for(tokens: int, groups: int) -> int:
 
 
 class Group(NamedTuple):
-    """Where a group lies: its rows begin .. end of x, and its first column along the columns."""
+    """Where a group lies: its rows begin .. end of x, its first column along the columns, and its place among the groups."""
 
     begin: int
     end: int
     first_column: int
+    number: int
 
     @property
     def rows(self) -> int:
@@ -68,8 +70,8 @@ class Group(NamedTuple):
 def groups_of(ends: Sequence[int], tokens: int) -> Iterator[Group]:
     """Yields each group; ends that descend, or lie outside of x, count as those before them, or as x's."""
     begin = column = 0
-    for end in ends:
-        group = Group(begin, max(begin, min(end, tokens)), column)
+    for number, end in enumerate(ends):
+        group = Group(begin, max(begin, min(end, tokens)), column, number)
         yield group
         begin, column = group.end, group.end_column
 
@@ -84,7 +86,7 @@ def shapes(shape: Sequence[int], groups: int, format: Format, *, columnwise: boo
     if format.block is not None:
         rows, columns = format.block
         down = -(-(filled if rows > 1 and not columnwise else lines) // rows)
-        grid = (down, -(-length // columns))
+        grid = (down, groups if format.per_row and columnwise else -(-length // columns))
         if ordered(format):
             grid = (grid[1], -(-lines // 4) * 4)
     scales = (grid, format.scale.dtype)
@@ -130,7 +132,7 @@ def quantize_groups(
 @lru_cache(maxsize=1024)
 def _zero_scale(format: Format, eps: float) -> float:
     """The scale of a block of zeros."""
-    return quantize(np.zeros(format.block or (1, 1), np.float32), format, eps=eps).scales.item()
+    return quantize(np.zeros((1, 1), np.float32), format, eps=eps).scales.item()
 
 
 def lay_out(
@@ -193,6 +195,8 @@ def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice
     bits = format.element.bits
     first = layout.packed_columns(group.first_column, bits)
     packed = slice(first, first + layout.packed_columns(group.rows, bits))
+    if format.per_row:
+        return (slice(None), packed), (slice(None), slice(group.number, group.number + min(group.rows, 1)))
     blocks = group.first_column // columns
     return (slice(None), packed), (slice(None), slice(blocks, blocks + -(-group.rows // columns)))
 
@@ -200,6 +204,8 @@ def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice
 def _filled(group: Group, format: Format, columnwise: bool) -> tuple[slice, ...]:
     """Where the scales of a group and of the zeros behind it lie."""
     assert format.block is not None
+    if format.per_row:
+        return slice(None), slice(group.number, group.number + 1)
     rows, columns = format.block
     step = columns if columnwise else rows
     along = slice(group.first_column // step, group.end_column // step)

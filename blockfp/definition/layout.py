@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from array_api_compat import array_namespace, is_torch_array
 
-from ..formats import Format
+from ..formats import WHOLE_ROW, Format
 from .bits import Array
 
 Length = TypeVar("Length", int, np.ndarray)
@@ -38,6 +38,8 @@ def scales_shape(shape: Sequence[int], format: Format, origin: tuple[int, int] =
     """Shape of the stored scales of an array of `shape` whose first element lies at `origin`."""
     if format.block is None:
         return (1,) * len(shape)
+    if format.per_row and shape[-1] > WHOLE_ROW:
+        raise ValueError(f"a row of {format} has at most {WHOLE_ROW} columns, got {shape[-1]}")
     grid = (block_grid(n, b, o) for n, b, o in zip(shape[-2:], format.block, origin, strict=True))
     return (*shape[:-2], *grid)
 
@@ -67,8 +69,13 @@ def packed_columns(columns: Length, bits: int) -> Length:
 
 
 def split_blocks(x: Array, block: tuple[int, int], origin: tuple[int, int] = (0, 0)) -> Array:
-    """Reshapes [..., rows, columns] to [..., row blocks, block rows, column blocks, block columns], filled up with zeros."""
+    """Reshapes [..., rows, columns] to [..., row blocks, block rows, column blocks, block columns], filled up with zeros.
+
+    A block that is a whole row is as long as x's rows, wherever in theirs they begin.
+    """
     *leading, rows, columns = x.shape
+    if block[1] == WHOLE_ROW:
+        block, origin = (block[0], max(columns, 1)), (origin[0], 0)
     for axis, size, length, start in ((-2, rows, block[0], origin[0]), (-1, columns, block[1], origin[1])):
         before = start % length if size else 0
         x = _pad(x, before, block_grid(size, length, start) * length - before - size, axis)

@@ -169,7 +169,7 @@ def _phase(format: Format, origin: Origin) -> Origin:
     """Position of x's first element in its block; an origin known only at run time is taken to be aligned."""
     block = format.block or (1, 1)
     row, column = (o % b if isinstance(o, int) else 0 for o, b in zip(origin, block, strict=True))
-    return row, column
+    return row, 0 if format.per_row else column
 
 
 def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:

@@ -27,6 +27,7 @@ class Weight:
         name: of the parameter.
         format, shape, dtype, codes, scales, tensor_scale: those of the array.
         entries: the names of everything in the file that it is made of.
+        made: whether its codes and scales are worked out when they are read, which takes long, and what is wrong is told then.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Weight:
     scales: Tensor
     tensor_scale: Tensor | None
     entries: tuple[str, ...] = ()
+    made: bool = False
 
     origin = (0, 0)
 

@@ -10,6 +10,8 @@ A tensor NAME of the original becomes
 and what is not quantized stays as it is, under its name. The file's metadata says under "blockfp" what the codes are, as JSON:
 
     {"version": 1, "tensors": {NAME: {"format": "mxfp8_e4m3", "shape": [384, 1536], "dtype": "float32"}}}
+
+Files without that, into which others have put a state dict of PyTorch's, have NAME_format_FORMAT beside these, as NAME.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +27,12 @@ import numpy as np
 from ..array import QuantizedArray, quantize
 from ..definition.views import DTYPES
 from ..errors import BadFile
-from ..formats import Format
+from ..formats import NAMES, Format
 from . import released, untrusted
 from .atomic import replacing
 from .contents import Contents, Progress, Weight, quantized_entries, weight_in
 from .modelfile import METADATA, TAGS, Entry, Model, Tensor, write_safetensors
-from .names import no_values
+from .names import FORMAT, no_values
 
 KEY = "blockfp"
 VERSION = 1
@@ -140,7 +143,7 @@ def contents_of(model: Model) -> Contents:
         described = _description(model).items()
         weights = {name: _described_weight(model, tensors, name, what) for name, what in described}
     else:
-        weights = released.weights(model.path, tensors)
+        weights = _of_state_dict(model, tensors) or released.weights(model.path, tensors)
     taken = {name for weight in weights.values() for name in weight.entries}
     return Contents(model.path, weights, {name: tensor for name, tensor in tensors.items() if name not in taken})
 
@@ -175,6 +178,17 @@ def _description(model: Model) -> dict[str, dict]:
     if version != VERSION:
         raise BadFile(model.path, f"is of version {version}; this blockfp reads version {VERSION}")
     return tensors
+
+
+def _of_state_dict(model: Model, tensors: dict[str, Tensor]) -> dict[str, Weight]:
+    """The weights of a state dict of PyTorch that another library has put into a file: an entry has the format's name."""
+    weights = {}
+    for entry, tensor in tensors.items():
+        name, _, format = entry.rpartition(FORMAT)
+        if format in NAMES and name in tensors and tensor.shape[:1] == (0,) and len(tensor.shape) > 2:
+            weight = weight_in(model.path, tensors, name, tensor.shape[1:], tensor.dtype, Format.parse(format))
+            weights[name] = replace(weight, entries=(*weight.entries, entry))
+    return weights
 
 
 def _described_weight(model: Model, tensors: dict[str, Tensor], name: str, what: dict) -> Weight:

@@ -9,6 +9,7 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 | DeepSeek's experts in FP4 | NAME I8, two a byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale, one | | fp8_e4m3, fp8_e5m2 |
 | compressed-tensors | NAME F8_E4M3, F8_E5M2 | NAME_scale F32, b 128x128 or 1x128 | | fp8_.._fp32 |
+| compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale [out, 1] or [out] | | fp8_e4m3_row, fp8_e5m2_row |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp8_.. |
 | compressed-tensors | NAME_packed U8 | NAME_scale U8 or F8_E8M0, b 1x32 | | mxfp4_e2m1 |
 | compressed-tensors | NAME_packed U8 | NAME_scale F8_E4M3, b 1x16 | NAME_global_scale F32, which divides | nvfp4 |
@@ -17,7 +18,8 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 
 Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
 two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
-2 ulp). What was quantized in another way, such as with zero points or a scale for each row, is refused by name.
+2 ulp). Where rows have at most 128 columns, [out, 1] is a scale for each row if config.json names the strategy "channel" alone, else
+of 1x128: values are the same. What was quantized in another way, such as with zero points, is refused by name.
 """
 
 from __future__ import annotations
@@ -84,16 +86,16 @@ def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
             if name.endswith(ending):
                 raise BadFile(path, f"tells of {what}, which no format of blockfp has", name)
     found: dict[str, Weight] = {}
-    dtype: np.dtype | None = None
+    told: _Told | None = None
     for name, scales in tensors.items():
         for marks in _BY_SCALES:
             weight = name.removesuffix(marks.scales)
             codes = tensors.get(weight + marks.codes)
             if weight == name or codes is None or weight in found or not _are_codes(codes):
                 continue
-            dtype = dtype or _nominal(path)
+            told = told or _told(path)
             above = tensors.get(weight + marks.tensor_scale) if marks.tensor_scale else None
-            found[weight] = _weight(path, weight, marks, codes, scales, above, dtype)
+            found[weight] = _weight(path, weight, marks, codes, scales, above, told)
             break
     return found
 
@@ -103,18 +105,35 @@ def _are_codes(tensor: Tensor) -> bool:
     return tensor.dtype in _ELEMENTS or tensor.dtype in (*_BYTES, np.dtype(np.int32))
 
 
-def _nominal(path: Path) -> np.dtype:
-    """The dtype that values have: what config.json beside the file says, or bfloat16."""
+class _Told(NamedTuple):
+    """What config.json beside a file says.
+
+    Attributes:
+        dtype: that values have; bfloat16 where it says none.
+        channels: whether compressed-tensors' strategy "channel" is there, and "group" is not.
+    """
+
+    dtype: np.dtype
+    channels: bool
+
+
+def _told(path: Path) -> _Told:
     try:
         config = untrusted.read_json(path.with_name("config.json"))
         named = config.get("dtype") or config.get("torch_dtype")
     except (OSError, ValueError, AttributeError):
-        named = None
-    return DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
+        return _Told(DTYPES["bfloat16"], False)
+    dtype = DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
+    try:
+        groups = config["quantization_config"]["config_groups"].values()
+        strategies = {group["weights"]["strategy"] for group in groups}
+    except (AttributeError, KeyError, TypeError):
+        strategies = set()
+    return _Told(dtype, "channel" in strategies and "group" not in strategies)
 
 
 def _weight(
-    path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, dtype: np.dtype
+    path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told
 ) -> Weight:
     shape = codes.shape
     if marks is GPT_OSS and len(codes.shape) > 2 and codes.shape[-1] == 16:
@@ -122,9 +141,10 @@ def _weight(
     element = _ELEMENTS.get(codes.dtype, E2M1)
     if element is E2M1:
         shape = (*shape[:-1], 2 * shape[-1])
-    format = None if codes.dtype == np.int32 else _format(element, shape, scales, above)
+    format = None if codes.dtype == np.int32 else _format(element, shape, scales, above, told.channels)
     if format is None:
-        raise BadFile(path, f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}{_reason(scales)}", name)
+        what = f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}"
+        raise BadFile(path, f"{what}: a way to quantize that no format of blockfp has", name)
     stored = codes_shape(shape, format)
     kept = Tensor(name, np.dtype(np.uint8), stored, _read(codes, lambda x: x.view(np.uint8).reshape(stored)))
     grid = scales_shape(shape, format)
@@ -138,16 +158,13 @@ def _weight(
                 return (np.float32(1) / x if marks.divides else x).reshape(())
 
         factor = Tensor(name, np.dtype(np.float32), (), _read(above, tensor_scale))
-    return Weight(name, format, shape, dtype, kept, own, factor, entries)
+    return Weight(name, format, shape, told.dtype, kept, own, factor, entries)
 
 
-def _reason(scales: Tensor) -> str:
-    rows = len(scales.shape) > 1 and scales.shape[-1] == 1 and scales.dtype in _NUMBERS
-    return f": {'a scale for each row' if rows else 'a way to quantize'} that no format of blockfp has"
-
-
-def _format(element: ElementFormat, shape: tuple[int, ...], scales: Tensor, above: Tensor | None) -> Format | None:
-    """The format of codes whose scales look so; None where there is none."""
+def _format(
+    element: ElementFormat, shape: tuple[int, ...], scales: Tensor, above: Tensor | None, channels: bool
+) -> Format | None:
+    """The format of codes whose scales look so, `channels` first if need be; None where there is none."""
     if len(shape) < 2:
         return None
     fp8, mx = f"fp8_{element}", f"{'mxfp4' if element is E2M1 else 'mxfp8'}_{element}"
@@ -160,13 +177,16 @@ def _format(element: ElementFormat, shape: tuple[int, ...], scales: Tensor, abov
         )
         names = ["nvfp4"] if fits else []
     elif scales.dtype in _NUMBERS:
-        names = [] if element is E2M1 else [f"{fp8}_128x128_fp32", f"{fp8}_1x128_fp32", fp8]
+        names = [] if element is E2M1 else [f"{fp8}_128x128_fp32", f"{fp8}_1x128_fp32", fp8, f"{fp8}_row"]
+        names = sorted(names, key=lambda name: name != f"{fp8}_row") if channels else names
     elif scales.dtype == _E8M0:
         names = [mx] if element is E2M1 else [mx, f"{fp8}_128x128"]
     else:
         names = [mx] if scales.dtype == np.uint8 else []
     for format in map(Format.parse, names):
-        if scales.elements == 1 if format.per_tensor else scales.shape == scales_shape(shape, format):
+        grid = scales_shape(shape, format)
+        fits = scales.elements == 1 if format.per_tensor else scales.shape == grid
+        if fits or (format.per_row and scales.shape == grid[:-1]):
             return format
     return None
 

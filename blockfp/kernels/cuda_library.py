@@ -18,6 +18,7 @@ _FUNCTIONS = (
     *("amax", "amax_blocks", "quantize", "encode", "dequantize", "product", "cublas_version"),
     *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes"),
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
+    *("quantize_gated", "activation", "activation_gradient"),
 )
 
 

@@ -1,7 +1,7 @@
 """Plans for the CUDA library's `product`: its own kernel or cuBLASLt, whichever was faster, and how much scratch memory.
 
 kernels/cuda/products/product_exports.cu documents the function. The own kernel is for compute capability 9.0; it takes every
-pair of FP8 formats with one scale or in blocks of 128, of any lengths. cuBLASLt takes fewer.
+pair of FP8 formats with one scale, one for each row or in blocks of 128, of any lengths. cuBLASLt takes fewer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plan(
     """Plans a @ b^T of FP8 codes.
 
     Args:
-        a, b: formats: FP8 with one scale, or in blocks of 1x128 or 128x128.
+        a, b: formats: FP8 with one scale, one for each row, or in blocks of 1x128 or 128x128.
         m, n, k: lengths: a is [m, k] and b [n, k].
         capability: of the device.
         cublas: cuBLASLt's version, such as 130100; 0 where there is none.
@@ -101,6 +101,8 @@ def _refusal(a: Format, b: Format, m: int, n: int, k: int, cublas: int, groups: 
         return f"cuBLASLt is {cublas or 'not found'}, and {needed} or later is needed"
     if groups:
         return "it has no groups"
+    if a.per_row or b.per_row:
+        return "it takes no scale for each row"
     elements = {a.element.name, b.element.name}
     if elements == {"e5m2"} or (blocks and elements != {"e4m3"}):
         return "it takes E4M3 by E4M3, and with one scale E4M3 by E5M2"
@@ -131,7 +133,7 @@ def _piece(size: int) -> int:
 
 def _in_order(format: Format, rows: int, k: int) -> int:
     """Bytes of scales of rows in the product's order; of one scale, a row of it."""
-    return 4 * _fill(rows, 4) * (1 if format.per_tensor else -(-k // 128))
+    return 4 * _fill(rows, 4) * (1 if format.per_tensor or format.per_row else -(-k // 128))
 
 
 def _own_pieces(a: Format, b: Format, m: int, n: int, k: int, matrices: int, ordered: tuple[bool, bool]) -> list[int]:

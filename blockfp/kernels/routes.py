@@ -6,7 +6,7 @@ and multiplied in a dtype that holds every value. In between is one mode that ma
 of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
 (`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-FP8 products with one scale and in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which
+FP8 products with one scale, one for each row or in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which
 kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
 `torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from ..formats import Format
+from ..formats import WHOLE_ROW, Format, block_name
 
 Mode = Literal["tensor", "block", "mx", "nvfp4", "aligned", "dequantize", "plain"]
 Platform = Literal["cpu", "cuda"]
@@ -28,7 +28,7 @@ class Route:
     """The way in which one product runs.
 
     Attributes:
-        mode: "tensor" (a scale for each tensor), "block" (1x128 and 128x128), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
+        mode: "tensor" (a scale for each tensor), "block" (1x128, 128x128, a row), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
             units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
             "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
         dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
@@ -81,7 +81,7 @@ def _pairs(sides: Iterable[_T]) -> frozenset[tuple[_T, _T]]:
 # cuBLAS has no kernel for two E5M2 operands; the library's own takes them.
 _FP8 = frozenset({("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3")})
 _ALL_FP8 = _FP8 | {("e5m2", "e5m2")}
-_ROW, _SQUARE = (1, 128), (128, 128)
+_ROW, _SQUARE, _WHOLE = (1, 128), (128, 128), (1, WHOLE_ROW)
 _FP32 = frozenset({"fp32", "pow2"})
 _MX = _pairs(((1, 32), (32, 32)))
 _E8M0 = frozenset({"e8m0_ceil", "e8m0_floor"})
@@ -91,6 +91,7 @@ RULES: tuple[Rule, ...] = (
     Rule("tensor", (9,), _ALL_FP8, frozenset({(None, None)}), _FP32, (1, 1, 1)),
     Rule("tensor", (10,), _FP8, frozenset({(None, None)}), _FP32, (1, 16, 16)),
     Rule("block", (9,), _ALL_FP8, _pairs((None, _ROW, _SQUARE)) - {(None, None)}, _FP32, (1, 1, 1)),
+    Rule("block", (9,), _ALL_FP8, _pairs((None, _WHOLE)) - {(None, None)}, _FP32, (1, 1, 1)),
     Rule("mx", (10,), _FP8, _MX, _E8M0, (1, 16, 32)),
     Rule("aligned", (9,), _pairs(_ALIGNED), _MX, _E8M0, (1, 1, 1)),
     Rule(
@@ -217,8 +218,7 @@ def exact_in_bfloat16(format: Format) -> bool:
 
 def _kinds(a: Format, b: Format) -> str:
     def kind(format: Format) -> str:
-        block = "per tensor" if format.block is None else f"{format.block[0]}x{format.block[1]}"
-        return f"{format.element.name.upper()} {block}"
+        return f"{format.element.name.upper()} {block_name(format.block)}"
 
     return f"{kind(a)} by {kind(b)}"
 
@@ -232,7 +232,7 @@ def table() -> list[tuple[str, str, str]]:
                 continue
             elements = sorted({element.upper() for pair in rule.elements for element in pair})
             pairs = sorted(rule.blocks, key=str)
-            blocks = ", ".join(f"{_block(x)} by {_block(y)}" for x, y in pairs)
+            blocks = ", ".join(f"{block_name(x)} by {block_name(y)}" for x, y in pairs)
             units = ", ".join(f"{name} % {size} = 0" for name, size in zip("mnk", rule.multiples, strict=True) if size > 1)
             how = "blockfp's kernel or cuBLASLt" if rule.of_library else "scaled_mm"
             how += ", codes shifted to a scale for 128 unless exact_products" if rule.mode == "aligned" else ""
@@ -244,10 +244,6 @@ def table() -> list[tuple[str, str, str]]:
     lines.append(
         ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")
     )
-    lines.append(("any CUDA device", "FP8 blocks with fp32 scales", "dequantize to float32, matmul"))
+    lines.append(("any CUDA device", "FP8 blocks and rows with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
     return lines
-
-
-def _block(block: tuple[int, int] | None) -> str:
-    return "per tensor" if block is None else f"{block[0]}x{block[1]}"

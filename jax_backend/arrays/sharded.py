@@ -93,7 +93,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     storage.check_stored(local.values, sharding)
     x = storage.only_own(local.values, sharding)
     whole, field = options.multiplier, "tensor" if format.scale.two_level else "blocks"
-    if storage.is_aligned(format, sharding) and options.key is None:
+    if storage.is_aligned(format, sharding) and not step.straddles and options.key is None:
         if step.amax_axes and whole is None:
             whole = replication.max_over(getattr(ops.amax(x, format=format), field), step.amax_axes)
         q = ops.quantize(x, None, whole, format=format, eps=options.eps, nominal=options.nominal)

@@ -63,13 +63,21 @@ def scale_length(format: Format, sharding: Sharding, dim: int) -> int:
     """Scales along an axis of the matrix that a rank stores."""
     if format.block is None:
         return 1
-    block = block_length(format, sharding, dim)
-    return -(-length(sharding, dim) // block) + (not sharding.aligned(dim, block))
+    return -(-length(sharding, dim) // block_length(format, sharding, dim)) + (not _aligned(format, sharding, dim))
+
+
+def _whole_block(format: Format, sharding: Sharding, dim: int) -> int:
+    """Elements in which buffers begin and end, along an axis of the matrix; 1 where a row is a block however it is cut."""
+    return 1 if format.per_row else block_length(format, sharding, dim)
+
+
+def _aligned(format: Format, sharding: Sharding, dim: int) -> bool:
+    return sharding.aligned(dim, _whole_block(format, sharding, dim))
 
 
 def is_aligned(format: Format, sharding: Sharding) -> bool:
-    """Returns True where every shard begins with a whole block."""
-    return all(sharding.aligned(dim, block_length(format, sharding, dim)) for dim in (0, 1))
+    """Returns True where every shard begins with a whole block, or with a part of a row that is one."""
+    return all(_aligned(format, sharding, dim) for dim in (0, 1))
 
 
 def _phase(format: Format, sharding: Sharding, dim: int):
@@ -81,9 +89,8 @@ def _phase(format: Format, sharding: Sharding, dim: int):
 def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
     """Moves stored values or codes (one a byte) into a buffer of whole blocks; a no-op where shards begin with whole blocks."""
     for dim in (0, 1):
-        block = block_length(format, sharding, dim)
-        if not sharding.aligned(dim, block):
-            axis = dim - 2
+        if not _aligned(format, sharding, dim):
+            axis, block = dim - 2, block_length(format, sharding, dim)
             whole = list(x.shape)
             whole[axis] = scale_length(format, sharding, dim) * block
             starts: list = [0] * x.ndim
@@ -96,7 +103,7 @@ def into_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
 def out_of_blocks(x: jax.Array, format: Format, sharding: Sharding) -> jax.Array:
     """Undoes `into_blocks`."""
     for dim in (0, 1):
-        if not sharding.aligned(dim, block_length(format, sharding, dim)):
+        if not _aligned(format, sharding, dim):
             x = lax.dynamic_slice_in_dim(x, _phase(format, sharding, dim), length(sharding, dim), axis=dim - 2)
     return x
 
@@ -105,8 +112,7 @@ def corner(format: Format, sharding: Sharding) -> tuple[Any, Any]:
     """(row, column) in the unsharded matrix of the first element of this rank's buffer of whole blocks."""
     first = []
     for dim in (0, 1):
-        block = block_length(format, sharding, dim)
-        back = 1 if sharding.aligned(dim, block) else block
+        back = 1 if _aligned(format, sharding, dim) else block_length(format, sharding, dim)
         first.append(of_rank(sharding.mesh, [start - start % back if size else 0 for start, size in _spans(sharding, dim)]))
     return first[0], first[1]
 

@@ -24,7 +24,7 @@ from blockfp.kernels.products import plan
 from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
 _FORMAT = ("element", "block_rows", "block_columns", "rule")
-_QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "row", "column", "rows", "columns")
+_QUANTIZE = (*_FORMAT, "measure", "eps_bits", "largest_bits", "rotate_t", "mark", "row", "column", "rows", "columns")
 _DEQUANTIZE = (*_FORMAT, "row", "column")
 _PRODUCT = (
     *("a_element", "a_block_rows", "b_element", "b_block_rows", "a_ordered", "b_ordered"),
@@ -80,6 +80,8 @@ class CudaLibrary(Backend):
         return missing_library("gpu", cuda_library)
 
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
+        if format.per_row and operation.startswith("quantize"):
+            return f"the CUDA library finds no scale for each row in one pass, of {format}"
         return refusal_of_amax(operation, format)
 
     def amax(self, x, *, format: Format) -> Amax:
@@ -133,24 +135,16 @@ def _quantize(
 
     def outputs(shape, wanted: bool):
         scales = jnp.dtype(format.scale.dtype)
-        if not wanted:
-            return [jax.ShapeDtypeStruct((0,), jnp.uint8), jax.ShapeDtypeStruct((0,), scales)]
-        return [
-            jax.ShapeDtypeStruct(layout.codes_shape(shape, format), jnp.uint8),
-            jax.ShapeDtypeStruct(layout.scales_shape(shape, format), scales),
-        ]
+        shapes = (layout.codes_shape(shape, format), layout.scales_shape(shape, format), (1 if two_level else 0,))
+        dtypes = (jnp.uint8, scales, jnp.float32)
+        return [jax.ShapeDtypeStruct(s if wanted else (0,), dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
 
     # A rotated direction has a tensor amax and scale of its own.
-    directions = 2 if rotate else 1
-    codes, scales, tensor_scale, codes_t, scales_t = _call(
+    codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t = _call(
         "quantize",
-        [
-            *outputs(x.shape, rows),
-            jax.ShapeDtypeStruct((directions if two_level else 0,), jnp.float32),
-            *outputs(swapped, columns),
-        ],
+        [*outputs(x.shape, rows), *outputs(swapped, columns)],
         x,
-        _absent(jnp.int32) if amax is None else amax.reshape(directions),
+        _absent(jnp.int32) if amax is None else amax.reshape(2 if rotate else 1),
         _absent(jnp.int32),
         _absent(jnp.uint32) if key is None else key,
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
@@ -158,15 +152,15 @@ def _quantize(
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, nominal or bits.dtype_name(x)),
         rotate_t=rotate,
+        mark=False,
         row=0,
         column=0,
         rows=0,
         columns=0,
     )
-    whole = (tensor_scale[0], tensor_scale[-1]) if two_level else (None, None)
     return (
-        Quantized(codes, scales, whole[0]) if rows else None,
-        Quantized(codes_t, scales_t, whole[1]) if columns else None,
+        Quantized(codes, scales, tensor_scale[0] if two_level else None) if rows else None,
+        Quantized(codes_t, scales_t, tensor_scale_t[0] if two_level else None) if columns else None,
     )
 
 
@@ -188,7 +182,7 @@ def product(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies a @ b^T, of FP8 with a scale per tensor or in blocks of 1x128 and 128x128; see `kernels.products`.
+    """Multiplies a @ b^T, of FP8 with a scale per tensor, per row or in blocks of 1x128 and 128x128; see `kernels.products`.
 
     `ordered` says that scales of 1x128 lie [blocks, rows filled up to fours], as `align` writes them;
     `bands` is that of `kernels.products.plan`.

@@ -127,6 +127,8 @@ def kernels_do(recipe: Recipe) -> bool:
     whole_rows = all(format is None or format.block in (None, (1, 128)) for format in (x, g))
     if x is not x_columns or g is not g_columns or not whole_rows or any(cast.rotate or cast.stochastic for cast in casts):
         return False
+    if any(format is not None and format.per_row for format in (recipe.weight.format, recipe.weight_columnwise.format)):
+        return False
     products = ((x, recipe.weight.format), (g, recipe.weight_columnwise.format), (g, x))
     return all(route(*formats, platform="cuda", capability=HOPPER).mode in ("tensor", "block") for formats in products)
 

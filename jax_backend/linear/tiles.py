@@ -32,11 +32,21 @@ from . import overflow
 
 
 def tile_rows(recipe: Recipe) -> int:
-    """Rows of a tile: a multiple of whatever must not lie in two of them."""
+    """Rows of a tile: a multiple of whatever must not lie in two of them.
+
+    Raises:
+        ValueError: the recipe has a scale for each column of a group, of which a tile has a part.
+    """
     units = [GROUP]
     for cast in (recipe.input, recipe.gradient):
         units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
-    for cast in (recipe.input_columnwise, recipe.gradient_columnwise):
+    for name in ("input_columnwise", "gradient_columnwise"):
+        cast = getattr(recipe, name)
+        if cast.format and cast.format.per_row:
+            raise ValueError(
+                f"recipe {recipe}: {name} {cast} has a scale for each column of a group, whose rows are quantized in tiles here: "
+                f"use recipe.replace({name}=Cast(None)), or a format in blocks"
+            )
         units.append(cast.format.block[1] if cast.format and cast.format.block else 1)
     return int(np.lcm.reduce(units))
 

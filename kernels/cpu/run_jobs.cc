@@ -54,11 +54,11 @@ Tiling make_tiling(const Format& format, int64_t batches, int64_t rows, int64_t 
   t.rows = rows;
   t.columns = columns;
   t.row_phase = first_row % block_rows;
-  t.column_phase = first_column % block_columns;
+  t.column_phase = format.per_row() ? 0 : first_column % block_columns;
   t.grid_rows = rows == 0 ? 0 : up(t.row_phase + rows, block_rows);
   t.grid_columns = columns == 0 ? 0 : up(t.column_phase + columns, block_columns);
   // Tiles begin on block boundaries, and packed codes can only be cut between bytes.
-  const bool cut = code_row_bytes(format.element, 4) == 4 || t.column_phase % 4 == 0;
+  const bool cut = !format.per_row() && (code_row_bytes(format.element, 4) == 4 || t.column_phase % 4 == 0);
   const auto widest_of = [&](int64_t bytes) {
     return std::clamp<int64_t>(bytes / (block_rows * element_bytes) / 128 * 128, 128, kLongestRow);
   };

@@ -37,6 +37,19 @@ struct Output {
   uint8_t* codes;
   void* scales;
   const uint32_t* key;  // two words, or null for nearest even
+  int64_t scale_bytes;
+};
+
+// An activation that makes the elements that are quantized, of a gate: silu, or gelu by tanh or by erf.
+enum class Activation { kSilu, kGeluTanh, kGeluErf };
+
+// How they are made of x, the gate: activation(gate), or activation(gate) * up. What an operation of PyTorch's would give is rounded to
+// the dtype.
+struct Gated {
+  Activation activation;
+  const void* up;     // of x's dtype and size; null: the gate alone
+  int64_t up_stride;  // elements from one of its rows to the next
+  bool pairs;         // gate and up alternate along the rows of x; `up` is the second element
 };
 
 // Rows in groups (blockfp/groups.h).
@@ -57,13 +70,15 @@ struct QuantizeArguments {
   const int32_t* amax;          // of the tensor, fp32 bits; or null
   const int32_t* amax_t;        // of the transposed one: its own where it is rotated
   const float* multiplier;      // per tensor, instead of amax
-  int32_t* recorded;            // per tensor: raised to the amax of x, or null
-  float* tensor_scale;          // two-level formats
+  int32_t* recorded;            // or null; zero before. Per tensor: raised to the amax of x; of blocks: kInfinity where x holds an Inf
+  bool mark;                    // scales, or of two levels tensor scales, become NaN where x holds an Inf: `amax` or `recorded` tells
+  float* tensor_scale;          // two-level formats; or null
   float* tensor_scale_t;
   int32_t eps_bits;
   int32_t largest_bits;         // replaces an FP8 block multiplier that overflows
   bool rotate_column;           // the random Hadamard transform before the column direction
   bool scales_by_tile;          // scales go where order_scales.cu expects them
+  Gated gated;                  // read by launch_gated alone
   Groups groups;
 };
 
@@ -134,14 +149,19 @@ struct ScalesByTile {
 cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
 // out: the amax of x, and that of x after the Hadamard transform of its columns.
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
+// The same of what an activation makes, in one call: the second of the two with `rotated` alone.
+cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);
 // Square matrices of 8-, 6- or 4-bit codes, or of 32-bit scales (bits 32).
 cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batches, int64_t rows, int64_t columns,
                              cudaStream_t stream);
-// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them.
-cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, cudaStream_t stream);
+// Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them. All
+// become NaN where `overflow` holds kInfinity; it may be null.
+cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream);
+// NaN for all scales where a.recorded holds kInfinity and they are to be marked.
+cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
 // Whether launch_order_scales can: lines come in whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);
 // One-byte scales [batches, m, n], each row standing for `repeat` of `rows` rows, in tensor-core order.
@@ -169,6 +189,15 @@ cudaError_t launch_tiles(const QuantizeArguments& a, cudaStream_t stream);
 // Of rows in groups; `a.groups` has no tiles yet, which `words`, of launch_group_rows, hold.
 template <class E>
 cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
+
+// Of what an activation makes. An error for elements and blocks that it isn't compiled for (kGatedBlock of gated.cuh).
+template <class E>
+cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
+// out: what an activation makes of x.
+cudaError_t launch_activation(const Matrices& x, const Gated& gated, void* out, cudaStream_t stream);
+// Gradients of gate and up from that of what an activation makes of them, x being the gate; they lie as gate and up do.
+cudaError_t launch_activation_gradient(const Matrices& gradient, const Matrices& x, const Gated& gated, const Matrices& d_x,
+                                       const Gated& d_gated, cudaStream_t stream);
 
 // Where groups lie: `words` of blockfp/groups.h, from their ends.
 cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t groups, int32_t* words, cudaStream_t stream);

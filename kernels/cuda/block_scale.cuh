@@ -108,6 +108,12 @@ __device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
   if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
 }
 
+// The stored scale of a tensor: `decode`, or NaN where the tensor holds an Inf and is to be marked.
+__device__ __forceinline__ float stored_tensor_scale(const QuantizeArguments& a, float decode) {
+  const bool overflows = a.mark && a.amax != nullptr && __ldg(a.amax) >= kInfinity;
+  return overflows ? from_bits<float>(kNan) : decode;
+}
+
 // Byte that marks a block of E with a NaN in it; only elements without a NaN code of their own need one.
 template <class E, int Block>
 constexpr int kNanMark = Block == 16 ? 0x7F : 0xFF;

@@ -5,12 +5,14 @@
 //       Hadamard transform of its columns.
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
 //       blocks, nan: int32, one for each block; tensor: int32, one element.
-//   quantize(x, amax?, recorded?, key?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, FORMAT,
-//            measure, eps_bits, largest_bits, rotate_t, row, column, rows, columns)
+//   quantize(x, amax?, recorded?, key?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
+//            measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns)
 //       codes, scales: along the rows of x. codes_t, scales_t: of x transposed. Either, or both from one read.
 //       amax: of the tensor, for formats with one scale per tensor or two levels: int32 bits; with `measure` it is computed first, in
-//       place; a float32 is the multiplier itself (delayed scaling). With rotate_t amax and tensor_scale have two elements, the
-//       second of the rotated, transposed direction. recorded: int32, raised to the amax of x.
+//       place; a float32 is the multiplier itself (delayed scaling). With rotate_t it has two elements, the second of the rotated,
+//       transposed direction. recorded: int32, one element: of formats with one scale per tensor it becomes the amax of x, of
+//       formats in blocks the bits of Inf where x holds one. mark: the scales (of two levels the tensor scales) become NaN where x
+//       holds an Inf; it needs `recorded` wherever there is no amax.
 //       key: int32 or uint32 [2], or [4] whose second pair is for codes_t; absent: nearest even. rotate_t: the random Hadamard
 //       transform before codes_t. largest_bits: fp32 bits that replace an FP8 block multiplier that overflows.
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
@@ -29,7 +31,8 @@
 //       the second pass: codes of new masters in formats whose scales need the amax of the whole parameter, to which `first` points in
 //       their rows; `second`: their tensor_scale, of formats of two levels.
 //
-// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. `?`: None or
+// FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
+// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or
 // an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
 // stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
 // products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
@@ -44,7 +47,7 @@ Window window_of(const Format& f, int64_t x_rows, int64_t x_columns, int64_t row
   check(row >= 0 && column >= 0, "origin must not be negative; it is (", row, ", ", column, ")");
   const int tall = f.per_tensor() ? 1 : f.block_rows, wide = f.per_tensor() ? 1 : f.block_columns;
   return {row, column, rows > 0 ? rows : row + x_rows, columns > 0 ? columns : column + x_columns,
-          static_cast<int>(row % tall), static_cast<int>(column % wide)};
+          static_cast<int>(row % tall), f.per_row() ? 0 : static_cast<int>(column % wide)};
 }
 
 int64_t block_count(const Format& f, int64_t batches, int64_t rows, int64_t columns, int row_phase, int column_phase) {
@@ -72,7 +75,7 @@ void amax(TensorView x, TensorView out) {
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
                  int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   check(!f.per_tensor(), "a format with one scale per tensor has no block grid: use amax");
   const Matrices m = matrices_of(x, "x");
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);
@@ -84,9 +87,9 @@ void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor t
 }
 
 void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor key, MaybeTensor codes, MaybeTensor scales,
-              MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, int64_t element, int64_t block_rows,
-              int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits, int64_t largest_bits, bool rotate_t,
-              int64_t row, int64_t column, int64_t rows, int64_t columns) {
+              MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor tensor_scale_t, int64_t element,
+              int64_t block_rows, int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits, int64_t largest_bits,
+              bool rotate_t, bool mark, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
@@ -118,10 +121,12 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
         " is missing");
   check(has(codes_t) == has(scales_t) || x.numel() == 0, "codes_t and scales_t come together, and ",
         has(codes_t) ? "scales_t" : "codes_t", " is missing");
-  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), key_of(key, 0, on.device)};
-  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), key_of(key, 1, on.device)};
+  const auto scale_bytes = [&](const MaybeTensor& of) { return has(of) ? of.value().numel() * a.format.scale_bits() / 8 : 0; };
+  a.row = {data_of<uint8_t>(codes), data_of<void>(scales), key_of(key, 0, on.device), scale_bytes(scales)};
+  a.column = {data_of<uint8_t>(codes_t), data_of<void>(scales_t), key_of(key, 1, on.device), scale_bytes(scales_t)};
   check_array(recorded, "recorded", on.device, 1, 32, "one int32");
   a.recorded = data_of<int32_t>(recorded);
+  a.mark = mark;
   if (whole || two_levels) {
     check(has(amax), "a format with one scale per tensor or two levels needs an amax");
     check_array(amax, "amax", on.device, rotate_t ? 2 : 1, 32, "one int32 (bits) or one float32 (a multiplier), two int32 with rotate_t");
@@ -133,16 +138,21 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
       a.amax_t = a.amax + (rotate_t ? 1 : 0);
     }
   }
-  check(has(tensor_scale) == two_levels, "tensor_scale belongs to formats of two levels, and is ",
-        has(tensor_scale) ? "there" : "missing");
-  check_array(tensor_scale, "tensor_scale", on.device, rotate_t ? 2 : 1, 32, "one float32, two with rotate_t");
-  a.tensor_scale = data_of<float>(tensor_scale);
-  a.tensor_scale_t = a.tensor_scale + (rotate_t ? 1 : 0);
+  check(!mark || a.amax != nullptr || has(recorded), "an Inf is marked by an amax or by `recorded`, and both are missing");
+  const auto scale_of_tensor = [&](const MaybeTensor& scale, const MaybeTensor& own, const char* name) {
+    check(two_levels ? has(scale) || !has(own) : !has(scale), name, " belongs to a direction of a format of two levels, and is ",
+          has(scale) ? "there" : "missing");
+    check_array(scale, name, on.device, 1, 32, "one float32");
+    return data_of<float>(scale);
+  };
+  a.tensor_scale = scale_of_tensor(tensor_scale, codes, "tensor_scale");
+  a.tensor_scale_t = scale_of_tensor(tensor_scale_t, codes_t, "tensor_scale_t");
   a.eps_bits = static_cast<int32_t>(eps_bits);
   a.largest_bits = static_cast<int32_t>(largest_bits);
   a.rotate_column = rotate_t;
   check(!rotate_t || (two_levels && !square && row % 16 == 0),
         "only NVFP4 in blocks of 1x16 is rotated, from rows that are multiples of 16; the first row is ", row);
+  if (a.recorded != nullptr) on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
   if (measure && a.amax != nullptr) {
     int32_t* out = data_of<int32_t>(amax);
     on.done(rotate_t ? launch_amax_rotated(a.x, out, on.stream) : launch_amax(a.x, out, on.stream));
@@ -162,7 +172,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
             int64_t eps_bits, int64_t largest_bits, int64_t row, int64_t column, int64_t rows, int64_t columns) {
   const OnDevice on(x, "x");
   const Matrices m = matrices_of(x, "x");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Window w = window_of(f, m.rows, m.columns, row, column, rows, columns);
   const int64_t count = block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase);
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of x");
@@ -182,7 +192,7 @@ void encode(TensorView x, MaybeTensor blocks, MaybeTensor nan, MaybeTensor amax,
 void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, TensorView out, int64_t element,
                 int64_t block_rows, int64_t block_columns, int64_t rule, int64_t row, int64_t column) {
   const OnDevice on(out, "out");
-  const Format f = checked_format(element, block_rows, block_columns, rule);
+  const Format f = checked_format(element, block_rows, block_columns, rule, true);
   const Matrices m = matrices_of(out, "out");
   check(out.IsContiguous(), "out must be contiguous; it is ", describe(out));
   const Window w = window_of(f, m.rows, m.columns, row, column, 0, 0);

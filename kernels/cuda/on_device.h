@@ -45,12 +45,12 @@ class OnDevice {
   int before_ = 0;
 };
 
-// The format that four numbers stand for, of those that this library has.
-inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
+// The format that four numbers stand for, of those that this library has; `any_row`: also FP8 with a scale for each row of any length.
+inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool any_row = false) {
   const Format f = format_of(element, block_rows, block_columns, rule);
   const bool fp8 = element <= E5M2::kId && f.rule <= ScaleRule::kPow2;
   const bool mx = f.rule == ScaleRule::kE8m0Ceil || f.rule == ScaleRule::kE8m0Floor;
-  const bool known = (fp8 && (block_columns == 0 || block_columns == 128)) || (mx && block_columns == 32) ||
+  const bool known = (fp8 && (block_columns == 0 || block_columns == 128 || (any_row && f.per_row()))) || (mx && block_columns == 32) ||
                      (element == E2M1::kId && f.two_levels() && block_columns == 16);
   check(known && (block_rows == block_columns || block_rows == 1),
         "this library has FP8 per tensor and in blocks of 128, MX in blocks of 32, and NVFP4 in blocks of 16; the format has element ",

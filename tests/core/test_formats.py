@@ -23,12 +23,13 @@ ML_DTYPES = {
 
 def test_the_names():
     expected = {f"fp8_{e}{s}" for e in ("e4m3", "e5m2") for s in ("", "_pow2")}
+    expected |= {f"fp8_{e}_row{s}" for e in ("e4m3", "e5m2") for s in ("", "_pow2")}
     expected |= {f"fp8_{e}_{b}{s}" for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_fp32")}
     mx = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8")
     expected |= {f"{m}{b}{r}" for m in mx for b in ("", "_32x32") for r in ("", "_floor")}
     expected |= {"nvfp4", "nvfp4_16x16"}
     assert set(NAMES) == expected
-    assert len(NAMES) == len(FORMATS) == 38
+    assert len(NAMES) == len(FORMATS) == 42
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -57,6 +58,7 @@ def test_constants_are_the_named_formats():
     assert formats.MXFP8.name == "mxfp8_e4m3"
     assert formats.FP8_BLOCK_128x128.block == (128, 128)
     assert formats.NVFP4.scale.two_level
+    assert {f.name for f in FORMATS if f.per_row} == {f for f in NAMES if "_row" in f}
     assert {f.name for f in FORMATS if f.has_tensor_scale and f.block} == {"nvfp4", "nvfp4_16x16"}
     assert all(f.has_tensor_scale for f in FORMATS if f.block is None)
     assert {f.scale.name for f in FORMATS if f.scale.power_of_two} == {"pow2", "e8m0_ceil", "e8m0_floor"}

@@ -16,7 +16,7 @@ def times_scales(elements, scales, format, tensor_scale):
     """The values of elements and scales, by numbers alone."""
     values = elements.astype(np.float64) / (64 if format.element.name == "int8" else 1)
     rows, columns = format.block or values.shape[-2:]
-    each = np.repeat(np.repeat(scales.astype(np.float64), rows, axis=-2), columns, axis=-1)
+    each = np.repeat(np.repeat(scales.astype(np.float64), rows, axis=-2), min(columns, values.shape[-1]), axis=-1)
     return (
         values * each[..., : values.shape[-2], : values.shape[-1]] * (1 if tensor_scale is None else np.float64(tensor_scale))
     )

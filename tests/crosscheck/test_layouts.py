@@ -11,6 +11,7 @@ import blockfp
 from blockfp import cli
 from blockfp.definition import layout
 from blockfp.errors import BadFile
+from blockfp.files.layouts import known
 from blockfp.files.layouts.known import LAYOUTS
 from blockfp.files.modelfile import Entry, write_safetensors
 from blockfp.formats import FORMATS, Format
@@ -113,9 +114,36 @@ def test_fp8_with_one_scale(shape, dtype, tmp_path):
     np.testing.assert_array_equal(got["a.weight"].dequantize(np.float32), codes.view(FP8).astype(np.float32) * 0.375)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("scale", [(40, 1), (40,)], ids=str)
+def test_fp8_with_a_scale_for_each_row(scale, dtype, tmp_path):
+    codes, scales = fp8_codes(40, 200), RNG.uniform(1e-3, 2, scale).astype(dtype)
+    file = {"a.weight": codes.view(FP8), "a.weight_scale": scales}
+    q = blockfp.load(write(tmp_path / "model.safetensors", file))["a.weight"]
+    assert q.format.name == "fp8_e4m3_row"
+    np.testing.assert_array_equal(q.codes, codes)
+    np.testing.assert_array_equal(q.scales, scales.astype(np.float32).reshape(40, 1))
+    exact = codes.view(FP8).astype(np.float64) * scales.astype(np.float64).reshape(40, 1)
+    np.testing.assert_array_equal(q.dequantize(np.float32), exact.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("strategies", "format"),
+    [(["channel"], "row"), (["channel", "tensor"], "row"), (["channel", "group"], "1x128_fp32"), ([], "1x128_fp32")],
+    ids=str,
+)
+def test_short_rows_are_what_the_config_says(strategies, format, tmp_path):
+    """Up to 128 columns a scale for each row is also one for each block of 1x128."""
+    groups = {f"group_{i}": {"weights": {"strategy": strategy}} for i, strategy in enumerate(strategies)}
+    config = {"quantization_config": {"config_groups": groups}} if groups else None
+    file = {"a.weight": fp8_codes(40, 128).view(FP8), "a.weight_scale": np.full((40, 1), 0.25, np.float32)}
+    got = blockfp.load(write(tmp_path / "model.safetensors", file, config))
+    assert got["a.weight"].format.name == f"fp8_e4m3_{format}"
+
+
 INT4 = RNG.integers(0, 9, (16, 4), dtype=np.int32)
 REFUSED = {
-    "a scale for each row": {"a.weight": fp8_codes(64, 160).view(FP8), "a.weight_scale": np.ones((64, 1), np.float32)},
+    "(8, 2)": {"a.weight": fp8_codes(16, 256).view(FP8), "a.weight_scale": np.ones((8, 2), np.float32)},
     "no format of blockfp has": {"a.weight_packed": INT4, "a.weight_scale": np.ones((16, 1), BF16)},
     "zero points": {"a.weight_packed": INT4, "a.weight_zero_point": np.zeros((16, 1), np.int8)},
     "GPTQ": {"a.qweight": INT4, "a.qzeros": INT4, "a.scales": np.ones((1, 4), np.float16)},
@@ -151,7 +179,7 @@ def kept(format):
     """The layouts that hold a format as it is."""
     weight = blockfp.quantize(np.ones((128, 128), np.float32), format)
     described = type("W", (), {"name": "a.weight", "format": format, "shape": weight.shape})
-    return [name for name, known in LAYOUTS.items() if known.problem(described) is None]
+    return [name for name, one in LAYOUTS.items() if one.problem(described) is None]
 
 
 PAIRS = [(format, name) for format in FORMATS for name in kept(format)]
@@ -184,6 +212,26 @@ def test_there_and_back(format, name, tmp_path):
     else:
         np.testing.assert_array_equal(a.dequantize(np.float32), b.dequantize(np.float32))
     np.testing.assert_array_equal(before["lm_head.weight"], after["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_weight_is_requantized_once(name, monkeypatch, tmp_path):
+    calls, once = [], known.quantize
+    monkeypatch.setattr(known, "quantize", lambda *arguments: calls.append(1) or once(*arguments))
+    x = {f"{i}.weight": blockfp.quantize(np.ones((128, 256), np.float32), "mxfp6_e3m2") for i in range(2)}
+    blockfp.save(tmp_path / "in.safetensors", x)
+    assert run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", name).exit_code == 0
+    assert len(calls) == 2
+
+
+def test_scales_that_a_layout_can_not_hold_are_refused_where_they_are_made(tmp_path):
+    x = np.ones((128, 256), np.float32)
+    x[3, 4] = np.nan
+    blockfp.save(tmp_path / "in.safetensors", {"a.weight": blockfp.quantize(x, "mxfp8_e4m3")})
+    result = run("convert", tmp_path / "in.safetensors", tmp_path / "out", "--layout", "modelopt")
+    assert result.exit_code == 2
+    assert "has NaN scales, which modelopt would read as numbers" in " ".join(result.output.split())
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -244,7 +292,7 @@ def test_transformers_reads_the_same_mxfp4(tmp_path):
     np.testing.assert_array_equal(got, values.mT.numpy())
 
 
-@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_128x128_fp32", "mxfp8_e4m3", "mxfp4_e2m1", "nvfp4"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_128x128_fp32", "mxfp8_e4m3", "mxfp4_e2m1", "nvfp4"])
 def test_compressed_tensors_writes_it(format, tmp_path):
     """Its own compressor's entries are read with their bits, and mean what its decompressor says."""
     torch = pytest.importorskip("torch")
@@ -255,9 +303,9 @@ def test_compressed_tensors_writes_it(format, tmp_path):
 
     from blockfp.files.layouts import compressed_tensors
 
-    known = compressed_tensors.scheme(Format.parse(format))
-    group = {"targets": ["Linear"], "weights": known.weights, "format": known.format}
-    told = {"quant_method": "compressed-tensors", "format": known.format, "config_groups": {"group_0": group}}
+    scheme = compressed_tensors.scheme(Format.parse(format))
+    group = {"targets": ["Linear"], "weights": scheme.weights, "format": scheme.format}
+    told = {"quant_method": "compressed-tensors", "format": scheme.format, "config_groups": {"group_0": group}}
     config = QuantizationConfig.model_validate(told)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
@@ -265,10 +313,10 @@ def test_compressed_tensors_writes_it(format, tmp_path):
     layer, q = model[0], blockfp.quantize(model[0].weight.detach().numpy(), format)
     # Scales are what a calibration finds; the library then rounds and packs by itself.
     with torch.no_grad():
-        if known.group == 32:
+        if scheme.group == 32:
             layer.weight_scale.copy_(torch.exp2(torch.from_numpy(q.scales.astype(np.float32)) - 127))
         else:
-            scales = q.scales.view(FP8).astype(np.float32) if known.group else q.scales
+            scales = q.scales.view(FP8).astype(np.float32) if scheme.group else q.scales
             layer.weight_scale.copy_(torch.from_numpy(scales.reshape(layer.weight_scale.shape)))
         if q.tensor_scale is not None:
             layer.weight_global_scale.fill_(float(np.float32(1) / q.tensor_scale))

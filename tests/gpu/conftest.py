@@ -30,6 +30,13 @@ def waiting_raises():
     return _waiting_raises
 
 
+@pytest.fixture(autouse=True)
+def first_gpu():
+    """XLA leaves the GPU that it used last as the thread's own, where there are several."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -36,7 +36,7 @@ WEIGHTS_ALONE = Recipe("weights alone", *(HIGH_PRECISION,) * 6)
 
 def shape_for(format, straddling):
     """[out, in] of a weight that all meshes cut between blocks; or inside of blocks, and of bytes."""
-    rows, columns = format.block or (4, 32)
+    rows, columns = (1, 128) if format.per_row else format.block or (4, 32)
     return (152, 84) if straddling else (8 * max(rows, 4), 2 * columns)
 
 

@@ -35,7 +35,7 @@ def lent(*shape, dtype="float32"):
         ),
         (
             lambda f: f.amax(lent(4, 64), lent(4, 2, dtype="int32"), None, None, FP32, *MX[:2], 24, MX[3], 0, 0),
-            "block columns must be 0, 16, 32, 64 or 128, and are 24",
+            "block columns must be 0, 16, 32, 64, 128 or those of a whole row, 1073741824, and are 24",
         ),
         (
             lambda f: f.rotate(lent(4, 64), lent(4, 63), FP32),

@@ -42,7 +42,7 @@ GEOMETRIES = tuple(alike[0] for alike in ALIKE)
 
 def shapes(format):
     """Shapes whose shards are aligned, straddle blocks, are uneven, and are empty, on the meshes above."""
-    rows, columns = format.block or (16, 32)
+    rows, columns = (1, 128) if format.per_row else format.block or (16, 32)
     unit = max(rows, 4)
     wide = 2 * columns if columns < 128 else columns
     return [(8 * unit, 8 * columns), (3 * unit + 5, wide + 7), (5, 24), (7 * unit - 1, columns // 2 + 1), (2 * unit + 8, wide)]

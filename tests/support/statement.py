@@ -37,7 +37,7 @@ def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
     block = (int(square[1]), int(square[2])) if square else None
     if name.startswith("fp8"):
         if block is None:
-            return element, None, "pow2" if name.endswith("pow2") else "fp32"
+            return element, (1, 1 << 30) if "_row" in name else None, "pow2" if name.endswith("pow2") else "fp32"
         return element, block, "fp32" if name.endswith("fp32") else "pow2"
     if name.startswith("nvfp4"):
         return element, block or (1, 16), "nvfp4"

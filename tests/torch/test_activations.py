@@ -31,7 +31,7 @@ def values(kind, shape, dtype=torch.bfloat16, seed=0):
 
 def unit(format, across):
     """Elements along rows and columns that a part must be a multiple of to be aligned; packed codes count."""
-    rows, columns = format.block or (1, 1)
+    rows, columns = (1, 128) if format.per_row else format.block or (1, 1)
     return (columns, rows) if across else (rows, columns)
 
 

@@ -240,7 +240,7 @@ def two_dimensional(rank, format, whole, expected, axis):
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_over_tensor_parallelism(format):
-    rows, columns = format.block or (16, 32)
+    rows, columns = (1, 128) if format.per_row else format.block or (16, 32)
     for shape, axis in (((4 * rows, columns), 0), ((3 * rows + 6, columns), 0), ((2 * rows + 6, 2 * columns), 1)):
         whole = weights_for([shape])[0]
         placements = threaded.run(4, two_dimensional, format, whole, bfp.quantize(whole, format), axis)[0]

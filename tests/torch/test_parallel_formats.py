@@ -15,7 +15,7 @@ MESHES = {"tp": ("tp", False), "tp+sp": ("tp", True), "fsdp x tp": ("fsdp x tp",
 
 def shape_of(format, aligned):
     """Tokens, in, out, no two alike: parts are whole blocks of the format, or end inside one."""
-    unit = 2 * max(format.block or (16, 16))
+    unit = 2 * max((1, 128) if format.per_row else format.block or (16, 16))
     return (unit, 2 * unit, 3 * unit) if aligned else (40, 56, 88)
 
 

@@ -75,6 +75,8 @@ def test_transposes(name):
 def test_one_dimensional_blocks_have_no_transpose():
     with pytest.raises(ValueError, match="mxfp8_e4m3 has 1x32 blocks"):
         _ = bfp.quantize(tensor(), "mxfp8_e4m3").mT
+    with pytest.raises(ValueError, match="fp8_e4m3_row has a scale for each row"):
+        _ = bfp.quantize(tensor(), "fp8_e4m3_row").mT
 
 
 @BY_NAME
@@ -95,7 +97,7 @@ def test_rows_are_windows(format):
 
 @BY_NAME
 def test_whole_blocks_of_columns_are_windows(format):
-    width = format.block[1] if format.block else 8
+    width = 8 if format.block is None or format.per_row else format.block[1]
     q = bfp.quantize(tensor((40, 4 * width - 3)), format)
     whole = q.dequantize()
     for first, last in ((0, width), (width, 3 * width), (2 * width, 4 * width), (width, width)):
@@ -105,7 +107,7 @@ def test_whole_blocks_of_columns_are_windows(format):
         assert torch.equal(part.dequantize(), whole[:, first:last])
         assert torch.equal(part[5:].clone().dequantize(), whole[5:, first:last])
     assert torch.equal(q.split(width, dim=1)[1].dequantize(), whole[:, width : 2 * width])
-    if format.block or format.element.packed:
+    if (format.block and not format.per_row) or format.element.packed:
         with pytest.raises(NotImplementedError, match=rf"aten.slice.*slice columns at multiples of {width}"):
             _ = q[:, 1:width]
 

@@ -6,6 +6,7 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+
+from .overflow import marker
 
 
 class Both(NamedTuple):
@@ -70,6 +73,11 @@ def _key(key: Any, x: Array) -> Any:
         return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
     words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
     return torch.tensor(words, dtype=torch.int32, device=x.device)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
@@ -158,16 +166,20 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     key = _key(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
-    codes = scales = tensor_scale = None
+    codes = scales = tensor_scale = tensor_scale_t = None
     if out is not None:
         codes, scales, tensor_scale = out
     elif rows:
         codes, scales = _outputs(x, (*leading, height, width), format, origin)
     if two_level and tensor_scale is None:
-        # A rotated direction has a tensor amax and scale of its own.
-        tensor_scale = x.new_empty((2,) if rotate else (), dtype=torch.float32)
+        tensor_scale = x.new_empty((), dtype=torch.float32)
+    if two_level and columns:
+        # A rotated direction has a scale of its own.
+        tensor_scale_t = x.new_empty((), dtype=torch.float32)
     x = _stack(x)
     place = (*origin, *(shape or (0, 0)))
+    if format.per_row:
+        return _quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -189,13 +201,29 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if columns:
         codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
     run.quantize(
-        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, *format_numbers(format),
-        measure, eps_bits, largest, rotate, *place,
+        x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *format_numbers(format),
+        measure, eps_bits, largest, rotate, False, *place,
     )  # fmt: skip
-    row_scale = column_scale = tensor_scale
-    if rotate and tensor_scale is not None:
-        row_scale, column_scale = tensor_scale[0], tensor_scale[1]
-    return Both(Quantized(codes, scales, row_scale), Quantized(codes_t, scales_t, column_scale), tensor_amax)
+    return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
+
+
+def _quantize_rows(
+    run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
+) -> Both:
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
+    made = []
+    for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
+        if not wanted:
+            made.append(Quantized(None, None, None))
+            continue
+        values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
+        codes, scales = parts if not turned else _outputs(values, tuple(values.shape), format, origin)
+        own = given or amax(values, format, origin=origin)
+        words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
+        whole = place[:1:-1] if turned else place[2:]
+        _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
+        made.append(Quantized(codes, scales, None))
+    return Both(*made)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
@@ -204,9 +232,11 @@ def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scal
 
 
 def reader(
-    x: torch.Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool = False, eps: float = 0.0, given: bool = False
-) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[list[torch.Tensor], torch.Tensor | None]]:
+    x: torch.Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool, eps: float, given: bool, random: bool
+) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]]:
     """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
+
+    Scales of a matrix that holds an Inf, or of two levels its tensor scales, are NaN.
 
     Args:
         x: one of them, [.., rows, columns].
@@ -215,56 +245,69 @@ def reader(
         rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
         eps: as for `quantize`.
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
+        random: whether both directions are rounded stochastically.
 
     Returns:
-        A function of a matrix, what is given (the amax, int32 [1], or the multiplier, float32 of one element) or None, and
-        keys, int32 [2, 2], or None. It returns the parts of the directions, new memory each, and the amax of the matrix,
-        int32 [1], where the scales needed it or a multiplier stood for it; else None.
+        A function of a matrix, its amax, int32 [1], a multiplier, float32 of one element, and keys, int32 [2, 2]; each None
+        where it isn't given. It returns the parts of the directions, new memory each, and after them the amax of the matrix,
+        int32 [1], where there is a multiplier.
     """
     _check(x)
-    device, run, two_level = x.device, library().quantize, format.scale.two_level
+    device, run = x.device, library().quantize
     eps_bits, largest = limits(format, eps, bits.dtype_name(x))
     *leading, height, width = x.shape
-    sizes: list[Any] = [None] * 4
-    if rows:
-        sizes[:2] = layout.parts((*leading, height, width), format)[:2]
-    if columns:
-        sizes[2:] = layout.parts((*leading, width, height), format)[:2]
-    outputs = [None if one is None else (one[0], getattr(torch, one[1])) for one in sizes]
-    measure = not given and (format.per_tensor or two_level)
-    amaxes = (2,) if rotate else (1,)
-    numbers = (*format_numbers(format), measure, eps_bits, largest, rotate, 0, 0, 0, 0)
-    empty = torch.empty
+    if format.per_row:
+        return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
+    outputs: list[Any] = []
+    for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
+        found = [(size, _strides(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
+        outputs += found + [None] * (3 - len(found))
+    absent = [place for place in reversed(range(len(outputs))) if outputs[place] is None]
+    measures, in_blocks = not given and format.has_tensor_scale, not format.has_tensor_scale
+    words = (2 if rotate and measures else 1,)
+    numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
+    empty, int32 = torch.empty_strided, torch.int32
 
-    def read(x, known=None, keys=None):
-        amax = recorded = tensor_scale = None
-        if measure:
-            known = amax = empty(amaxes, dtype=torch.int32, device=device)
-        elif known is not None:
-            if known.device != device:
-                name = "multiplier" if known.dtype is torch.float32 else "amax"
-                check_beside(x, "x", **{name: known})
-            if known.dtype is torch.float32:
-                amax = recorded = torch.zeros(1, dtype=torch.int32, device=device)
-            else:
-                amax = known
-            known = known.view(1)
-        if two_level:
-            tensor_scale = empty(amaxes, dtype=torch.float32, device=device)
-        made: list[Any] = []
-        for one in outputs:
-            made.append(None if one is None else empty(one[0], dtype=one[1], device=device))
-        codes, scales, codes_t, scales_t = made
-        run(
-            x, known, recorded, None if keys is None else keys.view(4), codes, scales, tensor_scale, codes_t, scales_t, *numbers
-        )
+    def read(x, amax=None, multiplier=None, keys=None):
+        known = recorded = None
+        if measures:
+            known = empty(words, (1,), dtype=int32, device=device)
+        elif in_blocks:
+            recorded = empty(words, (1,), dtype=int32, device=device)
+        elif multiplier is None:
+            known = amax
+        else:
+            known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
+        if given and known.device != device:
+            check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
         parts = []
-        if rows:
-            parts += (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale[0])
-        if columns:
-            # Results of an op share no memory.
-            parts += (codes_t, scales_t) if tensor_scale is None else (codes_t, scales_t, tensor_scale[-1].clone())
-        return parts, amax[:1] if rotate and amax is not None else amax
+        for one in outputs:
+            parts.append(None if one is None else empty(one[0], one[1], dtype=one[2], device=device))
+        run(x, known, recorded, keys if random else None, *parts, *numbers)
+        for place in absent:
+            del parts[place]
+        if multiplier is not None:
+            parts.append(recorded)
+        return parts
+
+    return read
+
+
+def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool, random: bool):
+    """`reader` of a format with a scale for each row."""
+    if rotate:
+        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
+    run, directions = library(), [turned for turned, wanted in ((False, rows), (True, columns)) if wanted]
+    mark_each = marker([format] * len(directions), False)
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        key = keys.view(4) if random and keys is not None else None
+        parts = _outputs(x, tuple(x.shape), format) if rows else (None, None)
+        both = _quantize_rows(run, _stack(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
+        made = [q[:2] for q in both[:2] if q.codes is not None]
+        if x.numel():
+            mark_each(x, made, None)
+        return [part for parts in made for part in parts]
 
     return read
 

@@ -56,8 +56,11 @@ def _weight(weight: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, 
     return Matrix(parts, None if scales is None else format)
 
 
-def _in_squares(format: Format | None) -> bool:
-    return format is not None and format.block is not None and format.block[0] > 1
+def _why_columns(format: Format | None) -> str | None:
+    """Says why the columns of groups are not quantized all at once in a format; None where they are."""
+    if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
+        return None
+    return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"
 
 
 def _on_device(x: Tensor, reason: str | None) -> bool:
@@ -84,8 +87,7 @@ def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, kee
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
     (tokens, k), n, count = x.shape, weight.shape[-2], offs.shape[0]
     reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
-    if reason is None and _in_squares(column.format):
-        reason = f"columns in square blocks, {column.format}"
+    reason = reason or _why_columns(column.format)
     if _on_device(x, reason):
         words = cuda_groups.group_rows(offs, tokens)
         found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
@@ -125,7 +127,7 @@ def _columns(x, words, multiplier, casts, count) -> list[Tensor]:
     recipe = recipe_of(casts)
     cast = recipe.input_columnwise
     assert cast.format is not None
-    if _on_device(x, f"columns in square blocks, {cast.format}" if _in_squares(cast.format) else None):
+    if _on_device(x, _why_columns(cast.format)):
         found = quantized_at_once(x, words, count, HIGH_PRECISION, cast, multiplier, None, recipe.eps)
         return [*(found.column or []), *_present(found.amaxes)]
     ends, each, amaxes = words[:count].tolist(), [], []

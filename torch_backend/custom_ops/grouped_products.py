@@ -52,6 +52,9 @@ def why_apart(
     """
     if a is not None and a.block is not None and a.block[0] > 1:
         return f"rows in square blocks, {a}"
+    for format in (a, w):
+        if format is not None and format.per_row:
+            return f"a scale for each row, {format}"
     if w is None and again is not None:
         return f"a weight that is quantized columnwise alone, in {again}"
     k = x.shape[1]
@@ -78,6 +81,8 @@ def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dty
     for format in (a, b):
         if format is not None and format.block is not None and format.block[0] > 1:
             return f"columns in square blocks, {format}"
+        if format is not None and format.per_row:
+            return f"a scale for each column, {format}"
     if _mode(x.device, a, b, exact) is not None:
         return None
     if (a is None) != (b is None):

@@ -52,7 +52,7 @@ def quantize_operand(
         x: [rows, columns], float32, float16 or bfloat16.
         row, column: formats, or None.
         amax: int32 [1], fp32 bits of the largest magnitude, where it is known: formats with one scale per tensor take their
-            scale from it, and all formats whether x overflows.
+            scale from it.
         multiplier: float32 of one element, instead of an amax: delayed scaling. The amax of x is returned then.
         row_key, column_key: two words each as int32 [2], for stochastic rounding.
         rotate: the random Hadamard transform before the columnwise direction.

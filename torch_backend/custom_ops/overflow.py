@@ -4,12 +4,13 @@ Codes saturate: an Inf becomes the largest code, and where its scale is 1 nothin
 that products get of such an operand are NaN (byte 255 of E8M0). Codes, and what `quantize` returns, stay as the definition
 says.
 
-    the amax is at hand    one scale per tensor, two levels     one comparison
-    the scales tell        MX: only an Inf has byte 254         a look at the scales, 1/32 byte an element
-    neither                FP8 blocks, MXINT8                   on a GPU another read of the operand, or in compiled code a
-                                                                maximum that is found where the operand is made
+The CUDA kernels that quantize a whole operand see an Inf themselves, and mark it (kernels/cuda/exports.cu). Here is what marks
+the others.
 
-On a CPU the host looks, first at the scales: only where one is what an Inf leaves behind does it look at the values.
+    on a CPU                     the host looks, first at the scales: only where one is what an Inf leaves behind does it look
+                                 at the values
+    parts on a GPU, and where    the amax, where it is at hand; of MX the scales, in which only an Inf has byte 254; another read
+    there is no library          of the operand
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
     """Plans `mark` for a format each direction; returns a function of the operand, the parts of each, and the amax."""
     bytes_of_scales = [format.scale.e8m0 for format in formats]
-    tell = all(map(scales_tell, formats)) and all(bytes_of_scales)
+    tell = all(format.scale.e8m0 and format.element.max >= 2 for format in formats)
 
     def on_the_host(x: Tensor, directions: Sequence[Sequence[Tensor]], amax: Tensor | None) -> None:
         if _overflows(x, directions[0][-1], amax):
@@ -68,13 +69,6 @@ def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequenc
                 parts[-1].add_(largest, alpha=0)
 
     return on_the_host if on_cpu else on_the_device
-
-
-def scales_tell(format: Format | None) -> bool:
-    """Says whether an Inf shows without another read: in scales that no finite value has, or in a known amax."""
-    if format is None or format.has_tensor_scale:
-        return True
-    return format.scale.e8m0 and format.element.max >= 2
 
 
 def _overflows(x: Tensor, factor: Tensor, amax: Tensor | None) -> bool:

@@ -214,6 +214,7 @@ def multiply_parts(
 def _cut(x: Matrix) -> bool:
     """Says whether x begins inside a block."""
     rows, columns = (x.format and x.format.block) or (1, 1)
+    columns = 1 if x.format and x.format.per_row else columns
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
@@ -252,7 +253,7 @@ def _aligned(x: Matrix, k: int) -> Matrix:
 def _on_codes(
     a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, *, bands: bool = False
 ) -> Tensor:
-    """Multiplies FP8 with one scale or in blocks of 128, by the CUDA library; for `bands` see `kernels.products.plan`."""
+    """Multiplies FP8 with one scale, one for each row or in blocks of 128, by the CUDA library; for `bands` see `kernels.products.plan`."""
     codes, m = a.parts[0], a.parts[0].shape[0]
     assert a.format is not None
     assert b.format is not None

@@ -1,7 +1,7 @@
 """Plans by which a matrix is quantized rowwise, columnwise or both ways.
 
 All that is static (shapes, strides, dtypes, formats, which kernels run) is worked out when a matrix is the first of its kind.
-What is left for each call is memory for the results, the kernel, and the mark of an Inf (`overflow`).
+What is left for each call is memory for the results and the kernel, and on a CPU the mark of an Inf (`overflow`).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def part_count(format: Format) -> int:
 
 
 def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
-    """One launch where both directions share a format and a way of rounding, otherwise one for each."""
-    strided, marked = x.stride(-1) != 1, x.numel() > 0
+    """One call where both directions share a format and a way of rounding, otherwise one for each."""
+    strided = x.stride(-1) != 1
     if row is not None and column is row and random[0] == random[1]:
         wanted = [(row, True, True, random[0])]
     else:
@@ -120,27 +120,22 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
     reads = []
     for format, rows, columns, stochastic in wanted:
         given = multiplied or (knows_amax and format.per_tensor)
-        options = {"rows": rows, "columns": columns, "rotate": rotate and columns, "eps": eps_for(format, eps)}
-        read = cuda.reader(x if not strided else x.contiguous(), format, given=given, **options)
-        count = part_count(format)
-        ends = [slice(0, count), slice(count, None)] if rows and columns else [slice(None)]
-        reads.append((read, given, stochastic, ends, marker([format] * len(ends), False)))
+        options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic}
+        own = x.contiguous() if strided else x
+        reads.append(cuda.reader(own, format, rows=rows, columns=columns, given=given, **options))
+    if len(reads) == 1 and not strided:
+        return reads[0]
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         # Gradients of sums come as expanded scalars.
-        x = x.contiguous() if strided else x.detach()
-        parts, recorded = [], None
-        for read, given, stochastic, ends, mark_each in reads:
-            known = (amax if multiplier is None else multiplier) if given else None
-            own, largest = read(x, known, keys if stochastic else None)
+        x = x.contiguous() if strided else x
+        parts: list[Tensor] = []
+        for read in reads:
             if multiplier is not None:
-                amax = recorded = largest
-            elif amax is None:
-                amax = largest
-            if marked:
-                mark_each(x, [own[end] for end in ends], amax)
-            parts += own
-        return parts if recorded is None else [*parts, recorded]
+                # The amax that the direction before has recorded is the same one.
+                del parts[-1:]
+            parts += read(x, amax, multiplier, keys)
+        return parts
 
     return run
 

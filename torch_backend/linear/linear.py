@@ -119,7 +119,7 @@ def apply(
         known = _known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
-        _check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
+        check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
     # Not reshape: of no elements it can't infer a length.
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
@@ -127,7 +127,7 @@ def apply(
             x,
             weight,
             bias,
-            _call_of(x, weight, bias, recipe, state, key, grouped, shared),
+            call_of(x, weight, bias, recipe, state, key, grouped, shared),
             state,
             key,
             counts,
@@ -137,7 +137,7 @@ def apply(
         y = transformed(rows, weight, bias, run)
     else:
         if call is None:
-            call = _call_of(rows, weight, bias, recipe, state, key, grouped, shared)
+            call = call_of(rows, weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
         shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
@@ -183,7 +183,7 @@ def _known_by(
     )
 
 
-def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
+def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
     if isinstance(x, QuantizedTensor):
         raise TypeError("x is quantized already: pass its values, or x.dequantize()")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
@@ -202,7 +202,7 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: b
         )
 
 
-def _call_of(
+def call_of(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -212,7 +212,7 @@ def _call_of(
     grouped: bool,
     parallel: Parallel | None,
 ) -> Call:
-    """Checks what `_check_tensors` doesn't, and returns the constants of the call."""
+    """Checks what `check_tensors` doesn't, and returns the constants of the call."""
     kind, state = x.device.type, state or LinearState()
     # torch has none for meta.
     autocast = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None

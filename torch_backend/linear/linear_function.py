@@ -44,7 +44,7 @@ class LinearFunction(torch.autograd.Function):
         format = columnwise.format
         if call.direct and runs_now(x):
             multiplier = scale if recipe.input.format is not None or format is not None else None
-            w = _taken_apart([weight], call)
+            w = taken_apart([weight], call)
             y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight, w[3], shared)
             if multiplier is not None:
                 largest = made.pop()
@@ -112,7 +112,7 @@ class LinearFunction(torch.autograd.Function):
             run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
             w = (None, None, None, (0, 0))
             if parts:
-                w = _taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
+                w = taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
             del parts
             if ctx.observed is not None:
                 known = {"amax": amax, "multiplier": multiplier, "keys": keys}
@@ -130,7 +130,7 @@ class LinearFunction(torch.autograd.Function):
         return d_x, d_weight, d_bias, *rest
 
 
-def _taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
+def taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
     """Codes, scales and tensor scale of the weight, and its origin; of values, these alone."""
     if len(parts) > 1:
         return parts[0], parts[1], parts[2] if len(parts) > 2 else None, (0, 0)

@@ -19,7 +19,6 @@ from blockfp.sharding.plans import Operand
 from ..custom_ops import part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
-from ..custom_ops.overflow import scales_tell
 from ..custom_ops.products import Matrix
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
@@ -112,10 +111,7 @@ def amax_where_compiled(
     if not (torch.compiler.is_compiling() and x.is_cuda and x.numel()):
         return None
     per_tensor = {format.per_tensor for format in (row, column) if format is not None}
-    scaled_by_it = per_tensor == {True} and plain and multiplier is None
-    if scaled_by_it or (per_tensor == {False} and not (scales_tell(row) and scales_tell(column))):
-        return tensor_amax(x)
-    return None
+    return tensor_amax(x) if per_tensor == {True} and plain and multiplier is None else None
 
 
 def _quantized_part(

@@ -13,7 +13,7 @@ from blockfp.recipes import ByPath, Compute, Recipe
 
 from .experts import Experts
 from .in_place import become
-from .kinds import Kind, base_kind, check_layer, quantized_class, quantized_names, weight_names
+from .kinds import Kind, adapter_layers, base_kind, check_layer, quantized_class, quantized_names, weight_names
 from .quantized_layer import QuantizedLayer, Weights
 from .summary import Summary, summary, tied_elsewhere
 
@@ -50,6 +50,7 @@ def convert(
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
     parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
     converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
+    The layers of PEFT's adapters stay as they are.
 
     Call it before `fully_shard`, before compiling, and before building the optimizer, which must see the new parameters.
 
@@ -102,8 +103,10 @@ def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     chosen: dict[nn.Module, _Chosen] = {}
-    # What attention multiplies with itself isn't its layers' to quantize.
-    taken = {child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()}
+    # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
+    taken = adapter_layers(model) | {
+        child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
+    }
     for path, module in model.named_modules():
         kind = None if module in taken else base_kind(module)
         if kind is None or (filter_fn is not None and not filter_fn(path, module)):

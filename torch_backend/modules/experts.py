@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,7 @@ from ..weights.module_state import InParts, RecipeState, keep_in_parts, part_pro
 from .quantized_layer import Weights, check_weights, made_weight, moved
 from .stateful_layer import StatefulLayer
 
-OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "parallel")
+OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "parallel", "added")
 """The attributes that a module gets."""
 
 PRODUCT = "_product"
@@ -76,6 +77,7 @@ class Experts(InParts):
         biases: the name of each weight's bias, or None, by the name of the weight.
         transposed: whether the weights are [experts, in, out].
         recipe, weights, keep_init, parallel: see `QuantizedLayer`.
+        added: functions of x and offs, by the name of the weight to whose products their results are added; see `adding`.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -87,6 +89,7 @@ class Experts(InParts):
     weights: Weights
     keep_init: bool
     parallel: Parallel | None
+    added: dict[str, Callable[[Tensor, Tensor], Tensor]]
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -126,6 +129,7 @@ class Experts(InParts):
         nn.Module.__init__(made)
         made.biases, made.transposed = found
         made.weights, made.compute, made.keep_init, made.parallel = weights, compute, keep_init, None
+        made.added = {}
         for name in made.biases:
             values = layer.get_parameter(name)
             product = GroupedProduct(recipe, compute, values.device)
@@ -172,7 +176,21 @@ class Experts(InParts):
         bias = self.biases[name]
         weight, bias = to_local(self.get_parameter(name)), None if bias is None else to_local(self.get_parameter(bias))
         weight = weight if dtype is None else weight.to(dtype)
-        return self.product_of(name)(x, weight, bias, offs, transposed=self.transposed)
+        y = self.product_of(name)(x, weight, bias, offs, transposed=self.transposed)
+        added = self.added.get(name)
+        return y if added is None else y + added(x, offs)
+
+    @contextmanager
+    def adding(self, name: str, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Adds function(x, offs), [tokens, out], to the products of `multiply` with a weight, as long as it is entered.
+
+        Adapters do this, which are beside a weight, and not in it.
+        """
+        self.added[name] = function
+        try:
+            yield
+        finally:
+            del self.added[name]
 
     def dispatched(self, x: Tensor, experts: Tensor) -> Received:
         """Sends tokens [tokens, in] to their experts, [tokens, k], as the group that shares these has them."""
@@ -196,7 +214,7 @@ class Experts(InParts):
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({"added": {}, **state})
         self.adopt()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

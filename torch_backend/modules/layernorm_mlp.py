@@ -5,23 +5,27 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from ..linear.gated_function import Gating
+from .gated_product import gated_product
 from .layernorm_linear import LayerNormLinear, Norm
 from .linear import Linear
 from .quantized_layer import LayerOptions, Weights
 
 Activation = Literal["gelu", "swiglu"]
 
+_GATINGS = {"gelu": Gating("gelu_tanh", "apart"), "swiglu": Gating("silu", "pairs")}
+
 
 class LayerNormMLP(nn.Module):
     """down(activation(up(norm(x)))).
 
     With SwiGLU, up gives gate and value from one product, [.., 2 * ffn]: silu(gate) * value goes on. They alternate, gate
-    first, so that tensor parallelism cuts between pairs.
+    first, so that tensor parallelism cuts between pairs. What goes on is quantized as it is made, from one read of `up`'s output
+    (`gated_product`), and never lies in memory.
 
     Args:
         features: length of x's last axis.
@@ -60,11 +64,7 @@ class LayerNormMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [.., features] for x [.., features]."""
-        hidden = self.up(x)
-        if self.activation == "gelu":
-            return self.down(F.gelu(hidden, approximate="tanh"))
-        gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(F.silu(gate) * value)
+        return gated_product(self.down, self.up(x), None, _GATINGS[self.activation])
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -101,7 +101,9 @@ class LocalParameter:
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         self.one_pass = self.two_passes = False
-        if format is not None and (format.block is None or not self.cuts_blocks(format.block)):
+        # A GPU's pass takes tiles, which know no amax of a whole row.
+        known = format is not None and not (format.per_row and local.is_cuda)
+        if known and (format.block is None or not self.cuts_blocks(format.block)):
             self.one_pass = step_table.one_pass(format)
             self.two_passes = not self.one_pass
         self._reduced_over: tuple[str, ...] | None = None

@@ -260,7 +260,7 @@ def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
 
 def _phase(q: QuantizedTensor) -> tuple[int, int]:
     rows, columns = q.format.block or (1, 1)
-    return q.origin[0] % rows, q.origin[1] % columns
+    return q.origin[0] % rows, 0 if q.format.per_row else q.origin[1] % columns
 
 
 # ---- new memory: for codes where it is to hold this tensor or a part of it, else for values
@@ -380,7 +380,7 @@ def _divide(q: QuantizedTensor, dim: int, spans: list[tuple[int, int]]) -> list[
 
 
 def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTensor:
-    """Slices elements first .. last along an axis: any rows, whole blocks of columns."""
+    """Slices elements first .. last along an axis: any rows, whole blocks of columns (any where a row has one scale)."""
     bytes_first, bytes_last = (first, last) if axis < q.ndim - 1 else _bytes(q, first, last)
     columns = q.shape[-1] if axis < q.ndim - 1 else last - first
     codes = aten.slice.Tensor(q.codes, axis, bytes_first, bytes_last)
@@ -405,7 +405,8 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
 
 def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
     """Returns the bytes of a row of codes that hold columns first .. last, which must be whole blocks."""
-    block = q.format.block[1] if q.format.block else 1
+    # Any part of a row has the row's scale.
+    block = q.format.block[1] if q.format.block and not q.format.per_row else 1
     cuts = [cut for cut in (first, last) if 0 < cut < q.shape[-1]]
     bits, together = q.format.element.bits, q.format.element.codes_per_group
     if any((q.origin[1] + cut) % block or cut % together for cut in cuts):

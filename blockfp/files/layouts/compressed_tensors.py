@@ -3,6 +3,7 @@
 | format | `quantization_config` says | weight | weight_scale |
 |---|---|---|---|
 | fp8_e4m3, .._pow2 | float-quantized, strategy tensor | F8_E4M3 | F32 [1] |
+| fp8_e4m3_row, .._pow2 | float-quantized, strategy channel | F8_E4M3 | F32 [out, 1] |
 | fp8_e4m3_128x128, .._fp32 | float-quantized, strategy block | F8_E4M3 | F32 [out/128, in/128], rounded up |
 | fp8_e4m3_1x128, .._fp32 | float-quantized, strategy group, 128 | F8_E4M3 | F32 [out, in/128] |
 | mxfp8_e4m3, .._32x32, .._floor | mxfp8-quantized, strategy group, 32 | F8_E4M3 | U8 [out, in/32] |
@@ -54,6 +55,8 @@ def scheme(format: Format) -> Scheme | None:
     common = {"num_bits": format.element.bits, "type": "float", "symmetric": True, "dynamic": False}
     if format.element is E4M3 and format.block is None:
         return Scheme("float-quantized", {**common, "strategy": "tensor"}, False)
+    if format.element is E4M3 and format.per_row:
+        return Scheme("float-quantized", {**common, "strategy": "channel"}, False)
     if format.element is E4M3 and format.block == (128, 128):
         return Scheme("float-quantized", {**common, "strategy": "block", "block_structure": [128, 128]}, False)
     if format.element is E4M3 and format.block == (1, 128):

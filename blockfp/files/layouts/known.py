@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
 
 from ...array import QuantizedArray, quantize
+from ...errors import BadFile
 from ...formats import Format
 from ..contents import Contents, Weight, quantized_entries
 from ..modelfile import Tensor
@@ -31,17 +32,22 @@ def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents
     weights = {}
     for name, weight in model.weights.items():
         if known.problem(weight) is not None:
-            other = _requantized(weight, known.nearest(weight.format), done)
+            other = _requantized(known, model, weight, done)
             weight = weight if known.problem(other) is not None else other
         weights[name] = weight
     return Contents(model.path, weights, model.others, model.masters, model.left_out)
 
 
-def _requantized(weight: Weight, format: Format, done: Requantized) -> Weight:
+def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantized) -> Weight:
+    format = known.nearest(weight.format)
+
     @cache
     def made() -> QuantizedArray:
         values = weight.values()
         q = quantize(values, format)
+        parts = [np.asarray(part) for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+        if problem := known.trouble(_weight(weight, format, [lambda part=part: part for part in parts])):
+            raise BadFile(model.path, problem, weight.name)
         done(weight, values, q)
         return q
 
@@ -55,9 +61,14 @@ def _requantized(weight: Weight, format: Format, done: Requantized) -> Weight:
 
         return read
 
-    _, *entries = quantized_entries(weight.name, weight.shape, weight.dtype, format)
+    count = 3 if format.scale.two_level else 2
     of = (lambda q: q.codes, lambda q: q.scales, lambda q: q.tensor_scale)
-    read = [part(which, i == len(entries) - 1) for i, which in enumerate(of[: len(entries)])]
+    return _weight(weight, format, [part(which, i == count - 1) for i, which in enumerate(of[:count])])
+
+
+def _weight(weight: Weight, format: Format, read: Sequence[Callable[[], np.ndarray]]) -> Weight:
+    """The weight in another format, whose parts are read so."""
+    _, *entries = quantized_entries(weight.name, weight.shape, weight.dtype, format)
     tensors = [Tensor(weight.name, entry.dtype, entry.shape, get) for entry, get in zip(entries, read, strict=True)]
     codes, scales, *rest = tensors
-    return Weight(weight.name, format, weight.shape, weight.dtype, codes, scales, rest[0] if rest else None)
+    return Weight(weight.name, format, weight.shape, weight.dtype, codes, scales, rest[0] if rest else None, made=True)

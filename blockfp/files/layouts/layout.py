@@ -72,7 +72,7 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
         if problem := known.problem(weight):
             way = "convert it to a layout that has one, or to values"
             raise BadFile(model.path, f"{known.name} {problem}: {way}", name)
-        if problem := known.trouble(weight):
+        if not weight.made and (problem := known.trouble(weight)):
             raise BadFile(model.path, problem, name)
         tensors |= {tensor.name: tensor for tensor in known.laid_out(weight)}
     path = folder / "model.safetensors"

@@ -29,6 +29,8 @@ def refusal(operation: str, format: Format) -> str | None:
         operation: "quantize", "quantize_columnwise", "quantize_both" or "dequantize".
         format: the format.
     """
+    if format.per_row:
+        return f"no Pallas kernel does {operation} of a scale for each row, {format}"
     has_codes = format.element.bits == 8 or format.name.startswith("nvfp4")
     if operation == "quantize" and has_codes:
         return None

@@ -29,16 +29,48 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
   });
 }
 
-cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream) {
+namespace {
+
+// Launches amax_rotated: `launch` takes blocks of threads, eights along the rows, and groups of sixteen rows.
+template <class Launch>
+cudaError_t rotated(const Matrices& x, int32_t* out, cudaStream_t stream, Launch launch) {
   if (cudaError_t error = cudaMemsetAsync(out, 0, 2 * sizeof(int32_t), stream); error != cudaSuccess) return error;
   if (x.batches * x.rows * x.columns == 0) return cudaSuccess;
   const int64_t across = ceil_div(x.columns, 8), groups = ceil_div(x.rows, kHadamardGroup);
   const int64_t blocks = ceil_div(x.batches * across * groups, kRotatedThreads);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  launch(blocks, across, groups);
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotated, int32_t* out, cudaStream_t stream) {
+  if (also_rotated) {
+    return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
+      amax_rotated<T, true><<<blocks, kRotatedThreads, 0, stream>>>(x, gated, across, groups, true, out);
+    });
+  }
+  constexpr int kUnroll = 2;
+  const int64_t eights = x.rows * (x.columns / 8), blocks = ceil_div(eights, kAmaxThreads * kUnroll);
+  if (cudaError_t error = cudaMemsetAsync(out, 0, sizeof(int32_t), stream); error != cudaSuccess || eights == 0) return error;
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  amax_gated<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(x, gated, eights, out);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream) {
   return with_dtype(x.dtype, [&](auto dtype) {
-    amax_rotated<decltype(dtype)><<<blocks, kRotatedThreads, 0, stream>>>(x, across, groups, vectors_fit(x), out);
-    return cudaGetLastError();
+    return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
+      amax_rotated<decltype(dtype), false><<<blocks, kRotatedThreads, 0, stream>>>(x, {}, across, groups, vectors_fit(x), out);
+    });
   });
+}
+
+cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream) {
+  return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream)
+                              : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
 }
 
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream) {

@@ -1,9 +1,8 @@
 // The largest magnitude of a tensor, and of each block of a grid: integer maxima, NaN ignored.
 #pragma once
 
-#include "arguments.h"
+#include "gated.cuh"
 #include "hadamard.cuh"
-#include "eight_elements.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -37,10 +36,37 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw*
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// The amax of x and of its rotated columns: a thread takes eight columns of sixteen rows.
-template <class T>
-__global__ void __launch_bounds__(kRotatedThreads) amax_rotated(const __grid_constant__ Matrices x, int64_t across, int64_t groups,
-                                                             bool vectors, int32_t* out) {
+// Of what an activation makes: `Unroll` eights a thread.
+template <class T, int Unroll>
+__global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated,
+                                                           int64_t eights, int32_t* out) {
+  __shared__ int32_t warps[kAmaxThreads / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * (kAmaxThreads * Unroll) + threadIdx.x, across = x.columns / 8;
+  GateAndUp<T> parts[Unroll];
+#pragma unroll
+  for (int u = 0; u < Unroll; ++u) {
+    const int64_t index = first + u * kAmaxThreads, row = index / across;
+    parts[u].gate = parts[u].up = zeros<T>();
+    if (index < eights) parts[u].load(x, gated, row, (index - row * across) * 8);
+  }
+  int32_t most = 0;
+  with_activation(gated.activation, [&](auto activation) {
+#pragma unroll
+    for (int u = 0; u < Unroll; ++u) most = max(most, largest<T, false>(parts[u].template made<decltype(activation)::value>(gated)));
+  });
+  most = lanes_max<32>(most);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  most = lanes_max<32>(threadIdx.x < kAmaxThreads / 32 ? warps[threadIdx.x] : 0);
+  if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
+}
+
+// The amax of x, or of what an activation makes of it (Made), and of its rotated columns: a thread takes eight columns of sixteen rows.
+template <class T, bool Made>
+__global__ void __launch_bounds__(kRotatedThreads)
+    amax_rotated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated, int64_t across, int64_t groups, bool vectors,
+                 int32_t* out) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRotatedThreads + threadIdx.x;
   const int64_t column = index % across * 8, group = index / across % groups, batch = index / across / groups;
   int32_t plain = 0, rotated = 0;
@@ -52,7 +78,12 @@ __global__ void __launch_bounds__(kRotatedThreads) amax_rotated(const __grid_con
     for (int r = 0; r < 16; ++r) {
       const int64_t row = group * 16 + r;
       part[r] = zeros<T>();
-      if (row < x.rows) {
+      if (row >= x.rows) continue;
+      if constexpr (Made) {
+        GateAndUp<T> both;
+        both.load(x, gated, row, column);
+        with_activation(gated.activation, [&](auto activation) { part[r] = both.template made<decltype(activation)::value>(gated); });
+      } else {
         part[r] = vectors && count == 8 ? load_vector<T>(data + row * x.row_stride) : load_anywhere<T>(data + row * x.row_stride, count);
       }
     }
@@ -101,9 +132,10 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_blocks(const __grid_constan
   if (block >= a.x.batches * grid_rows * grid_columns) return;
   const int64_t across = block % grid_columns, down = block / grid_columns % grid_rows, batch = block / grid_columns / grid_rows;
   int32_t most = 0, nan = 0;
-  for (int i = threadIdx.x % 32; i < a.format.block_rows * a.format.block_columns; i += 32) {
-    const int64_t row = down * a.format.block_rows + i / a.format.block_columns - a.window.row_phase;
-    const int64_t column = across * a.format.block_columns + i % a.format.block_columns - a.window.column_phase;
+  const int wide = a.format.per_row() ? static_cast<int>(a.x.columns) : a.format.block_columns;
+  for (int i = threadIdx.x % 32; i < a.format.block_rows * wide; i += 32) {
+    const int64_t row = down * a.format.block_rows + i / wide - a.window.row_phase;
+    const int64_t column = across * a.format.block_columns + i % wide - a.window.column_phase;
     if (row < 0 || row >= a.x.rows || column < 0 || column >= a.x.columns) continue;
     const int32_t bits = element_bits<T>(a.x, batch, row, column) & kMagnitude;
     nan |= bits > kInfinity;

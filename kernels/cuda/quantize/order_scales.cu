@@ -14,12 +14,14 @@ namespace cuda {
 constexpr int kOrderThreads = 128;
 // A block has a band: of the rows, then of the columns.
 __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_constant__ ScalesByTile rows,
-                                                              const __grid_constant__ ScalesByTile columns) {
+                                                              const __grid_constant__ ScalesByTile columns, const int32_t* overflow) {
   extern __shared__ uint32_t band[];  // [tile][line], a word more a tile, so that neither side meets a bank twice
   // Launched while the tiles are still at work; their scales are there from here on.
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+  // Four NaN bytes, and a NaN.
+  const uint32_t spoiled = overflow != nullptr && *static_cast<const volatile int32_t*>(overflow) == kInfinity ? ~0u : 0u;
   const uint32_t row_bands = rows.words == nullptr ? 0 : static_cast<uint32_t>(rows.lines / kBandLines);
   const bool of_rows = blockIdx.x < row_bands;
   const int tiles = of_rows ? rows.tiles : columns.tiles;
@@ -37,7 +39,8 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales(const __grid_const
     for (int k = 0; k < kAtOnce; ++k) {
       const int quad = first + k * kOrderThreads;
       uint32_t* to = band + quad / kQuads * kPitch + quad % kQuads * 4;
-      if (quad < kQuads * tiles) to[0] = four[k].x, to[1] = four[k].y, to[2] = four[k].z, to[3] = four[k].w;
+      if (quad >= kQuads * tiles) continue;
+      to[0] = four[k].x | spoiled, to[1] = four[k].y | spoiled, to[2] = four[k].z | spoiled, to[3] = four[k].w | spoiled;
     }
   }
   __syncthreads();
@@ -72,7 +75,7 @@ bool can_order_scales(int64_t rows, int64_t columns) {
   return rows % kTile == 0 && columns % kTile == 0 && band_bytes(std::max(rows, columns) / kTile) <= kMostBytes;
 }
 
-cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, cudaStream_t stream) {
+cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream) {
   const int64_t blocks = bands(rows) + bands(columns);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   // From compute capability 9.0 on the launch need not wait for the tiles: the kernel does.
@@ -86,7 +89,7 @@ cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& co
   config.gridDim = dim3(blocks), config.blockDim = dim3(kOrderThreads), config.stream = stream;
   config.dynamicSmemBytes = band_bytes(std::max(rows.tiles, columns.tiles));
   config.attrs = &early, config.numAttrs = major >= 9;
-  return cudaLaunchKernelEx(&config, order_scales, rows, columns);
+  return cudaLaunchKernelEx(&config, order_scales, rows, columns, overflow);
 }
 
 }  // namespace cuda

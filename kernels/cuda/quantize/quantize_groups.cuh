@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
-    if constexpr (Block != 16) note_overflow(a, piece.template amax<false>());
+    if constexpr (Block != 16) note_overflow<R>(a, piece.template amax<false>());
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);

@@ -1,22 +1,11 @@
 // Launches of quantize_rows.cuh for one element, BLOCKFP_ELEMENT.
 #include <algorithm>
 
-#include "launch.h"
-#include "quantize_rows.cuh"
+#include "row_launch.cuh"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-template <class E, int Block, class T, Rounding R>
-cudaError_t flat(const QuantizeArguments& a, int64_t elements, cudaStream_t stream) {
-  constexpr int kUnroll = kRowUnroll<E, T>;
-  const int64_t pieces = elements / (8 * kRowGroups<E>);
-  const int64_t blocks = ceil_div(pieces, kRowThreads * kUnroll);
-  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  quantize_rows_flat<E, Block, T, R, kUnroll><<<blocks, kRowThreads, 0, stream>>>(a, pieces);
-  return cudaGetLastError();
-}
 
 template <class E, int Block, class T>
 cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
@@ -38,11 +27,11 @@ cudaError_t rows(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t elements = a.x.batches * a.x.rows * a.x.columns;
   const bool whole = elements > 0 && a.window.column_phase == 0 && a.x.columns % (Block == 0 ? 1 : Block) == 0 &&
                      elements % (8 * kRowGroups<E>) == 0 && is_contiguous(a.x) && vectors_fit(a.x) && aligned(a.row.codes);
-  if (whole && a.row.key == nullptr) return flat<E, Block, T, Rounding::kNearest>(a, elements, stream);
+  if (whole && a.row.key == nullptr) return launch_row_kernel<E, Block, T, Rounding::kNearest>(a, elements, stream);
   if constexpr (Block == 16) {
     const Window& w = a.window;
     if (whole && w.row == 0 && w.column == 0 && w.rows == a.x.rows && w.columns == a.x.columns) {
-      return flat<E, Block, T, Rounding::kStochastic>(a, elements, stream);
+      return launch_row_kernel<E, Block, T, Rounding::kStochastic>(a, elements, stream);
     }
   }
   return general<E, Block, T>(a, stream);
@@ -52,11 +41,12 @@ cudaError_t rows(const QuantizeArguments& a, cudaStream_t stream) {
 
 template <>
 cudaError_t launch_rows<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
-  return with_block<BLOCKFP_ELEMENT>(a.format.block_columns, [&](auto block) {
+  const cudaError_t error = with_block<BLOCKFP_ELEMENT>(a.format.block_columns, [&](auto block) {
     return with_dtype(a.x.dtype, [&](auto dtype) {
       return rows<BLOCKFP_ELEMENT, decltype(block)::value, decltype(dtype)>(a, stream);
     });
   });
+  return error == cudaSuccess ? launch_spoil(a, stream) : error;
 }
 
 }  // namespace cuda

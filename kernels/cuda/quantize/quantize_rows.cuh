@@ -4,6 +4,7 @@
 
 #include "block_scale.cuh"
 #include "runs.cuh"
+#include "sources.cuh"
 #include "stochastic_e2m1.cuh"
 
 namespace blockfp {
@@ -69,12 +70,14 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
     shared = tensor_scale<E, Block>(a, a.amax);
     if (blockIdx.x == 0) {
       if constexpr (Block == 0) {
-        if (a.row.scales != nullptr) *static_cast<float*>(a.row.scales) = shared.decode;
-        if (a.column.scales != nullptr) *static_cast<float*>(a.column.scales) = shared.decode;
+        const float stored = stored_tensor_scale(a, shared.decode);
+        if (a.row.scales != nullptr) *static_cast<float*>(a.row.scales) = stored;
+        if (a.column.scales != nullptr) *static_cast<float*>(a.column.scales) = stored;
       } else {
-        *a.tensor_scale = shared.decode;
+        const float stored = stored_tensor_scale(a, shared.decode);
+        if (a.tensor_scale != nullptr) *a.tensor_scale = stored;
         // Of an empty array, which alone comes here with a transposed direction.
-        if (a.tensor_scale_t != a.tensor_scale) *a.tensor_scale_t = shared.decode;
+        if (a.tensor_scale_t != nullptr) *a.tensor_scale_t = stored;
       }
     }
   }
@@ -82,7 +85,7 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   return shared;
 }
 
-template <class E, int Block, class T, Rounding R, int Unroll>
+template <class E, int Block, class T, Rounding R, int Unroll, class Source>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
   using Piece = RowPiece<E, Block, T>;
   constexpr int kElements = 8 * Piece::kGroups;
@@ -92,12 +95,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
   for (int u = 0; u < Unroll; ++u) {
     const int64_t index = first + u * kRowThreads;
 #pragma unroll
-    for (int g = 0; g < Piece::kGroups; ++g) {
-      piece[u].x[g] = zeros<T>();
-      if (index < pieces) {
-        piece[u].x[g] = load_vector<T>(static_cast<const typename T::Raw*>(a.x.data) + index * kElements + 8 * g);
-      }
-    }
+    for (int g = 0; g < Piece::kGroups; ++g) piece[u].x[g] = zeros<T>();
+    if (index < pieces) Source::template load_line<T>(a, index * kElements, piece[u].x);
   }
   const TensorScale tensor = shared_tensor_scale<E, Block>(a);
 #pragma unroll
@@ -107,6 +106,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     const int32_t amax = piece[u].amax_and_nan(nan);
     if constexpr (Block == 0) {
       if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece[u].x[0]));
+    } else if constexpr (Block != 16) {
+      if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
     }
     const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
     uint2 codes[Piece::kGroups];
@@ -146,6 +147,8 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
   const int32_t amax = piece.amax_and_nan(nan);
   if constexpr (Block == 0) {
     if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece.x[0]));
+  } else if constexpr (Block != 16) {
+    if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
   }
   const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
   const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);

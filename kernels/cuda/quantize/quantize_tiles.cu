@@ -1,40 +1,9 @@
-// Launches of quantize_tiles.cuh, and of what puts its scales in order, for one element, BLOCKFP_ELEMENT.
-#include "quantize_tiles.cuh"
-
-#include "launch.h"
+// Launches of quantize_tiles.cuh for one element, BLOCKFP_ELEMENT.
+#include "tile_launch.cuh"
 
 namespace blockfp {
 namespace cuda {
 namespace {
-
-// Whether a tile has four bytes of scales for each of its lines.
-template <class E, int Block, bool Square>
-constexpr bool kWordALine = !Square && kDepth<E> == 8 && (Block == 32 || Block == 128);
-
-template <class E, int Block, class T, bool Square, Rounding R>
-cudaError_t tiles(QuantizeArguments a, cudaStream_t stream) {
-  const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
-  const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
-  const int64_t blocks = a.x.batches * across * down;
-  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  // Columns alone like tiles below each other, both directions tiles side by side (an H200: 0.92 against 0.89 of the copy).
-  const int64_t strip = a.row.codes == nullptr ? down : 1;
-  if constexpr (kWordALine<E, Block, Square> && R != Rounding::kGeneral) {
-    a.scales_by_tile = can_order_scales(a.x.rows, a.x.columns) && aligned(a.row.scales) && aligned(a.column.scales);
-  }
-  const bool vectors = vectors_fit(a.x);
-  if constexpr (Square) {
-    quantize_one_scale<E, Block, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
-  } else if constexpr (Block == 128) {
-    quantize_across_warps<E, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
-  } else {
-    quantize_within_warps<E, Block, T, R><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
-  }
-  if (cudaError_t error = cudaGetLastError(); error != cudaSuccess || !a.scales_by_tile) return error;
-  uint32_t* rows = a.row.codes == nullptr ? nullptr : static_cast<uint32_t*>(a.row.scales);
-  return launch_order_scales({rows, a.x.batches * a.x.rows, static_cast<int>(across)},
-                             {static_cast<uint32_t*>(a.column.scales), a.x.batches * a.x.columns, static_cast<int>(down)}, stream);
-}
 
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
@@ -44,14 +13,14 @@ cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
                     aligned(a.row.codes) && aligned(a.column.codes);
   const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
   const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
-  if (fits && !row_key && !column_key) return tiles<E, Block, T, Square, Rounding::kNearest>(a, stream);
+  if (fits && !row_key && !column_key) return launch_tile_kernel<E, Block, T, Square, Rounding::kNearest>(a, stream);
   if constexpr (Block == 16) {
     const bool eights = (w.row | w.column | w.rows | w.columns) % 8 == 0;
     if (fits && eights && row_key == (a.row.codes != nullptr) && column_key == (a.column.codes != nullptr)) {
-      return tiles<E, Block, T, Square, Rounding::kStochastic>(a, stream);
+      return launch_tile_kernel<E, Block, T, Square, Rounding::kStochastic>(a, stream);
     }
   }
-  return tiles<E, Block, T, Square, Rounding::kGeneral>(a, stream);
+  return launch_tile_kernel<E, Block, T, Square, Rounding::kGeneral>(a, stream);
 }
 
 }  // namespace

@@ -1,11 +1,12 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 //
-// A block of threads has a tile, a thread a piece of it (tile_piece.cuh). Three kernels, by who decides a scale (tile_scales.cuh): one scale
+// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale (tile_scales.cuh): one scale
 // serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as the tile. Each goes load, scales
 // and codes of the rows, scales and codes of the columns, which leave through shared memory (tile_codes.cuh).
 #pragma once
 
 #include "hadamard.cuh"
+#include "sources.cuh"
 #include "tile_codes.cuh"
 #include "tile_scales.cuh"
 
@@ -37,7 +38,7 @@ __device__ __forceinline__ void launch_dependents() {
 }
 
 // One scale for both directions: of the tensor, or of square blocks.
-template <class E, int Block, class T, Rounding R>
+template <class E, int Block, class T, Rounding R, class Source>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   __shared__ __align__(16) struct {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
   } shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  piece.load(vectors);
+  Source::load(piece, vectors);
   const TensorScale tensor = tensor_scales<E, Block>(a, blockIdx.x == 0).rows;
   BlockScale<float> scale{0, tensor.multiplier};
   bool nan = false;
@@ -54,6 +55,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
+    if constexpr (Block != 16) {
+      if (a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
+    }
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
@@ -89,7 +93,9 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
   const auto amaxes = [&](auto poison, auto& words) {
     constexpr bool kPoison = decltype(poison)::value;
     piece.template column_amaxes<kPoison>(words);
-    if constexpr (kOfGroups<R> && Block != 16) note_overflow(a, largest_of<T, kPoison>(words));
+    if constexpr (Block != 16) {
+      if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, largest_of<T, kPoison>(words));
+    }
   };
   scales.decide(amaxes, a, tensor.columns,
                 [&](int j, int32_t stored) { shared.scales.put_column(piece.place.column + j, piece.place.row, stored); });
@@ -101,18 +107,18 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
 }
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
-template <class E, int Block, class T, Rounding R>
+template <class E, int Block, class T, Rounding R, class Source>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedLines<E, Block, R> shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  piece.load(vectors);
+  Source::load(piece, vectors);
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
 // Blocks of 1x128, whose scales the warps of a tile decide together.
-template <class E, class T, Rounding R>
+template <class E, class T, Rounding R, class Source>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
@@ -121,7 +127,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     WideScales<E, T, R> scales;
   } shared;
   Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  piece.load(vectors);
+  Source::load(piece, vectors);
   shared.scales.decide(piece);
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];

@@ -55,9 +55,15 @@ struct LinesOfTile {
 // Rows that a group is filled up to, along the columns.
 __device__ __forceinline__ int64_t filled_rows(const QuantizeArguments& a) { return (a.x.rows + kGroupUnit - 1) / kGroupUnit * kGroupUnit; }
 
-// Raises the word of the group that a kernel is at where a block of it has an amax of Inf.
+// Raises the word that tells of an Inf in x, or in the group that a kernel is at, where a block of it has such an amax.
+template <Rounding R>
 __device__ __forceinline__ void note_overflow(const QuantizeArguments& a, int32_t amax) {
-  if (amax == kInfinity) a.groups.overflows[a.groups.own.group] = kInfinity;
+  if (amax != kInfinity) return;
+  if constexpr (kOfGroups<R>) {
+    a.groups.overflows[a.groups.own.group] = kInfinity;
+  } else if (a.recorded != nullptr) {
+    *a.recorded = kInfinity;
+  }
 }
 
 // Lines that a word stands for.

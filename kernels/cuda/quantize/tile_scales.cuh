@@ -22,8 +22,9 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
     // By every thread, rather than by one for which all would wait.
     scales.rows = tensor_scale<E, Block>(a, a.amax);
     if (stores && threadIdx.x == 0) {
-      if (a.row.codes != nullptr) *static_cast<float*>(a.row.scales) = scales.rows.decode;
-      if (a.column.codes != nullptr) *static_cast<float*>(a.column.scales) = scales.rows.decode;
+      const float stored = stored_tensor_scale(a, scales.rows.decode);
+      if (a.row.codes != nullptr) *static_cast<float*>(a.row.scales) = stored;
+      if (a.column.codes != nullptr) *static_cast<float*>(a.column.scales) = stored;
     }
   } else if constexpr (Block == 16) {
     __shared__ TensorScale tensor[2];
@@ -32,7 +33,8 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
       const bool transposed = threadIdx.x != 0;
       const TensorScale t = tensor_scale<E, Block>(a, transposed ? a.amax_t : a.amax);
       tensor[transposed] = t;
-      if (stores) *(transposed ? a.tensor_scale_t : a.tensor_scale) = t.decode;
+      float* out = transposed ? a.tensor_scale_t : a.tensor_scale;
+      if (stores && out != nullptr) *out = stored_tensor_scale(a, t.decode);
     }
     __syncthreads();
     scales = {tensor[0], tensor[1]};
@@ -372,7 +374,7 @@ struct WideScales {
 #pragma unroll
     for (int i = 1; i < Parts; ++i) most = max(most, parts[i][line]);
     const BlockScale<float> scale = block_scale<E, 128>(most, a, {});
-    if constexpr (kOfGroups<R>) note_overflow(a, most);
+    note_overflow<R>(a, most);
     if (inside && P::kWhole && a.scales_by_tile) {
       store_by_tile(static_cast<uint32_t*>(out.scales), at, scale.stored);
     } else if (inside) {

@@ -8,6 +8,9 @@ namespace blockfp {
 
 enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4 };
 
+// Columns of a block that is a whole row, which has fewer: WHOLE_ROW of `blockfp.formats`.
+constexpr int kWholeRow = 1 << 30;
+
 // A format, as small integers: one is added in `blockfp.formats` alone as long as its parts exist here.
 struct Format {
   int element;                    // kId of elements.h
@@ -15,6 +18,7 @@ struct Format {
   ScaleRule rule;
 
   BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
+  BLOCKFP_HD bool per_row() const { return block_columns == kWholeRow; }
   BLOCKFP_HD bool square() const { return block_rows == block_columns; }
   BLOCKFP_HD bool two_levels() const { return rule == ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
   BLOCKFP_HD int scale_bits() const { return rule <= ScaleRule::kPow2 ? 32 : 8; }

@@ -71,7 +71,7 @@ def inputs_for(rank, columns, rows=3, dtype=torch.float32):
 
 def shapes_for(format, ranks):
     """Shapes whose shards on so many ranks are aligned to the blocks, uneven, cut blocks apart, and are empty."""
-    rows, columns = format.block or (16, 32)
+    rows, columns = (1, 128) if format.per_row else format.block or (16, 32)
     return [(ranks * rows, columns), (max(ranks * rows - 1, 1), 40), (2 * rows + 7, columns // 2 + 5), (1, 24)]
 
 

@@ -1,0 +1,169 @@
+// Elements that an activation makes, in registers: loading gate and up, silu and gelu, and their derivatives.
+//
+// The bits are those of PyTorch's eager operations on this device: each computes in fp32 and rounds to T. So the expressions are written
+// as theirs are, and contracted alike. Whether that holds is asked at run time, over all values of a gate
+// (torch_backend/custom_ops/activation_kernels.py), because another PyTorch may compute otherwise.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "arguments.h"
+#include "eight_elements.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+template <Activation A>
+using OfActivation = std::integral_constant<Activation, A>;
+
+// Calls body with an activation as a type.
+template <class Body>
+__device__ __forceinline__ void with_activation(Activation activation, Body body) {
+  if (activation == Activation::kSilu) {
+    body(OfActivation<Activation::kSilu>{});
+  } else if (activation == Activation::kGeluTanh) {
+    body(OfActivation<Activation::kGeluTanh>{});
+  } else {
+    body(OfActivation<Activation::kGeluErf>{});
+  }
+}
+
+constexpr double kRootTwo = 1.41421356237309504880, kTwoOverRootPi = 1.12837916709551257390, kRootHalf = 0.70710678118654752440;
+constexpr float kGeluBeta = kRootTwo * kTwoOverRootPi * 0.5, kGeluKappa = 0.044715, kGeluAlpha = kRootHalf;
+constexpr float kGeluDensity = kTwoOverRootPi * kRootHalf * 0.5;
+
+template <Activation A>
+__device__ __forceinline__ float activation_of(float x) {
+  if constexpr (A == Activation::kSilu) {
+    return x / (1.0f + expf(-x));
+  } else if constexpr (A == Activation::kGeluTanh) {
+    const float cube = x * x * x;
+    const float inner = kGeluBeta * (x + kGeluKappa * cube);
+    return 0.5f * x * (1.0f + tanhf(inner));
+  } else {
+    return x * 0.5f * (1.0f + erff(x * kGeluAlpha));
+  }
+}
+
+// dy times the derivative at x.
+template <Activation A>
+__device__ __forceinline__ float activation_gradient_of(float dy, float x) {
+  if constexpr (A == Activation::kSilu) {
+    const float s = 1.0f / (1.0f + expf(-x));
+    return dy * s * (1.0f + x * (1.0f - s));
+  } else if constexpr (A == Activation::kGeluTanh) {
+    const float square = x * x;
+    const float cube = square * x;
+    const float inner = kGeluBeta * (x + kGeluKappa * cube);
+    const float tanh_inner = tanhf(inner);
+    const float left = 0.5f * x;
+    const float right = 1.0f + tanh_inner;
+    const float left_derivative = 0.5f * right;
+    const float tanh_derivative = 1.0f - tanh_inner * tanh_inner;
+    const float inner_derivative = kGeluBeta * (1.0f + 3.0f * kGeluKappa * square);
+    const float right_derivative = left * tanh_derivative * inner_derivative;
+    return dy * (left_derivative + right_derivative);
+  } else {
+    const float cdf = 0.5f * (1.0f + erff(x * kGeluAlpha));
+    const float pdf = expf(-0.5f * x * x) * kGeluDensity;
+    return dy * (cdf + x * pdf);
+  }
+}
+
+// Two floats rounded to T, the first in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
+  static_assert(kWords<T> == 4, "two elements in a word");
+  if constexpr (T::kId == Bf16::kId) return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+  return bit_cast<uint32_t>(__floats2half2_rn(low, high));
+}
+
+// Eight results of a function of an element's number, rounded to T.
+template <class T, class Value>
+__device__ __forceinline__ Eight<T> rounded(Value value_of) {
+  Eight<T> out;
+#pragma unroll
+  for (int i = 0; i < kWords<T>; ++i) out.word[i] = rounded_pair<T>(value_of(2 * i), value_of(2 * i + 1));
+  return out;
+}
+
+template <class T>
+__device__ __forceinline__ Eight<T> times(const Eight<T>& a, const Eight<T>& b) {
+  return rounded<T>([&](int i) { return __fmul_rn(value<T>(a, i), value<T>(b, i)); });
+}
+
+template <Activation A, class T>
+__device__ __forceinline__ Eight<T> activation_of(const Eight<T>& gate) {
+  return rounded<T>([&](int i) { return activation_of<A>(value<T>(gate, i)); });
+}
+
+// Eight neighbours of the gate, and of what it lets through.
+template <class T>
+struct GateAndUp {
+  Eight<T> gate, up;
+
+  // Of row `row` from `column` on, a multiple of eight; rows are aligned for vectors.
+  __device__ __forceinline__ void load(const Matrices& x, const Gated& g, int64_t row, int64_t column) {
+    using Raw = typename T::Raw;
+    const Raw* at = static_cast<const Raw*>(x.data) + row * x.row_stride;
+    if (g.pairs) {
+      const Eight<T> first = load_vector<T>(at + 2 * column), second = load_vector<T>(at + 2 * column + 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        gate.word[i] = __byte_perm(first.word[2 * i], first.word[2 * i + 1], 0x5410);
+        up.word[i] = __byte_perm(first.word[2 * i], first.word[2 * i + 1], 0x7632);
+        gate.word[i + 2] = __byte_perm(second.word[2 * i], second.word[2 * i + 1], 0x5410);
+        up.word[i + 2] = __byte_perm(second.word[2 * i], second.word[2 * i + 1], 0x7632);
+      }
+    } else {
+      gate = load_vector<T>(at + column);
+      if (g.up != nullptr) up = load_vector<T>(static_cast<const Raw*>(g.up) + row * g.up_stride + column);
+    }
+  }
+
+  template <Activation A>
+  __device__ __forceinline__ Eight<T> made(const Gated& g) const {
+    const Eight<T> out = activation_of<A, T>(gate);
+    return g.up == nullptr ? out : times<T>(out, up);
+  }
+};
+
+// Sixteen bytes for each four words.
+template <class T>
+__device__ __forceinline__ void store_vector(typename T::Raw* out, const Eight<T>& x) {
+  *reinterpret_cast<uint4*>(out) = {x.word[0], x.word[1], x.word[2], x.word[3]};
+}
+
+// As GateAndUp::load, the other way.
+template <class T>
+__device__ __forceinline__ void store_gate_and_up(const Matrices& x, const Gated& g, int64_t row, int64_t column, const Eight<T>& gate,
+                                                  const Eight<T>& up) {
+  using Raw = typename T::Raw;
+  Raw* at = static_cast<Raw*>(const_cast<void*>(x.data)) + row * x.row_stride;
+  if (g.pairs) {
+    Eight<T> first, second;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      first.word[2 * i] = __byte_perm(gate.word[i], up.word[i], 0x5410);
+      first.word[2 * i + 1] = __byte_perm(gate.word[i], up.word[i], 0x7632);
+      second.word[2 * i] = __byte_perm(gate.word[i + 2], up.word[i + 2], 0x5410);
+      second.word[2 * i + 1] = __byte_perm(gate.word[i + 2], up.word[i + 2], 0x7632);
+    }
+    store_vector<T>(at + 2 * column, first);
+    store_vector<T>(at + 2 * column + 8, second);
+  } else {
+    store_vector<T>(at + column, gate);
+    if (g.up != nullptr) store_vector<T>(static_cast<Raw*>(const_cast<void*>(g.up)) + row * g.up_stride + column, up);
+  }
+}
+
+// Whether launch_gated takes this element in blocks of this many: what recipes cast an input to.
+template <class E, int Block>
+constexpr bool kGatedBlock = (E::kId == E4M3::kId && Block != 16) || (E::kId == E3M2::kId && Block == 32) ||
+                             (E::kId == E2M1::kId && (Block == 16 || Block == 32));
+
+}  // namespace cuda
+}  // namespace blockfp

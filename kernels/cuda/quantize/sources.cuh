@@ -1,0 +1,64 @@
+// Where the elements come from that a kernel quantizes: x as it lies, or what an activation makes of it.
+#pragma once
+
+#include "gated.cuh"
+#include "tile_piece.cuh"
+
+namespace blockfp {
+namespace cuda {
+
+struct AsItLies {
+  template <class P>
+  __device__ __forceinline__ static void load(P& piece, bool vectors) {
+    piece.load(vectors);
+  }
+
+  // Eights from element `index` on, of contiguous rows.
+  template <class T, int Count>
+  __device__ __forceinline__ static void load_line(const QuantizeArguments& a, int64_t index, Eight<T> (&x)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) x[i] = load_vector<T>(static_cast<const typename T::Raw*>(a.x.data) + index + 8 * i);
+  }
+};
+
+struct OfActivations {
+  // Of one matrix, not a stack. `vectors` is taken for granted.
+  template <class E, class T, Rounding R>
+  __device__ __forceinline__ static void load(Piece<E, T, R>& piece, bool) {
+    static_assert(Piece<E, T, R>::kWhole, "a piece lies in x or outside it");
+    constexpr int kRows = kDepth<E>, kAtOnce = 4;
+    const QuantizeArguments& a = piece.a;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) piece.x[r] = zeros<T>();
+    if (!piece.inside()) return;
+    const int64_t row = piece.tile.row + piece.place.row, column = piece.tile.column + piece.place.column;
+#pragma unroll
+    for (int first = 0; first < kRows; first += kAtOnce) {
+      GateAndUp<T> parts[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) parts[r].load(a.x, a.gated, row + first + r, column);
+      with_activation(a.gated.activation, [&](auto activation) {
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) piece.x[first + r] = parts[r].template made<decltype(activation)::value>(a.gated);
+      });
+    }
+  }
+
+  // Eights from element `index` on, counted as if rows were contiguous. Their length is a multiple of eight.
+  template <class T, int Count>
+  __device__ __forceinline__ static void load_line(const QuantizeArguments& a, int64_t index, Eight<T> (&x)[Count]) {
+    GateAndUp<T> parts[Count];
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      const int64_t at = index + 8 * i, row = at / a.x.columns;
+      parts[i].load(a.x, a.gated, row, at - row * a.x.columns);
+    }
+    with_activation(a.gated.activation, [&](auto activation) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) x[i] = parts[i].template made<decltype(activation)::value>(a.gated);
+    });
+  }
+};
+
+}  // namespace cuda
+}  // namespace blockfp

@@ -1,0 +1,137 @@
+"""transformers' from_pretrained with blockfp's quantization config: high-precision files, and what save_pretrained wrote."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from hf_models import assert_same, family, is_quantized, load, logits
+from transformers import AutoModelForCausalLM
+
+import blockfp
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.recipes import Cast
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+@pytest.mark.parametrize(("name", "recipe"), [
+    ("Llama", "mxfp8"), ("Llama", "fp8_delayed"), ("Qwen3", "nvfp4"), ("Mixtral", "fp8_block"), ("Qwen3Moe", "nvfp4"),
+    ("GptOss", "mxfp4"),
+])  # fmt: skip
+def test_loaded_as_converted_saved_and_loaded_again(name, recipe, tmp_path):
+    family(name).save_pretrained(tmp_path / "plain", max_shard_size="50KB")
+    assert len(list((tmp_path / "plain").glob("*.safetensors"))) > 2
+    model = load(tmp_path / "plain", quantization_config=BlockfpConfig(recipe))
+    plain = bfp.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), recipe)
+    assert_same(model, plain)
+    initial = [p.initial for p in model.parameters() if isinstance(p, bfp.QuantizedTensor)]
+    assert all(torch.equal(a, b.initial) for a, b in zip(initial, filter(is_quantized, plain.parameters()), strict=True))
+    assert torch.equal(logits(model), logits(plain))
+
+    model.save_pretrained(tmp_path / "codes", max_shard_size="50KB")
+    again = load(tmp_path / "codes")
+    assert_same(model, again)
+    assert torch.equal(logits(model), logits(again))
+    states = [dict(one.state_dict()) for one in (model, again)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    # The other faces read the folder too.
+    held = blockfp.load(tmp_path / "codes")
+    for path, param in model.named_parameters():
+        if is_quantized(param):
+            assert held[path].format is param.format
+            assert held[path].codes.tobytes() == param.codes.numpy().tobytes()
+    assert not any("_format_" in path for path in held)
+
+
+def test_every_choice_comes_back(tmp_path):
+    own = recipes.mxfp8().replace(gradient=Cast("mxfp8_e5m2"), name="mine")
+    recipe = {"lm_head": None, "self_attn": own, "mlp": recipes.fp8_delayed(history=3)}
+    family("Llama").save_pretrained(tmp_path / "plain")
+    config = BlockfpConfig(recipe, modules_to_not_convert=["model.layers.1", "down_proj"], trainable=False, keep_init=False)
+    model = load(tmp_path / "plain", quantization_config=config, dtype=torch.bfloat16)
+    converted = {path: layer.recipe for path, layer in model.named_modules() if isinstance(layer, bfp.Linear)}
+    assert converted == {
+        **{f"model.layers.0.self_attn.{name}_proj": own for name in "qkvo"},
+        **{f"model.layers.0.mlp.{name}_proj": recipes.fp8_delayed(history=3) for name in ("gate", "up")},
+    }
+    quantized = list(filter(is_quantized, model.parameters()))
+    assert not any(p.requires_grad or p.initial is not None for p in quantized)
+    assert all(p.requires_grad for p in model.parameters() if not is_quantized(p))
+    model.save_pretrained(tmp_path / "codes")
+    written = json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]
+    assert written["quant_method"] == "blockfp"
+    again = load(tmp_path / "codes", dtype=torch.bfloat16)
+    assert_same(model, again)
+    assert again.config.quantization_config.recipe == config.recipe
+    assert {path: layer.recipe for path, layer in again.named_modules() if isinstance(layer, bfp.Linear)} == converted
+
+
+def test_another_config_than_the_file_s(tmp_path):
+    family("Llama").save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=BlockfpConfig("mxfp8", modules_to_not_convert=["lm_head"]))
+    model.save_pretrained(tmp_path / "codes")
+    other = load(tmp_path / "codes", quantization_config=BlockfpConfig("fp8_block", compute="high_precision"))
+    assert_same(model, other)
+    layer = other.model.layers[0].mlp.up_proj
+    assert layer.compute == "high_precision"
+    assert layer.recipe.weight.format.name == "mxfp8_e4m3_32x32"
+    assert layer.recipe.input == recipes.fp8_block().input
+    requantized = load(tmp_path / "codes", quantization_config=BlockfpConfig("fp8_block", requantize=True))
+    weight = requantized.model.layers[0].mlp.up_proj.weight
+    values = model.model.layers[0].mlp.up_proj.weight.detach().dequantize()
+    assert torch.equal(weight.codes, bfp.quantize(values, "fp8_e4m3_128x128").codes)
+    assert not requantized.config.quantization_config.requantize
+
+
+def test_tied_heads_stay(tmp_path):
+    family("Llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load(tmp_path, quantization_config=BlockfpConfig("mxfp8"))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.quantization_config.modules_to_not_convert == ["^lm_head$"]
+    model.save_pretrained(tmp_path / "codes")
+    again = load(tmp_path / "codes")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(model), logits(again))
+
+
+def test_weights_in_high_precision(tmp_path):
+    family("Mixtral").save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=BlockfpConfig("mxfp8", weights="high_precision"))
+    plain = bfp.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), "mxfp8", weights="high_precision")
+    assert torch.equal(logits(model), logits(plain))
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved")), logits(plain))
+
+
+def test_a_missing_weight_is_initialized(tmp_path):
+    model = family("Llama")
+    state = {name: value for name, value in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=BlockfpConfig("nvfp4"), output_loading_info=True
+    )
+    assert report["missing_keys"] == {"model.layers.1.mlp.up_proj.weight"}
+    drawn = loaded.model.layers[1].mlp.up_proj.weight.detach().dequantize()
+    assert 0.01 < drawn.std() < 0.03
+    assert torch.isfinite(logits(loaded)).all()
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="'int4' is not known; choose one of"):
+        BlockfpConfig("int4")
+    with pytest.raises(TypeError, match="BlockfpConfig has no bits"):
+        BlockfpConfig("mxfp8", bits=4)
+    with pytest.raises(ValueError, match=r"recipe: '\(' is no regular expression"):
+        BlockfpConfig({"(": "mxfp8"})
+    family("Llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no torch.nn.Linear to convert"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BlockfpConfig({"nothing": "mxfp8"}))
+    with pytest.raises(ValueError, match="on the disk"):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=BlockfpConfig(), device_map={"": "disk"}, offload_folder=tmp_path
+        )

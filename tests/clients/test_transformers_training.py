@@ -1,0 +1,197 @@
+"""transformers' Trainer on models that its quantizer named blockfp has loaded: optimizers, resuming, checkpointing, DDP, FSDP2."""
+
+import json
+import logging
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import family, is_quantized
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import blockfp.torch as bfp
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+
+# transformers' and accelerate's, of their own.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def rows(count=16):
+    tokens = torch.arange(16).repeat(count, 1) * 3 + torch.arange(count).view(-1, 1) % 4
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def trainer(model, folder, steps=3, *, own=False, **options):
+    arguments = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_steps=1, lr_scheduler_type="constant", **{"save_strategy": "no", **options},
+    )  # fmt: skip
+    chosen = {} if own else {"optimizer_cls_and_kwargs": (bfp.AdamW, {"lr": 1e-2})}
+    return Trainer(model, arguments, train_dataset=rows(), **chosen)
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def values(model):
+    return {name: value.clone() for name, value in bfp.high_precision_state_dict(model).items()}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["adamw_torch", "bfp.AdamW"])
+@pytest.mark.parametrize(("name", "recipe"), [("Llama", "nvfp4"), ("Qwen3Moe", "mxfp8"), ("Llama", "fp8_delayed")])
+def test_trains_as_a_converted_model_does(name, recipe, own, tmp_path):
+    if own and recipe == "fp8_delayed":
+        pytest.skip("other optimizers need update_scales_after")
+    family(name).save_pretrained(tmp_path / "plain")
+    weights = "high_precision" if own else "quantized"
+    config = BlockfpConfig(recipe, weights=weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    plain = bfp.convert(plain, recipe, weights=weights)
+    for name, buffer in plain.named_buffers():
+        if name.endswith("rng_key"):
+            model.get_buffer(name).copy_(buffer)
+    before = values(model)
+    found = []
+    for one in (model, plain):
+        run = trainer(one, tmp_path / "run", own=own)
+        run.train()
+        found.append(losses(run))
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+    assert found[0][-1] < found[0][0]
+    after = values(model)
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    assert all(torch.equal(after[name], value) for name, value in values(plain).items())
+
+
+@pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+def test_resumes_to_the_bit(weights, tmp_path):
+    family("Qwen3Moe").save_pretrained(tmp_path / "plain")
+    states = []
+    for resumed in (False, True):
+        config = BlockfpConfig("nvfp4", weights=weights)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+        own = weights == "high_precision"
+        run = trainer(model, tmp_path / "run", 4, own=own, save_strategy="steps", save_steps=2)
+        run.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2") if resumed else None)
+        states.append(model.state_dict())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    # A checkpoint is a model that from_pretrained reads.
+    folder = tmp_path / "run" / "checkpoint-4"
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "blockfp"
+    again = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in states[1].items())
+
+
+def test_gradient_checkpointing(tmp_path):
+    family("Llama").save_pretrained(tmp_path / "plain")
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=BlockfpConfig("mxfp8"))
+        run = trainer(model, tmp_path / "run", gradient_checkpointing=checkpointing)
+        run.train()
+        found.append((losses(run), values(model)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+def test_frozen_codes_beside_adapters(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    family("Llama").save_pretrained(tmp_path / "plain")
+    config = BlockfpConfig("nvfp4", trainable=False, modules_to_not_convert=["lm_head"])
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    codes = {name: param.codes.clone() for name, param in base.named_parameters() if is_quantized(param)}
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "up_proj"]))
+    run = trainer(model, tmp_path / "run", own=True)
+    run.train()
+    assert losses(run)[-1] < losses(run)[0]
+    held = {name.replace("base_layer.", ""): param for name, param in base.named_parameters() if is_quantized(param)}
+    assert held.keys() == codes.keys()
+    assert all(torch.equal(held[name].codes, value) for name, value in codes.items())
+
+
+def _in_processes(rank):
+    logging.getLogger("transformers").disabled = True
+    warnings.simplefilter("ignore")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    where = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(where)
+    folder = Path(where[0])
+    if rank == 0:
+        family("Qwen3Moe").save_pretrained(folder / "plain")
+    dist.barrier()
+    return folder
+
+
+def _ddp(rank):
+    folder = _in_processes(rank)
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
+    before = values(model)
+    run = trainer(model, folder / "run", 3, save_strategy="steps", save_steps=2, ddp_backend="gloo")
+    run.train()
+    assert run.accelerator.distributed_type.value == "MULTI_CPU"
+    assert losses(run)[-1] < losses(run)[0]
+    after = values(model)
+    assert all(not torch.equal(value, before[name]) for name, value in after.items())
+    for value in after.values():
+        first = value.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(value, first)
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
+    run = trainer(model, folder / "run", 3, ddp_backend="gloo")
+    run.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
+    assert all(torch.equal(value, after[name]) for name, value in values(model).items())
+
+
+def test_ddp():
+    gloo.run(2, __file__, "_ddp")
+
+
+def _fsdp2(rank):
+    """accelerate takes FSDP on accelerators only: its state is told so here; all else is its own code, and Trainer's."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    folder = _in_processes(rank)
+    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
+    before = values(model)
+    run = trainer(model, folder / "run", 3, ddp_backend="gloo")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, state_dict_type="FULL_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+    )  # fmt: skip
+    run.accelerator.state.fsdp_plugin, run.is_fsdp_enabled = plugin, True
+    for state in (PartialState(), run.accelerator.state):
+        state.distributed_type = DistributedType.FSDP
+    run.train()
+    assert run.accelerator.is_fsdp2
+    assert losses(run)[-1] < losses(run)[0]
+    sharded = [param for param in run.model.parameters() if isinstance(param, torch.distributed.tensor.DTensor)]
+    assert len(sharded) == len(list(run.model.parameters()))
+    after = values(run.model)
+    assert all(not torch.equal(value, before[name]) for name, value in after.items())
+    run.save_model(str(folder / "saved"))
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(folder / "saved")
+    assert all(torch.equal(value, after[name]) for name, value in values(again).items())
+
+
+def test_fsdp2():
+    gloo.run(2, __file__, "_fsdp2")

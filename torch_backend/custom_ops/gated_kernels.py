@@ -1,0 +1,187 @@
+"""The CUDA library's casts of what an activation makes, which never lies in memory, and its gradients of activations.
+
+They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's own
+operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition.layout import parts as parts_of
+from blockfp.definition.bits import dtype_name
+from blockfp.definition.scaling import eps_for
+from blockfp.formats import Format
+from blockfp.kernels.cuda_library import library
+from blockfp.kernels.format_numbers import format_numbers
+
+from . import cuda
+from .activations import activate, gradients
+from .kernels import kernels_for
+
+GatedRun = Callable[[Tensor, Tensor | None, Tensor | None], list[Tensor]]
+"""Quantizes what an activation makes: (gate, up, multiplier) -> [row parts .., column parts .., amax with a multiplier]."""
+
+NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+"""Activations as the library numbers them."""
+
+_FORMATS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
+"""Elements and lengths of 1-D blocks, None for the whole tensor (kGatedBlock in kernels/cuda/quantize/gated.cuh)."""
+
+_agreed: dict[Any, bool] = {}
+"""Whether the kernels have PyTorch's bits, by device, dtype, activation and whether there is an up."""
+
+
+def plan_of(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    layout: str,
+    row: Format | None,
+    column: Format | None,
+    multiplied: bool,
+    rotate: bool,
+    eps: float,
+) -> GatedRun | None:
+    """Makes the plan for gates and ups that lie as these do; None where the kernels don't take them.
+
+    Args:
+        gate, up: two of them, [rows, columns].
+        activation, layout: see `activations`.
+        row, column: formats of the directions.
+        multiplied: whether a multiplier will be given: delayed scaling.
+        rotate: whether the random Hadamard transform comes before the columnwise direction.
+        eps: lifts amaxes, of formats where it has a meaning.
+    """
+    format = row or column
+    assert format is not None
+    if (row is not None and column is not None and row is not column) or not _takes(gate, up, layout == "pairs"):
+        return None
+    length = None if format.block is None else format.block[1]
+    if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):
+        return None
+    rows, columns = gate.shape
+    bits = format.element.bits
+    # Codes of whole rows and columns must be vectors.
+    fits = rows % {4: 32, 6: 64, 8: 16}[bits] == 0 and (bits != 6 or columns % 16 == 0) if column is not None else columns % (length or 1) == 0
+    if not fits or not agrees(gate, activation, up is not None):
+        return None
+    device, run = gate.device, library().quantize_gated
+    eps_bits, largest = cuda.limits(format, eps_for(format, eps), dtype_name(gate))
+    outputs: list[Any] = []
+    for one, shape in ((row, (rows, columns)), (column, (columns, rows))):
+        found = [] if one is None else [(size, getattr(torch, name)) for size, name in parts_of(shape, one)]
+        outputs += found + [None] * (3 - len(found))
+    rotated = rotate and column is not None
+    measures = not multiplied and format.has_tensor_scale
+    numbers = (NUMBERS[activation], *format_numbers(format), measures, eps_bits, largest, rotated)
+    empty, int32 = torch.empty, torch.int32
+
+    def quantize(gate: Tensor, up: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+        known = recorded = None
+        if measures:
+            known = empty(1 + rotated, dtype=int32, device=device)
+        else:
+            recorded = empty(1, dtype=int32, device=device)
+        if multiplier is not None:
+            cuda.check_beside(gate, "gate", multiplier=multiplier)
+            known = multiplier.detach().view(1)
+        made = [None if one is None else empty(one[0], dtype=one[1], device=device) for one in outputs]
+        run(gate.detach(), None if up is None else up.detach(), known, recorded, *made, *numbers)
+        parts = [part for part in made if part is not None]
+        return parts if multiplier is None or recorded is None else [*parts, recorded]
+
+    return quantize
+
+
+def lies_aligned(*tensors: Tensor | None) -> bool:
+    """Says whether tensors begin on multiples of 16 bytes, as each call has to ask. Of pairs the gate is asked about."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
+    """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them."""
+    pairs = layout == "pairs"
+    if not _takes(gate, up, pairs) or not lies_aligned(gate, None if pairs else up) or not agrees(gate, activation, up is not None):
+        return None
+    if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16:
+        gradient = gradient.contiguous()
+        if gradient.data_ptr() % 16:
+            gradient = gradient.clone()
+    rows, columns = gate.shape
+    if layout == "apart":
+        results = [gate.new_empty((rows, columns)) for one in (gate, up) if one is not None]
+        d_gate, d_up = results[0], results[1] if up is not None else None
+    else:
+        results = [gate.new_empty((rows, 2 * columns))]
+        d_gate, d_up = (results[0][:, ::2], results[0][:, 1::2]) if pairs else results[0].chunk(2, -1)
+    up = None if up is None else up.detach()
+    library().activation_gradient(gradient.detach(), gate.detach(), up, d_gate, d_up, NUMBERS[activation])
+    return results
+
+
+def _takes(gate: Tensor, up: Tensor | None, pairs: bool) -> bool:
+    """Says whether the kernels can read these."""
+    if kernels_for(gate) is not cuda or gate.dtype not in (torch.bfloat16, torch.float16) or not gate.numel():
+        return False
+    rows, columns = gate.shape
+    if columns % 8:
+        return False
+    lines = rows > 1
+    step = 2 if pairs else 1
+    return all(one is None or (one.stride(1) == step and not (lines and one.stride(0) % 8)) for one in (gate, up))
+
+
+def agrees(gate: Tensor, activation: str, gated: bool) -> bool:
+    """Says whether the kernels' activation has the bits of PyTorch's on the device of `gate`, and in its dtype.
+
+    They are compared when it is asked for the first time, which waits for the device; while a CUDA graph is captured the answer
+    is False, unless it is known. A warning tells where it is no.
+    """
+    key = (gate.device, gate.dtype, activation, gated)
+    known = _agreed.get(key)
+    if known is None:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        known = _agreed[key] = not differing(gate.device, gate.dtype, activation, gated)
+        if not known:
+            warnings.warn(
+                f"blockfp's kernels of {activation} don't have the bits of PyTorch {torch.__version__} on {gate.device} in "
+                f"{gate.dtype}: there activations and casts run one after the other, which is slower",
+                stacklevel=2,
+            )
+    return known
+
+
+def differing(device: torch.device, dtype: torch.dtype, activation: str, gated: bool) -> dict[str, list[float]]:
+    """Returns the first gates at which the kernels' results differ from PyTorch's, by what is computed; empty where none does.
+
+    Results are the activation and its gradients, over all values of a gate, with ups and gradients of all sizes.
+    """
+    repeats = 8
+    every = torch.arange(-(1 << 15), 1 << 15, device=device, dtype=torch.int32).to(torch.int16).view(dtype)
+    gate = every.repeat(repeats).view(-1, 256)
+    random = torch.Generator(device).manual_seed(0)
+    sizes, signs = (torch.randn((2, *gate.shape), device=device, generator=random) for _ in range(2))
+    up, gradient = (signs * 2.0 ** (8 * sizes)).to(dtype)
+    other = up if gated else None
+    number = NUMBERS[activation]
+    made, d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(gate) if gated else None
+    library().activation(gate, other, made, number)
+    library().activation_gradient(gradient, gate, other, d_gate, d_up, number)
+    wanted = {"activation": activate(gate, other, activation)}
+    wanted["gradient of gate"], d_other = gradients(gradient, gate, other, activation)
+    got = {"activation": made, "gradient of gate": d_gate}
+    if gated and d_other is not None and d_up is not None:
+        wanted["gradient of up"], got["gradient of up"] = d_other, d_up
+    found = {}
+    for name, one in got.items():
+        differs = (one.view(torch.int16) != wanted[name].view(torch.int16)) & ~(one.isnan() & wanted[name].isnan())
+        if bool(differs.any()):
+            found[name] = gate[differs][:8].tolist()
+    return found

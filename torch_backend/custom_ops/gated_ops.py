@@ -1,0 +1,96 @@
+"""The custom ops of linear layers behind an activation: the cast of what it makes, and its gradients.
+
+    blockfp::quantize_gated  (gate, up, activation, layout, row, column, multiplier, ..) -> parts as of `quantize_operand`
+    blockfp::gated_gradient  (gradient, gate, up, activation, layout) -> [d_gate, d_up], or d_gate alone
+
+On a GPU what the activation makes never lies in memory, where a kernel has the bits of PyTorch's operations (`gated_kernels`).
+Everywhere else the operations run one after the other. `activations` says what `activation` and `layout` are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.formats import Format
+from blockfp.kernels import switch
+
+from . import gated_kernels
+from .activations import activate, gate_and_up, gradients, joined
+from .library import define, empty_parts, fake, impl
+from .quantize_plans import kept, quantize_matrix
+
+quantize_op = define(
+    "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? multiplier=None, "
+    "bool rotate=False, float eps=0.0) -> Tensor[]"
+)
+gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
+
+# A dictionary: compiled code calls no cache of functools.
+_plans: dict[Any, Any] = {}
+switch.when_turned(_plans.clear)
+
+
+def quantize_gated(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    layout: str,
+    row: Format | None,
+    column: Format | None,
+    multiplier: Tensor | None,
+    rotate: bool,
+    eps: float,
+) -> list[Tensor]:
+    """Does what the op `quantize_gated` does, outside of a graph, with formats as such."""
+    gate, up = gate_and_up(gate, up, layout)
+    where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
+    key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
+    key = (*key, multiplier is None, rotate, eps)
+    run = _plans.get(key, key)
+    if run is key:
+        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, multiplier is not None, rotate, eps)
+        if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
+            kept(_plans, key, run)
+    if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
+        return run(gate, up, multiplier)
+    return quantize_matrix(activate(gate, up, activation), row, column, None, multiplier, None, (False, False), rotate, eps)
+
+
+def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor]:
+    """Does what the op `gated_gradient` does, outside of a graph."""
+    gate, up = gate_and_up(gate, up, layout)
+    found = gated_kernels.gradient_of(gradient, gate, up, activation, layout)
+    if found is not None:
+        return found
+    d_gate, d_up = gradients(gradient, gate, up, activation)
+    if d_up is None:
+        return [d_gate]
+    return [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
+
+
+@impl(quantize_op)
+def _quantize(gate, up, activation, layout, row, column, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
+    first, second = (None if name is None else Format.parse(name) for name in (row, column))
+    return quantize_gated(gate, up, activation, layout, first, second, multiplier, rotate, eps)
+
+
+@fake(quantize_op)
+def _quantize_fake(gate, up, activation, layout, row, column, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
+    rows, columns = gate.shape[0], gate.shape[1] // (1 if layout == "apart" else 2)
+    directions = ((row, (rows, columns)), (column, (columns, rows)))
+    parts = [part for name, shape in directions if name is not None for part in empty_parts(gate, shape, Format.parse(name))]
+    return parts if multiplier is None else [*parts, gate.new_empty((1,), dtype=torch.int32)]
+
+
+@impl(gradient_op)
+def _gradient(gradient, gate, up, activation, layout) -> list[Tensor]:
+    # Results are contiguous, as the fake's are.
+    return [part.contiguous() for part in gated_gradient(gradient, gate, up, activation, layout)]
+
+
+@fake(gradient_op)
+def _gradient_fake(gradient, gate, up, activation, layout) -> list[Tensor]:
+    return [gate.new_empty(gate.shape) for one in (gate, up) if one is not None]

@@ -1,0 +1,464 @@
+"""PEFT's LoRA over quantized weights: experts on codes, DoRA, merges and exact unmerges.
+
+Plain LoRA needs nothing of this: a `Linear` is a `torch.nn.Linear`, which PEFT takes as it is. `register` brings the rest, with
+the layers below, whose adapters have PEFT's names and shapes. So they are saved, loaded and served as any others.
+
+    merge     quantize(dequantize(codes) + adapters), in float32, from the codes that were there before any merge
+    unmerge   those codes again, to the bit
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from peft.tuners.lora import layer as peft_layers
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from blockfp.recipes import HIGH_PRECISION, Recipe
+
+from ..linear.grouped_function import ends_of
+from ..linear.linear import apply
+from ..modules.experts import Experts
+from ..modules.grouped_linear import GroupedLinear
+from ..modules.kinds import base_kind, weight_names
+from ..modules.linear import Linear
+from ..modules.transposed_linear import TransposedLinear
+from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed, reduced
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+from ..weights.loading import load_high_precision_
+from ..weights.requantize import check_writable
+
+PLAIN = Recipe("high precision", *[HIGH_PRECISION] * 6)
+"""The products of adapters."""
+
+LOST = 3.0
+"""Decibels: a merge warns where a change reaches the codes with less than this above its rounding, some half of it."""
+
+NAME = f"{__name__}.merged"
+
+
+class Merged(NamedTuple):
+    """What rounding left of one merge.
+
+    Attributes:
+        name: of the quantized parameter.
+        adapters: in the order in which they were merged.
+        sqnr: of the merged weight's codes, in dB: 10 log10(sum of squares / sum of squared errors); Inf without any error.
+        change_sqnr: of the adapters' change alone, by the same errors. At 0 dB or less nothing of it is left.
+    """
+
+    name: str
+    adapters: tuple[str, ...]
+    sqnr: float
+    change_sqnr: float
+
+
+def register(config: LoraConfig) -> LoraConfig:
+    """Makes PEFT use this module's layers where a weight is quantized, or where `convert` could quantize it later.
+
+    PEFT doesn't save this with the adapter: `PeftModel.from_pretrained(base, path, config=register(
+    LoraConfig.from_pretrained(path)))` says it again. Weights that other libraries have quantized stay theirs.
+
+    Args:
+        config: of LoRA; it is changed.
+
+    Returns:
+        The same config.
+
+    Raises:
+        TypeError: it is no LoraConfig.
+
+    Example:
+        >>> model = get_peft_model(model, register(LoraConfig(target_modules="all-linear", use_dora=True)))
+    """
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
+    # A function, where PEFT speaks of a class: for None it goes on to layers of its own.
+    config._register_custom_module({nn.Module: _layer_for})  # pyright: ignore[reportArgumentType]
+    return config
+
+
+def merged(model: nn.Module) -> list[Merged]:
+    """Lists the merges that quantized weights of a model hold now, of `merge_adapter()` or `merge_and_unload()`.
+
+    Example:
+        >>> model.merge_adapter()
+        >>> min(each.sqnr for each in merged(model))
+    """
+    found = []
+    for path, module in model.named_modules():
+        report: dict[str, Merged] = vars(module).get(_REPORT, {})
+        path = path.replace(".base_layer", "")
+        found += [each._replace(name=f"{path}.{name}".lstrip(".")) for name, each in report.items()]
+    return found
+
+
+_REPORT = "_merged_adapters"
+"""The attribute of a base layer that holds what was merged into it: the layer outlives its adapters."""
+
+
+def _layer_for(
+    target: nn.Module, adapter_name: str, *, config: LoraConfig, parameter_name: str | None = None, **options: Any
+) -> nn.Module | None:
+    """Returns PEFT's layer over a target, made here; None for what isn't quantized and never will be."""
+    base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    kind = type(base) if isinstance(base, Linear | TransposedLinear | GroupedLinear | Experts) else base_kind(base)
+    if kind is None:
+        return None
+    if parameter_name is not None:
+        known = tuple(base.biases) if isinstance(base, Experts) else weight_names(kind, base)
+        grouped = issubclass(kind, Experts | GroupedLinear) and parameter_name in known
+        return ParamWrapper(target, adapter_name, parameter_name, config=config, **options) if grouped else None
+    if not issubclass(kind, Linear | TransposedLinear):
+        return None
+    weight = sharding.local_of(base.weight)
+    if not isinstance(weight, QuantizedTensor | CastWeight) and type(weight) not in (Tensor, nn.Parameter):
+        return None
+    transposed = config.fan_in_fan_out = issubclass(kind, TransposedLinear)
+    return LoraLinear(target, adapter_name, config=config, is_target_conv_1d_layer=transposed, **options)
+
+
+class MergesCodes(peft_layers.LoraLayer):
+    """A layer of PEFT's whose merges are written as codes, where its base's weight is codes."""
+
+    _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
+    """Of a merged weight: codes and scales as they were, hashes of those it has now, and the bias as it was."""
+
+    merged_adapters: list[str]
+
+    def held(self) -> tuple[str, Tensor]:
+        """Returns the name and the parameter that is adapted."""
+        raise NotImplementedError
+
+    def change(self, adapter: str) -> Tensor:
+        """Returns what an adapter adds to the whole weight, in float32."""
+        raise NotImplementedError
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds adapters to the weight: quantizes the sum in the weight's format, from the codes before any merge.
+
+        Under FSDP2 every rank calls it. It warns where rounding leaves less than half of the change; `merged` has the figures.
+
+        Args:
+            safe_merge: of no effect: values that codes can't hold are refused in any case.
+            adapter_names: by default the active ones.
+
+        Raises:
+            ValueError: the sum has an Inf or a NaN, or the weight is FSDP's gathered copy. Nothing is changed then.
+            NotImplementedError: a kind of LoRA other than plain and DoRA, or a layer that tensor parallelism has cut.
+        """
+        name, param = self.held()
+        if not isinstance(sharding.local_of(param), QuantizedTensor):
+            super().merge(safe_merge, adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        new = [adapter for adapter in check_adapters_to_merge(self, adapter_names) if adapter in self.lora_A]
+        if new:
+            with torch.no_grad():
+                self._merge(name, param, [*self.merged_adapters, *new])
+
+    def _merge(self, name: str, param: Tensor, adapters: list[str]) -> None:
+        base: Any = self.get_base_layer()
+        _check_merge(self, base, name, adapters)
+        local = sharding.local_of(param)
+        assert isinstance(local, QuantizedTensor)
+        check_writable(local)
+        bias = self._merged_bias(base, adapters)
+        before = [part.clone() for part in local.parts] if self._kept is None else self._kept[0]
+        original = local.with_parts(*before).dequantize(torch.float32)
+        values = original.clone()
+        for adapter in adapters:
+            values = self._with(adapter, param, values, original)
+        signal, change = _energies(param, values, values - original)
+        if not math.isfinite(signal):
+            raise ValueError(
+                f"{name}: the weight with adapters {adapters} has an Inf or a NaN, which codes can't hold: an adapter seems to be "
+                "broken"
+            )
+        load_high_precision_(param, placed(param, values), keep_init=False)
+        local = sharding.local_of(param)
+        assert isinstance(local, QuantizedTensor)
+        (noise,) = _energies(param, local.dequantize(torch.float32) - values)
+        old_bias = None if self._kept is None else self._kept[2]
+        if bias is not None:
+            old_bias = base.bias.detach().clone() if old_bias is None else old_bias
+            base.bias.copy_(bias)
+        self._kept = before, [torch.hash_tensor(part) for part in local.parts], old_bias
+        self.merged_adapters[:] = adapters
+        report = Merged(name, tuple(adapters), _decibels(signal, noise), _decibels(change, noise))
+        vars(base).setdefault(_REPORT, {})[name] = report
+        if report.change_sqnr < LOST:
+            warnings.warn(
+                f"a merge into quantized weights lost more than half of what the adapter changes, in rounding: {NAME}(model) has "
+                "each weight's SQNR. Left unmerged, or merged into weights in high precision, adapters are exact; unmerge_adapter() "
+                "gives the codes back.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _with(self, adapter: str, param: Tensor, values: Tensor, original: Tensor) -> Tensor:
+        """Returns this rank's part of a weight with one more adapter."""
+        change = sharding.own_part(self.change(adapter), param)
+        if adapter not in self.lora_variant:
+            return values.add_(change)
+        over = 0 if getattr(self, "fan_in_fan_out", False) else 1
+        if over == 0 and sharding.mesh_of(param) is not None:
+            raise NotImplementedError("DoRA of a weight [in, out] is merged before fully_shard, not after it")
+        magnitude = _whole(self.lora_magnitude_vector[adapter].weight)
+        if over == 1:
+            magnitude = magnitude[sharding.region_of(param).slices[0]]
+        factor = magnitude / torch.linalg.norm(original + change, dim=over)
+        return (values + change).mul_(factor.unsqueeze(over))
+
+    def _merged_bias(self, base: Any, adapters: list[str]) -> Tensor | None:
+        """Returns the bias with those of the adapters, or None where these have none."""
+        biased = [adapter for adapter in adapters if self.lora_bias[adapter]]
+        if not biased:
+            return None
+        if base.bias is None:
+            raise ValueError(f"adapters {biased} have a bias, and the layer has none to merge it into")
+        own: Any = base.bias if self._kept is None or self._kept[2] is None else self._kept[2]
+        return own.detach() + sum(self.lora_B[adapter].bias.detach() * self.scaling[adapter] for adapter in biased)
+
+    def unmerge(self) -> None:
+        """Gives the weight the codes back that it had before the first merge.
+
+        Raises:
+            ValueError: the merged codes were overwritten since (loaded, trained), or sharded in another way.
+        """
+        if self._kept is None:
+            super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        name, param = self.held()
+        local = sharding.local_of(param)
+        before, hashes, bias = self._kept
+        if not isinstance(local, QuantizedTensor) or [part.shape for part in local.parts] != [part.shape for part in before]:
+            raise ValueError(f"{name} was merged as a {tuple(before[0].shape)} of codes, and is held in another way now")
+        check_writable(local)
+        if not all(
+            torch.equal(torch.hash_tensor(part), each.to(part.device)) for part, each in zip(local.parts, hashes, strict=True)
+        ):
+            raise ValueError(
+                f"{name} was overwritten after adapters were merged into it, which unmerge would undo: load it again"
+            )
+        base: Any = self.get_base_layer()
+        with torch.no_grad():
+            for part, old in zip(local.parts, before, strict=True):
+                part.copy_(old)
+            if bias is not None:
+                base.bias.copy_(bias)
+        vars(base)[_REPORT].pop(name)
+        self._kept = None
+        self.merged_adapters.clear()
+
+
+class LoraLinear(MergesCodes, peft_layers.Linear):
+    """PEFT's LoRA of a linear layer that is quantized, or may be converted later."""
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        return {**super().lora_variants, ("use_dora",): DoraVariant}
+
+    def held(self) -> tuple[str, Tensor]:
+        return "weight", self.get_base_layer().weight
+
+    def change(self, adapter: str) -> Tensor:
+        change = _whole(self.lora_B[adapter].weight) @ _whole(self.lora_A[adapter].weight)
+        return (change.T if self.fan_in_fan_out else change) * self.scaling[adapter]
+
+
+class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
+    """PEFT's LoRA of one weight of experts: those products are on its codes, and the adapters' beside them.
+
+    An expert's output is x w^T + scaling (x A^T) B^T. PEFT's own layer adds the adapters to all experts' weights in each forward;
+    it knows a layer of this kind by the name of its class.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str, config: LoraConfig, **options: Any):
+        super().__init__(base_layer, adapter_name, parameter_name, config, **options)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        super()._get_in_out_features(module)
+        base: Any = self.get_base_layer()
+        *_, first, second = self.get_param().shape
+        lengths = (first, second) if self._transposed else (second, first)
+        # PEFT swaps these where a module doesn't say that its weights are transposed.
+        return lengths if getattr(base, "is_transposed", False) else lengths[::-1]
+
+    @property
+    def _transposed(self) -> bool:
+        """Whether the weight is [experts, in, out]."""
+        base: Any = self.get_base_layer()
+        return base.transposed if isinstance(base, Experts | GroupedLinear) else getattr(base, "is_transposed", False)
+
+    def held(self) -> tuple[str, Tensor]:
+        return self.parameter_name, self.get_param()
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """Returns A [experts, rank, in] and B [experts, out, rank]."""
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        experts = self.num_experts
+        return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
+
+    def change(self, adapter: str) -> Tensor:
+        experts = self.num_experts
+        a, b = _whole(self.lora_A[adapter].weight), _whole(self.lora_B[adapter].weight)
+        change = torch.bmm(b.reshape(b.shape[0], -1, experts).permute(2, 0, 1), a.reshape(experts, -1, a.shape[-1]))
+        change.mul_(self.scaling[adapter])
+        return change.mT if self._transposed else change
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
+        base: Any = self.get_base_layer()
+        adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
+        if isinstance(base, GroupedLinear) or (isinstance(base, Experts) and not adapters):
+            yield
+        elif isinstance(base, Experts):
+            if base.parallel is not None:
+                raise ValueError(
+                    "LoRA on experts that parallelize has cut over ranks is not supported: shard them by fully_shard"
+                )
+            with base.adding(self.parameter_name, partial(self.low_rank, adapters)):
+                yield
+        else:
+            with super()._activate_lora(list(active_adapters)):
+                yield
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = super().forward(x, *args, **kwargs)
+        base: Any = self.get_base_layer()
+        adapters = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        if not isinstance(base, GroupedLinear) or self.disable_adapters or self.merged or not adapters:
+            return y
+        (counts,) = (*args, *kwargs.values())
+        if base.parallel is not None or not isinstance(counts, Tensor | Sequence):
+            raise ValueError(
+                "LoRA on experts takes rows of one rank, with counts: not dispatched ones, nor experts cut over ranks"
+            )
+        ends = counts.cumsum(0, dtype=torch.int32) if isinstance(counts, Tensor) else ends_of(counts, x)
+        return y + self.low_rank(adapters, x, ends)
+
+    def low_rank(self, adapters: Sequence[str], x: Tensor, offs: Tensor) -> Tensor:
+        """Returns what adapters add to the products of x [tokens, in], sorted by expert: [tokens, out].
+
+        Args:
+            adapters: their names.
+            x: the rows of expert 0, then those of expert 1, and so on.
+            offs: the end of each expert's rows, int32 [experts].
+        """
+        total: Tensor | None = None
+        for adapter in adapters:
+            a, b = (factor.to(x.dtype) for factor in self.factors(adapter))
+            # torch's grouped product takes lengths that are multiples of 8.
+            missing = -a.shape[1] % 8
+            if missing:
+                a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
+            inner = apply(x, a, None, PLAIN, offs=offs) * self.scaling[adapter]
+            y = apply(inner, b.contiguous(), None, PLAIN, offs=offs)
+            total = y if total is None else total + y
+        assert total is not None
+        return total
+
+
+class DoraLayer(DoraLinearLayer):
+    """DoRA's magnitudes over a quantized weight; norms are taken in float32, of what its codes stand for."""
+
+    def update_layer(
+        self, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, place_on_cpu: bool = False
+    ) -> None:
+        values = _values(base_layer)
+        if values is None:
+            super().update_layer(
+                base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, scaling=scaling, place_on_cpu=place_on_cpu
+            )
+            return
+        norm = self.get_weight_norm(values.to(lora_A.device), (lora_B @ lora_A).float(), scaling)
+        self.weight = nn.Parameter(norm.to(lora_A.dtype))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: nn.Module,
+        lora_B: nn.Module,
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> Tensor:
+        """Returns what is to be added to the base's output [.., out] for x [.., in], from which dropout may have taken some."""
+        with torch.no_grad():
+            values = _values(base_layer)
+            if values is not None:
+                added = self.get_lora_weight(lora_A=lora_A, lora_B=lora_B, adapter_name=adapter_name)
+                norm = self.get_weight_norm(values, added.float(), scaling, adapter_name=adapter_name)
+        if values is None:
+            return super().forward(
+                x, lora_A=lora_A, lora_B=lora_B, scaling=scaling, base_layer=base_layer, base_result=base_result,
+                adapter_name=adapter_name,
+            )  # fmt: skip
+        if base_result is None:
+            base_result = base_layer(x if torch.is_autocast_enabled(x.device.type) else x.to(base_layer.weight.dtype))
+        if base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        factor = self.weight / norm
+        return (factor - 1).to(x.dtype) * base_result + factor.to(x.dtype) * lora_B(lora_A(x)) * scaling
+
+
+class DoraVariant(DoraLinearVariant):
+    """PEFT's DoRA with `DoraLayer`."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **options: Any) -> None:
+        made = DoraLayer(module.fan_in_fan_out)
+        factors = {"lora_A": module.lora_A[adapter_name].weight, "lora_B": module.lora_B[adapter_name].weight}
+        made.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
+        module.lora_magnitude_vector[adapter_name] = made
+
+
+def _values(base_layer: Any) -> Tensor | None:
+    """Returns what the weight of a quantized layer stands for in its products, in float32; None for other layers."""
+    weight = base_layer.weight
+    if isinstance(weight, CastWeight):
+        weight = weight.quantized()
+    return weight.detach().dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else None
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Returns all of an adapter's weight, in float32."""
+    tensor = tensor.detach()
+    return (tensor if sharding.mesh_of(tensor) is None else tensor.full_tensor()).float()
+
+
+def _energies(param: Tensor, *tensors: Tensor) -> list[float]:
+    """Returns the sums of squares of tensors of which each rank has its part, as it has of a parameter."""
+    sums = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors])
+    if sharding.mesh_of(param) is not None:
+        sums = reduced(param, sharding.sharding_of(param), sums, "sum")
+    return sums.tolist()
+
+
+def _decibels(signal: float, noise: float) -> float:
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _check_merge(layer: MergesCodes, base: Any, name: str, adapters: Sequence[str]) -> None:
+    others = [
+        variant for adapter in adapters if (variant := layer.lora_variant.get(adapter)) and type(variant) is not DoraVariant
+    ]
+    if others:
+        raise NotImplementedError(f"{type(others[0]).__name__} is not merged into quantized weights: plain LoRA and DoRA are")
+    if base.parallel is not None:
+        raise NotImplementedError(f"{name} is cut by tensor parallelism: merge adapters before parallelize")

@@ -1,0 +1,325 @@
+"""transformers (5): models loaded as quantized ones, from high-precision files and from quantized releases.
+
+Importing this module makes the quantization method "blockfp" known to transformers:
+
+    from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BlockfpConfig("mxfp8"))
+
+Layers are converted on the meta device, and each weight is quantized as it is read, or made of the file's own codes and scales,
+so that no more than one weight is in memory in high precision. The model is an ordinary one then, for `Trainer`, PEFT and
+`save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them back.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from blockfp import recipes
+from blockfp.recipes import Cast, Compute, Delayed, Recipe
+
+from ..modules.convert import convert
+from ..modules.kinds import base_kind, quantized_names, weight_names
+from ..modules.quantized_layer import Weights
+from ..modules.stateful_layer import StatefulLayer
+from ..modules.summary import tied_elsewhere
+
+try:
+    from transformers.quantizers import auto
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(f"{__name__} needs transformers 5: pip install 'transformers>=5'") from error
+
+from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+
+__all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
+
+METHOD = "blockfp"
+"""What config.json calls it."""
+
+Recipes = Recipe | str | Mapping[str, Recipe | str | None]
+
+
+@auto.register_quantization_config(METHOD)
+class BlockfpConfig(QuantizationConfigMixin):
+    """The `quantization_config` of a model that blockfp quantizes.
+
+    Args:
+        recipe: a `Recipe`, its name, or a dictionary from patterns of layers' names to one of these or to None, which leaves a
+            layer in high precision. The first pattern that `re.search` finds counts; layers that none fits stay as they are.
+            Weights that the file has quantized keep the file's format, whatever the recipe says of weights.
+        modules_to_not_convert: names of layers that stay in high precision, as transformers matches them: from the start, as
+            regular expressions, or the end. None means what `convert` leaves: heads that are tied to embeddings.
+        trainable: False freezes the quantized weights, as adapters want it.
+        requantize: True dequantizes what a file has quantized, and quantizes it in the recipe's own format for weights.
+        weights, compute, keep_init: see `convert`. Originals are kept of high-precision files' weights alone.
+
+    Raises:
+        TypeError, ValueError: a recipe that isn't one, a pattern that is no regular expression, or an unknown keyword.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipes | dict[str, Any] = "mxfp8",
+        *,
+        modules_to_not_convert: list[str] | None = None,
+        trainable: bool = True,
+        requantize: bool = False,
+        weights: Weights = "quantized",
+        compute: Compute = "quantized",
+        keep_init: bool = True,
+        **others: Any,
+    ):
+        if others.pop("quant_method", METHOD) != METHOD or others:
+            raise TypeError(f"BlockfpConfig has no {', '.join(others) or 'quant_method but blockfp'}")
+        self.quant_method = METHOD
+        self.recipe = _parsed(recipe)
+        self.modules_to_not_convert = modules_to_not_convert
+        self.trainable, self.requantize = trainable, requantize
+        self.weights, self.compute, self.keep_init = weights, compute, keep_init
+
+    def recipe_of(self, path: str) -> Recipe | None:
+        """Returns the recipe of the layer at a path; None for one that stays as it is."""
+        if isinstance(self.recipe, Recipe):
+            return self.recipe
+        return next((one for pattern, one in self.recipe.items() if re.search(pattern, path)), None)
+
+    def leaves(self, path: str) -> bool:
+        """Says whether the layer at a path is one of `modules_to_not_convert`, or has no recipe."""
+        return not should_convert_module(path, self.modules_to_not_convert) or self.recipe_of(path) is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what config.json holds."""
+        recipe = self.recipe
+        written = _written(recipe) if isinstance(recipe, Recipe) else {name: _written(one) for name, one in recipe.items()}
+        return copy.deepcopy({**vars(self), "recipe": written})
+
+
+def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
+    if not isinstance(recipe, Mapping):
+        return recipes.parse(recipe)
+    if "text" in recipe:
+        return _read(recipe)
+    parsed = {}
+    for pattern, one in recipe.items():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"recipe: {pattern!r} is no regular expression of layers' names: {error}") from None
+        parsed[pattern] = None if one is None else _read(one) if isinstance(one, Mapping) else recipes.parse(one)
+    return parsed
+
+
+def _written(recipe: Recipe | None) -> str | dict[str, Any] | None:
+    """Returns a recipe as JSON has it: its name where that says all of it."""
+    if recipe is None or recipe == _named(recipe.name):
+        return recipe and recipe.name
+    delayed = None if recipe.delayed is None else dataclasses.asdict(recipe.delayed)
+    return {"name": recipe.name, "text": recipe.text, "delayed": delayed}
+
+
+def _named(name: str) -> Recipe | None:
+    return recipes.parse(name) if name in recipes.RECIPES else None
+
+
+def _read(written: Mapping[str, Any]) -> Recipe:
+    try:
+        delayed = written.get("delayed")
+        options: dict[str, Any] = {"delayed": None if delayed is None else Delayed(**delayed)}
+        return Recipe.of_text(written["text"]).replace(name=str(written.get("name", "recipe")), **options)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"recipe {dict(written)!r} is not what BlockfpConfig writes: {error!r}") from error
+
+
+@auto.register_quantizer(METHOD)
+class BlockfpHfQuantizer(HfQuantizer):
+    """Converts a model on the meta device, and makes its weights as transformers reads them."""
+
+    quantization_config: BlockfpConfig
+
+    def __init__(self, quantization_config: BlockfpConfig, **options: Any):
+        # Of what the files hold, transformers knows what config.json says; `released_weights` looks at the tensors.
+        super().__init__(copy.copy(quantization_config), **{**options, "pre_quantized": False})
+        self.released: Released = Released({}, {}, frozenset())
+        self.hidden: dict[nn.Module, dict[int, Any]] = {}
+        self.state_names: set[str] = set()
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuses what would take weights apart, or away from where they are used."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(f"device_map {device_map} puts layers on the disk, where quantized weights can't be: leave them out")
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized weights "
+                "don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
+            )
+        config = self.quantization_config
+        self.released = found = released_weights(model, checkpoint_files or [])
+        tied = tied_elsewhere(model)
+        takes: set[str] = set()
+        for path, module in model.named_modules():
+            kind = base_kind(module)
+            names = () if kind is None else tuple(f"{path}.{name}" for name in weight_names(kind, module))
+            if not names or config.leaves(path) or any(name in tied for name in names):
+                continue
+            if found.params and not found.own and not any(name in found.params for name in names):
+                # The release leaves it in high precision.
+                continue
+            takes.add(path)
+            if not config.requantize:
+                there = [found.params[name] for name in names if name in found.params]
+                for one in there if config.weights == "quantized" else ():
+                    one.check_whole()
+                untranspose(module, there)
+        convert(
+            model, self._recipe_of, lambda path, _: path in takes,
+            weights=config.weights, compute=config.compute, keep_init=config.keep_init,
+        )  # fmt: skip
+        if config.modules_to_not_convert is None:
+            left = [path for path, module in model.named_modules() if path not in takes and base_kind(module) is not None]
+            config.modules_to_not_convert = [f"^{re.escape(path)}$" for path in left]
+        self._hide_state(model)
+
+    def _recipe_of(self, path: str) -> Recipe | None:
+        recipe = self.quantization_config.recipe_of(path)
+        if recipe is None or self.quantization_config.requantize:
+            return recipe
+        there = [one for name, one in self.released.params.items() if name.rpartition(".")[0] == path]
+        formats = {one.format for one in there}
+        if len(formats) > 1:
+            raise ValueError(
+                f"{path} has weights in {', '.join(map(str, formats))}, and a layer has one format: requantize=True gives it one"
+            )
+        for format in formats:
+            recipe = recipe if recipe.weight.format is format else recipe.replace(weight=Cast(format))
+        return recipe
+
+    def _hide_state(self, model: nn.Module) -> None:
+        """Makes the model's state dict name weights, as files do that know nothing of codes, until they are loaded."""
+        for path, module in model.named_modules():
+            if quantized_names(module):
+                self.hidden[module] = hooks = dict(module._state_dict_hooks)
+                for key in hooks:
+                    del module._state_dict_hooks[key]
+            if isinstance(module, StatefulLayer):
+                self.state_names |= {f"{path}.{name}" for name, _ in module.named_buffers(recurse=False)}
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Says whether a parameter is quantized as it is read."""
+        module, name = get_module_from_name(model, param_name)
+        return name in quantized_names(module) and param_name not in self.released.params
+
+    def get_quantize_ops(self) -> QuantizeOnLoad:
+        """Returns what quantizes one weight."""
+        return QuantizeOnLoad(self.quantization_config, self.state_names)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Puts the weights that files have quantized before transformers' own conversions."""
+        ours = self.released.conversion(weight_conversions, self.quantization_config, self.state_names)
+        return [*([] if ours is None else [ours]), *weight_conversions]
+
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        """Leaves the plan: a model that is to be cut by it is refused."""
+
+    def postprocess_model(self, model: Any, **_: Any) -> None:
+        """Gives the model its state dict back, and its config; from now on it is as one that `convert` was called on."""
+        for module, hooks in self.hidden.items():
+            module._state_dict_hooks.update(hooks)
+        self.hidden.clear()
+        for module in model.modules():
+            for name in quantized_names(module):
+                module.get_parameter(name).requires_grad_(self.quantization_config.trainable)
+        _set_state(model)
+        for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+            if config is not None and hasattr(config, "quantization_config"):
+                del config.quantization_config
+        # What is saved holds what was made here.
+        self.quantization_config.requantize = False
+        model.config.quantization_config = self.quantization_config
+        # Not a quantized model in transformers' sense, whose state dict is the quantizer's, and which none but adapters train.
+        model.hf_quantizer, model.is_quantized = None, False
+        del model.quantization_method
+        # Codes have no way back to the names and shapes of the release: `save_in_layout` has it.
+        model._weight_conversions = []
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _set_state(model: nn.Module) -> None:
+    """Starts what recipes keep in layers where no file had it."""
+    for module in model.modules():
+        if not isinstance(module, StatefulLayer) or not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        weight = module.held_weight()
+        module.set_buffers(next(module.parameters()).device if weight is None else weight.device)
+        module.reset_buffers()
+
+
+def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: int | None = None) -> None:
+    """Saves a model as other libraries read it without blockfp: weights, config.json and generation_config.json.
+
+    Codes and scales are the model's. Names are those of the model's releases, so experts are matrices of their own where
+    the family's files have them so. Every rank of a sharded model calls it, and rank 0 writes.
+
+    Args:
+        model: a transformers model with quantized weights.
+        folder: where to.
+        layout: a name of `blockfp convert --layout`: "compressed-tensors" or "fine-grained-fp8", which transformers and vLLM
+            read, "modelopt", or "mxfp4", in which gpt-oss's experts are.
+        file_bytes: the most bytes of a file; None for one file.
+
+    Raises:
+        ValueError: the layout isn't known, or a weight can't be taken apart into the release's without another scale.
+        BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
+    """
+    from .transformers_writing import write_model
+
+    write_model(model, Path(folder), layout, file_bytes)
+
+
+def _merging(theirs: Any) -> Any:
+    """Lets a `BlockfpConfig` that is given to `from_pretrained` win over what a release's config.json says.
+
+    transformers refuses a second configuration of another class, and has no hook.
+    """
+
+    @wraps(theirs)
+    def merge_quantization_configs(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        given = quantization_config_from_args
+        if not isinstance(given, BlockfpConfig):
+            return theirs(quantization_config, given)
+        was = quantization_config if isinstance(quantization_config, dict) else quantization_config.to_dict()
+        if was.get("quant_method") == METHOD and given.modules_to_not_convert is None:
+            given = copy.copy(given)
+            given.modules_to_not_convert = was.get("modules_to_not_convert")
+        return given
+
+    return staticmethod(merge_quantization_configs)
+
+
+auto.AutoHfQuantizer.merge_quantization_configs = _merging(auto.AutoHfQuantizer.merge_quantization_configs)

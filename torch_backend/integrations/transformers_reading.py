@@ -1,0 +1,321 @@
+"""Weights on their way from files into a transformers model: quantized there, or quantized as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.quantizers.quantizers_utils import get_module_from_name
+
+from blockfp.errors import BadFile
+from blockfp.files import quantized_model
+from blockfp.files.contents import Weight
+from blockfp.files.modelfile import open_model
+from blockfp.files.names import FORMAT
+from blockfp.formats import Format
+
+from ..check import to_torch
+from ..modules.experts import Experts
+from ..modules.kinds import base_kind, quantized_names, weight_names
+from ..modules.quantized_layer import made_weight
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+
+PATTERN = "blockfp's, by name"
+"""What stands for the names of files' weights where transformers wants a pattern."""
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """A parameter that files hold quantized, as one weight or as several that a conversion of transformers puts together.
+
+    Attributes:
+        name: of the parameter.
+        format: of all of them.
+        weights: by the conversion's pattern, each in its order.
+        conversion: what puts them together; None for one weight.
+    """
+
+    name: str
+    format: Format
+    weights: dict[str, list[Weight]]
+    conversion: WeightConverter | None
+
+    @property
+    def all(self) -> list[Weight]:
+        return [weight for weights in self.weights.values() for weight in weights]
+
+    def quantized(self, model: Any, dtype: torch.dtype) -> QuantizedTensor:
+        """Reads codes and scales, which `check_whole` has found to be those of a whole."""
+        read = {pattern: [weight.read() for weight in weights] for pattern, weights in self.weights.items()}
+        codes = self._together(read, lambda array: array.codes, model)
+        first = next(iter(read.values()))[0]
+        if self.format.block is None:
+            scales = _tensor(first.scales).reshape((1,) * codes.ndim)
+        else:
+            scales = self._together(read, lambda array: array.scales, model)
+        factor = None if first.tensor_scale is None else _tensor(first.tensor_scale)
+        columns = first.shape[-1]
+        return QuantizedTensor.from_parts(codes, scales, factor, format=self.format, columns=columns, dtype=dtype)
+
+    def values(self, model: Any, dtype: torch.dtype) -> Tensor:
+        """Reads the values that codes stand for, put together as transformers does with values."""
+        read = {pattern: [weight.read() for weight in weights] for pattern, weights in self.weights.items()}
+        return self._together(read, lambda array: np.asarray(array.dequantize(np.float32)), model).to(dtype)
+
+    def _together(self, read: Mapping[str, list[Any]], part: Callable[[Any], np.ndarray], model: Any) -> Tensor:
+        tensors: Any = {pattern: [_tensor(part(array)) for array in arrays] for pattern, arrays in read.items()}
+        if self.conversion is None:
+            ((whole,),) = tensors.values()
+            return whole
+        known = self.conversion
+        for operation in known.operations:
+            tensors = operation.convert(
+                tensors, source_patterns=known.source_patterns, target_patterns=known.target_patterns,
+                full_layer_name=self.name, model=model, config=model.config,
+            )  # fmt: skip
+        (whole,) = tensors.values()
+        return whole[0] if isinstance(whole, list) else whole
+
+    def check_whole(self) -> None:
+        """Raises ValueError where codes that are put together wouldn't stand for the values of their parts."""
+        if self.conversion is None:
+            return
+        way = "requantize=True dequantizes them and quantizes the whole anew"
+        others = [op for op in self.conversion.operations if type(op) not in (MergeModulelist, Concatenate)]
+        if others:
+            raise ValueError(f"{self.name} is made of {self._sources} by {others}, which isn't done with codes: {way}")
+        scales = [weight.scales if self.format.block is None else weight.tensor_scale for weight in self.all]
+        if len({scale.read().tobytes() for scale in scales if scale is not None}) > 1:
+            raise ValueError(
+                f"{self.name} is made of {self._sources}, each with a scale of its own, and a parameter in {self.format} has "
+                f"one: {way}"
+            )
+        merged = any(isinstance(operation, MergeModulelist) for operation in self.conversion.operations)
+        for operation in self.conversion.operations:
+            if isinstance(operation, Concatenate):
+                self._check_ends(operation.dim, merged, way)
+
+    def _check_ends(self, dim: int, merged: bool, way: str) -> None:
+        """Raises ValueError where weights that are laid end to end along an axis end within a block."""
+        sources = [weights[0] for weights in self.weights.values()] if merged else self.all
+        axis = dim if dim < 0 else dim - len(sources[0].shape) - merged
+        block = dict(zip((-2, -1), self.format.block or (1, 1), strict=True)).get(axis, 1)
+        # The last may end within a block, as the whole does.
+        lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
+        if any(length % block for length in lengths):
+            raise ValueError(
+                f"{self.name} is made of {self._sources}, laid end to end, whose lengths {lengths} are no multiple of the "
+                f"blocks' {block}: {way}"
+            )
+
+    @property
+    def _sources(self) -> str:
+        names = [weight.name for weight in self.all]
+        return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+@dataclass(frozen=True)
+class Released:
+    """What files hold quantized.
+
+    Attributes:
+        params: by the name of the model's parameter.
+        names: by each name in the files that belongs to one, the parameter's.
+        buffers: names in the files of everything else.
+        own: whether blockfp's own `save_pretrained` wrote them.
+    """
+
+    params: dict[str, FromFile]
+    names: dict[str, str]
+    buffers: frozenset[str]
+    own: bool = False
+
+    def conversion(self, conversions: Sequence[Any], config: Any, state_names: set[str]) -> ReadQuantized | None:
+        """Returns what puts these weights into the model, beside transformers' own conversions; None if there are none."""
+        if not self.params:
+            return None
+        renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        made = ReadQuantized([PATTERN], [PATTERN], [_Nothing()], force_cpu=True)
+        made.released, made.config, made.state_names = self, config, state_names
+        # transformers renames before it asks.
+        made.targets = {apply_renamings(name, renamings): param for name, param in self.names.items()}
+        return made
+
+
+def released_weights(model: Any, files: Iterable[str]) -> Released:
+    """Finds what files hold quantized, and which parameters of a model that is.
+
+    Args:
+        model: as transformers makes it, not converted.
+        files: the checkpoint's.
+
+    Raises:
+        BadFile: they hold weights that are quantized in a way that blockfp has no format for.
+        ValueError: a parameter is made of weights in several formats.
+    """
+    paths = [Path(file) for file in files]
+    if not paths or any(path.suffix != ".safetensors" for path in paths):
+        return Released({}, {}, frozenset())
+    held = quantized_model.contents_of(quantized_model.together(paths[0], [open_model(path) for path in paths]))
+    state = dict(model.named_parameters(remove_duplicate=False))
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, dict[str, list[Weight]]] = {}
+    for name in sorted(held.weights, key=dot_natural_key):
+        param, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if param not in state and name in state:
+            param, pattern = name, None
+        if param in state:
+            found.setdefault(param, {}).setdefault(pattern or "", []).append(held.weights[name])
+    params = {}
+    for param, weights in found.items():
+        formats = {weight.format for some in weights.values() for weight in some}
+        if len(formats) > 1:
+            raise ValueError(f"{param} is made of weights in {', '.join(map(str, formats))}, and has one format")
+        conversion = by_pattern.get(next(iter(weights)))
+        params[param] = FromFile(param, formats.pop(), weights, conversion)
+    names = {entry: param for param, one in params.items() for weight in one.all for entry in weight.entries}
+    own = any(f"{weight.name}{FORMAT}{weight.format}" in weight.entries for weight in held.weights.values())
+    return Released(params, names, frozenset(held.others), own)
+
+
+def untranspose(module: Any, found: Sequence[FromFile]) -> None:
+    """Makes experts [experts, in, out] on the meta device [experts, out, in], where files have them so.
+
+    They do wherever blocks lie along the rows: a weight [experts, in, out] has no such format.
+    """
+    if not getattr(module, "is_transposed", False) or not found or all(one.format.square for one in found):
+        return
+    kind = base_kind(module)
+    names = () if kind is None else weight_names(kind, module)
+    missing = {name for name in names} - {one.name.rpartition(".")[2] for one in found}
+    if missing:
+        raise ValueError(f"{found[0].name} is quantized in the file, and {', '.join(missing)} beside it is not")
+    for name in names:
+        param = module.get_parameter(name)
+        setattr(module, name, nn.Parameter(param.detach().mT.contiguous(), param.requires_grad))
+    module.is_transposed = False
+
+
+class QuantizeOnLoad(ConversionOps):
+    """Quantizes a weight that transformers has read, in the format of the parameter that it is for."""
+
+    def __init__(self, config: Any, state_names: set[str]):
+        self.config, self.state_names = config, state_names
+
+    def convert(
+        self, input_dict: dict[str, Any], *_: Any, model: Any = None, missing_keys: set[str] | None = None, **__: Any
+    ) -> dict[str, Any]:
+        """Returns the parameter by its name."""
+        if missing_keys is not None:
+            missing_keys -= self.state_names
+        ((name, value),) = input_dict.items()
+        return {name: _parameter(model, name, value[0] if isinstance(value, list) else value, self.config)}
+
+
+class _Nothing(ConversionOps):
+    """Stands where transformers wants an operation."""
+
+    def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
+        return input_dict
+
+
+class ReadQuantized(WeightConverter):
+    """Makes parameters of what files hold quantized.
+
+    transformers asks each conversion for the new name of each name in the files, and would read the tensors itself; here names
+    are looked up, and blockfp's reader gives codes and scales.
+    """
+
+    __slots__ = ("config", "released", "state_names", "targets")
+
+    released: Released
+    config: Any
+    state_names: set[str]
+    targets: dict[str, str]
+
+    def __deepcopy__(self, _: Any) -> ReadQuantized:
+        # One for each parameter: what they know is the same.
+        made = ReadQuantized([PATTERN], [PATTERN], [_Nothing()], force_cpu=True)
+        for name in self.__slots__:
+            setattr(made, name, getattr(self, name))
+        return made
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Returns the parameter that a name in the files belongs to."""
+        target = self.targets.get(source_key)
+        return (source_key, None) if target is None else (target, PATTERN)
+
+    def add_tensor(self, *_: Any) -> None:
+        """Leaves what transformers would read."""
+
+    def convert(self, layer_name: str, model: Any = None, loading_info: Any = None, **_: Any) -> dict[str, Any]:
+        """Returns the parameter by its name."""
+        if loading_info is not None:
+            loading_info.missing_keys -= self.state_names
+        try:
+            return {layer_name: self._read(layer_name, model)}
+        except (ValueError, BadFile) as error:
+            if loading_info is None:
+                raise
+            from transformers.core_model_loading import SkipParameters
+
+            loading_info.conversion_errors[layer_name] = f"{type(error).__name__}: {error}"
+            raise SkipParameters from error
+
+    def _read(self, name: str, model: Any) -> nn.Parameter:
+        found = self.released.params[name]
+        module, own = get_module_from_name(model, name)
+        param = module.get_parameter(own)
+        quantized = own in quantized_names(module)
+        if quantized and not self.config.requantize and self.config.weights == "quantized":
+            q = found.quantized(model, param.dtype)
+            _check_shape(name, q, param)
+            return nn.Parameter(q, param.requires_grad)
+        values = found.values(model, param.dtype)
+        was_transposed = bool(getattr(module, "is_transposed", False)) and not found.format.square
+        values = values.mT.contiguous() if was_transposed else values
+        if quantized:
+            return _parameter(model, name, values, self.config)
+        _check_shape(name, values, param)
+        return nn.Parameter(values, param.requires_grad)
+
+
+def _parameter(model: Any, name: str, values: Tensor, config: Any) -> nn.Parameter:
+    """Makes the parameter of this name of values."""
+    module, own = get_module_from_name(model, name)
+    param = module.get_parameter(own)
+    if sharding.mesh_of(param) is not None:
+        raise ValueError(f"{name} is cut over a mesh already: load the model whole, then shard it")
+    _check_shape(name, values, param)
+    recipe = module.product_of(own).recipe if isinstance(module, Experts) else module.recipe
+    keep = config.keep_init and config.trainable
+    return made_weight(values, recipe.weight.format, config.weights, keep, requires_grad=param.requires_grad)
+
+
+def _check_shape(name: str, values: Tensor, param: Tensor) -> None:
+    if values.shape != param.shape:
+        raise ValueError(f"{name} is {list(param.shape)} in the model and {list(values.shape)} in the file")
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return to_torch(np.require(array, requirements="C"))

@@ -1,0 +1,149 @@
+"""Writes transformers models in the layouts of other libraries, under the names of the model's releases."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from blockfp.definition.layout import scales_shape
+from blockfp.definition.views import DTYPES
+from blockfp.files import modelfile
+from blockfp.files.contents import Contents, Weight
+from blockfp.files.layouts.known import LAYOUTS
+from blockfp.files.layouts.layout import write_layout
+
+from ..check import to_numpy
+from ..checkpoint import ranks
+from ..checkpoint.high_precision import high_precision_state_dict
+from ..modules.experts import Experts
+from ..modules.kinds import quantized_names
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.state_dict import gathered, stored_parts
+
+
+def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -> None:
+    """Does what `save_in_layout` says."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    quantized = _quantized(model)
+    if not quantized:
+        raise ValueError("model has no quantized weights: save_pretrained saves it as it is")
+    others = {name: value for name, value in high_precision_state_dict(model).items() if name not in quantized}
+    if ranks.rank_and_world(None)[0] != 0:
+        return
+    release = _Names(model)
+    weights = {}
+    for name, q in quantized.items():
+        weights |= release.taken_apart(name, q, mxfp4=layout == "mxfp4")
+    others = release.of(remove_tied_weights_from_state_dict(others, model))
+    path = folder / "model.safetensors"
+    contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()})
+    write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
+    _write_configs(model, folder)
+
+
+def _write_configs(model: Any, folder: Path) -> None:
+    """Writes the model's config.json with the quantization that the layout has put there."""
+    written = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
+    config = copy.deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.quantization_config = written["quantization_config"]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _quantized(model: Any) -> dict[str, QuantizedTensor]:
+    """Returns the whole quantized weights by name, experts as [experts, out, in]; collective where they are sharded."""
+    found = {}
+    for path, module in model.named_modules():
+        for own in quantized_names(module):
+            param = module.get_parameter(own)
+            local = sharding.local_of(param)
+            if not isinstance(local, QuantizedTensor):
+                continue
+            q = _whole(param, local) if sharding.mesh_of(param) is not None else local.detach()
+            found[f"{path}.{own}"] = q.mT if isinstance(module, Experts) and module.transposed else q
+    return found
+
+
+def _whole(param: Tensor, local: QuantizedTensor) -> QuantizedTensor:
+    parts = [gathered(param, local, part).detach() for part in stored_parts(param)]
+    columns = param.shape[-1]
+    return QuantizedTensor.from_parts(*parts, format=local.format, columns=columns, dtype=local.dtype)
+
+
+class _Names:
+    """The names of a model's releases: transformers' conversions, backwards."""
+
+    def __init__(self, model: Any):
+        known = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [one for one in known if not isinstance(one, PrefixChange)]
+        self.model = SimpleNamespace(_weight_conversions=conversions, config=model.config)
+
+    def of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns a state dict under their names, what the model has put together taken apart."""
+        model: Any = self.model
+        return revert_weight_conversion(model, dict(state))
+
+    def taken_apart(self, name: str, q: QuantizedTensor, *, mxfp4: bool) -> dict[str, Weight]:
+        """Returns a weight under their names, with the codes and scales that it has.
+
+        Args:
+            name: of the parameter.
+            q: its value.
+            mxfp4: whether experts stay together, as gpt-oss has them.
+
+        Raises:
+            ValueError: a part would begin within a block.
+        """
+        if mxfp4:
+            return {name: _weight(name, q)}
+        codes = self.of({name: q.codes})
+        if q.format.block is None:
+            scales = {part: q.scales.reshape((1,) * own.ndim) for part, own in codes.items()}
+        else:
+            scales = self.of({name: q.scales})
+        made = {}
+        for part, own in codes.items():
+            shape = (*own.shape[:-1], q.shape[-1])
+            if scales[part].shape != scales_shape(shape, q.format) or (len(codes) > 1 and _cuts_blocks(q, shape)):
+                raise ValueError(
+                    f"{name} {list(q.shape)} in {q.format} can't be taken apart into {part} {list(shape)} and others: blocks "
+                    "reach over their ends"
+                )
+            whole = QuantizedTensor.from_parts(
+                own.contiguous(), scales[part].contiguous(), q.tensor_scale, format=q.format, columns=q.shape[-1], dtype=q.dtype
+            )
+            made |= {part: _weight(part, whole)}
+        return made
+
+
+def _cuts_blocks(q: QuantizedTensor, shape: tuple[int, ...]) -> bool:
+    block = q.format.block
+    return block is not None and shape[-2] != q.shape[-2] and shape[-2] % block[0] != 0
+
+
+def _weight(name: str, q: QuantizedTensor) -> Weight:
+    dtype = DTYPES[str(q.dtype).removeprefix("torch.")]
+    codes, scales, *factor = (_entry(name, part) for part in q.parts)
+    return Weight(name, q.format, tuple(q.shape), dtype, codes, scales, factor[0] if factor else None)
+
+
+def _entry(name: str, tensor: Tensor) -> modelfile.Tensor:
+    """Returns a tensor as files have it; it is copied from its device when it is written."""
+    dtype: np.dtype = to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype
+    return modelfile.Tensor(name, dtype, tuple(tensor.shape), lambda: to_numpy(tensor.detach().cpu().contiguous()))

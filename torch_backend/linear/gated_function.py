@@ -1,0 +1,152 @@
+"""The autograd function of a linear layer behind an activation, of one rank.
+
+    forward   a = activation(gate) * up, cast rowwise and columnwise as it is made;   y = a w^T
+    backward  da = g w,  dw = g^T a,   d_gate, d_up from da, gate and up
+
+It saves gate and up, which autograd keeps for the activation anyway, the codes of a columnwise, and the weight. What the
+activation makes is kept nowhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockfp.recipes import HIGH_PRECISION
+
+from ..custom_ops import gated_ops, linear_ops
+from ..custom_ops.activations import Activation, Layout, activate, gate_and_up
+from ..custom_ops.library import runs_now
+from ..custom_ops.products import Matrix, multiply, multiply_parts
+from ..custom_ops.quantize_plans import part_count
+from ..custom_ops.shared_casts import latest
+from ..torch_internals import apply_of
+from .call import Call, bias_gradient, keys_of_gradient
+from .delayed import record
+from .linear_function import NO_STATE, LinearFunction, taken_apart
+from .operands import amax_where_compiled, weight_operand
+
+
+class Gating(NamedTuple):
+    """What stands before the layer (`custom_ops.activations`).
+
+    Attributes:
+        activation: its name.
+        layout: where gate and up lie.
+    """
+
+    activation: Activation
+    layout: Layout
+
+
+class GatedFunction(torch.autograd.Function):
+    """y from gate, up or None, weight, bias, a `Call`, a `Gating`, and the tensors of `LinearState` or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        gating: Gating,
+        *state: Tensor | None,
+    ) -> Tensor:
+        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, _ = ctx.state = state or NO_STATE
+        recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
+        row, columnwise = recipe.input.format, recipe.input_columnwise if needs_weight else HIGH_PRECISION
+        column = columnwise.format
+        assert row is not None
+        direct = call.direct and runs_now(gate)
+        options = (scale, columnwise.rotate, recipe.eps)
+        if direct:
+            made = gated_ops.quantize_gated(gate, up, *gating, row, column, *options)
+        else:
+            names = (row.name, None if column is None else column.name)
+            made = gated_ops.quantize_op(gate, up, *gating, *names, *options)
+        if scale is not None:
+            made, largest = made[:-1], made[-1]
+            if history is not None and call.training:
+                record(history, largest)
+        count = part_count(row)
+        a, kept = Matrix(made[:count], row), made[count:]
+        operand = weight_operand(weight, call.stored, recipe.weight, None)
+        n, k = weight.shape[0], weight.shape[1]
+        fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
+        if direct:
+            *parts, origin = taken_apart(list(operand.parts), call)
+            held = Matrix([part for part in parts if part is not None], operand.format, (origin[0], origin[1]))
+            y = multiply_parts(a, held, n, k, bias, gate.dtype, fast, None, exact)
+        else:
+            y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
+        parts = list(operand.parts) if needs_x else []
+        ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
+        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = None, weight.shape, weight.dtype, None if bias is None else bias.dtype
+        # What gradients of gradients go to; else what is saved anyway.
+        beside = (None, None) if call.traced else (weight, bias)
+        ctx.save_for_backward(*kept, *parts, gate, up, *beside)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        call: Call = ctx.call
+        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+        compiled = torch.compiler.is_compiling()
+        rest = (None,) * (len(ctx.needs_input_grad) - 4)
+        if not compiled:
+            latest.clear()
+            if torch.is_grad_enabled():
+                return *_with_graph(ctx, gradient), *rest
+        saved = list(ctx.saved_tensors)
+        kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
+        gate, up = saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
+        del saved
+        if not compiled:
+            # From here on each copy lives until its product is done.
+            ctx.maybe_clear_saved_tensors()
+        d_gate = d_up = d_weight = d_bias = None
+        direct = call.direct and runs_now(gradient)
+        if needs_x or needs_weight:
+            row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
+            formats = (None if row is None else row.format, None if column is None else column.format)
+            stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
+            keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
+            multiplier = None if formats == (None, None) else ctx.scale
+            plain = keys is None and (column is None or not column.rotate)
+            amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
+            w = (None, None, None, (0, 0))
+            if parts:
+                w = taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
+            del parts
+            run = linear_ops.backward if direct else linear_ops.linear_backward
+            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
+            results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
+            if multiplier is not None and ctx.history is not None:
+                record(ctx.history, results[-1])
+            d_weight = results[int(needs_x)] if needs_weight else None
+            if needs_x:
+                of_gate = gated_ops.gated_gradient if direct else gated_ops.gradient_op
+                d_gate, d_up = [*of_gate(results[0], gate, up, *ctx.gating), None][:2]
+        if needs_bias:
+            d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
+        return d_gate, d_up, d_weight, d_bias, *rest
+
+
+def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Runs the backward so that its results can be differentiated: that of the activation and the layer one after the other."""
+    gate, up, weight, bias = ctx.saved_tensors[ctx.kept + ctx.parts :]
+    a = activate(*gate_and_up(gate, up, ctx.gating.layout), ctx.gating.activation)
+    # The amax of a is recorded already.
+    y = LinearFunction.apply(a, weight, bias, replace(ctx.call, training=False), None, *ctx.state)
+    y = y[0] if isinstance(y, tuple) else y
+    wanted = [one for one, needed in zip((gate, up, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+    found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:4])
+
+
+run_gated = apply_of(GatedFunction)
+"""`GatedFunction.apply` where nothing is traced or transformed."""

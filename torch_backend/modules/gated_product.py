@@ -1,0 +1,50 @@
+"""A layer behind an activation, called so that what the activation makes is cast as it is made, wherever nobody could tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks_of_all
+
+from ..custom_ops.activations import activate, gate_and_up
+from ..linear.gated import gated, takes
+from ..linear.gated_function import Gating
+from .linear import Linear
+
+
+def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor:
+    """Returns layer(activation(gate) * up), or layer(activation(gate)), with the same bits whichever way it goes.
+
+    Args:
+        layer: the layer, of any class.
+        gate, up: as for `linear.gated.gated`.
+        gating: the activation, and where gate and up lie.
+    """
+    found = fused_product(layer, gate, up, gating)
+    return layer(activate(*gate_and_up(gate, up, gating.layout), gating.activation)) if found is None else found
+
+
+def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor | None:
+    """Returns what `gated_product` does, in one op for activation and cast; None where the layer has to be called for it.
+
+    That is where somebody may want to see its input (hooks), where another module stands in its place, and where
+    `linear.gated.takes` says no.
+    """
+    if type(layer).forward is not Linear.forward or layer.parallel is not None or has_hooks(layer) or "forward" in vars(layer):
+        return None
+    state = layer.state() if layer.stateful or layer.observed is not None else None
+    weight = layer.weight
+    if not takes(gate, up, weight, layer.linear_recipe, state):
+        return None
+    return gated(gate, up, weight, layer.bias, layer.linear_recipe, gating, state=state)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Says whether a call of a module is seen by hooks, its own or those of all modules."""
+    own = (
+        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+        *(hooks_of_all._global_forward_hooks, hooks_of_all._global_forward_pre_hooks),
+        *(hooks_of_all._global_backward_hooks, hooks_of_all._global_backward_pre_hooks),
+    )
+    return any(own)
