@@ -40,17 +40,48 @@ __device__ __forceinline__ void load_run(const void* from, int bytes, uint32_t (
   for (int i = 0; i < Words; ++i) out[i] = Unit == 4 ? word[i] : __funnelshift_r(word[i], word[i + 1], 8 * (before & 3));
 }
 
-// Writes the runs of neighbouring lanes as one run. `out`: where its first byte would lie, a multiple of `Unit` bytes; of its bytes `first`
-// to `last` - 1 are written. `lane`: of `lanes`, a power of two; all of them come here.
+// Bytes of memory that a thread with so many words writes at once.
+template <int Words>
+constexpr int kRunGranule = Words % 4 == 0 ? 16 : (Words == 2 ? 8 : 4);
+
+// Shared memory by which threads that lie side by side in runs know the last words of the thread before.
+template <int Words, int Threads>
+struct RunEnds {
+  static constexpr int kShared = kRunGranule<Words> / 4;
+  __align__(16) uint32_t words[Threads][kShared];
+
+  __device__ __forceinline__ void put(const uint32_t (&word)[Words]) {
+    if constexpr (kShared == 4) {
+      *reinterpret_cast<uint4*>(words[threadIdx.x]) = {word[Words - 4], word[Words - 3], word[Words - 2], word[Words - 1]};
+    } else if constexpr (kShared == 2) {
+      *reinterpret_cast<uint2*>(words[threadIdx.x]) = {word[0], word[1]};
+    } else {
+      words[threadIdx.x][0] = word[Words - 1];
+    }
+  }
+};
+
+// Writes the words of threads side by side as one run. `out`: where its first byte would lie, a multiple of `Unit` bytes; of its bytes
+// those from `first` to `last` - 1 are written. `index`: of this thread among the `count` of the run; all have put their words in `ends`
+// and met.
 //
-// Each lane writes the vectors of memory that begin in its own bytes or just before; what the last lane has left the first one writes.
-template <int Unit, int Words>
-__device__ __forceinline__ void store_run(uint8_t* out, const uint32_t (&word)[Words], int lane, int lanes, int first, int last) {
-  constexpr int kGranule = Words % 4 == 0 ? 16 : (Words == 2 ? 8 : 4), kOfGranule = kGranule / 4;
-  const uint32_t turn = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out)) % kGranule;  // alike in all lanes
-  uint32_t all[kOfGranule + Words];  // what the lane before has last, then this one's
-#pragma unroll
-  for (int i = 0; i < kOfGranule; ++i) all[i] = __shfl_sync(0xFFFFFFFFu, word[Words - kOfGranule + i], lane == 0 ? lanes - 1 : lane - 1, lanes);
+// Each thread writes the vectors of memory that begin in its own bytes or just before; what the last one has left the first one writes.
+template <int Unit, int Words, int Threads>
+__device__ __forceinline__ void store_run(const RunEnds<Words, Threads>& ends, uint8_t* out, const uint32_t (&word)[Words], int index, int count,
+                                          int first, int last) {
+  constexpr int kGranule = kRunGranule<Words>, kOfGranule = kGranule / 4;
+  const uint32_t turn = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out)) % kGranule;  // alike in all threads
+  uint32_t all[kOfGranule + Words];
+  const uint32_t* before = ends.words[index == 0 ? threadIdx.x + count - 1 : threadIdx.x - 1];
+  if constexpr (kOfGranule == 4) {
+    const uint4 four = *reinterpret_cast<const uint4*>(before);
+    all[0] = four.x, all[1] = four.y, all[2] = four.z, all[3] = four.w;
+  } else if constexpr (kOfGranule == 2) {
+    const uint2 two = *reinterpret_cast<const uint2*>(before);
+    all[0] = two.x, all[1] = two.y;
+  } else {
+    all[0] = *before;
+  }
 #pragma unroll
   for (int i = 0; i < Words; ++i) all[kOfGranule + i] = word[i];
   if constexpr (kGranule == 16) {
@@ -68,7 +99,7 @@ __device__ __forceinline__ void store_run(uint8_t* out, const uint32_t (&word)[W
 #pragma unroll
   for (int v = 0; v < Words; v += kOfGranule) {
     const uint32_t* vector = all + kOfGranule + v;
-    const int begin = 4 * (lane * Words + v) - static_cast<int>(turn);
+    const int begin = 4 * (index * Words + v) - static_cast<int>(turn);
     if (begin >= first && begin + kGranule <= last) {
       if constexpr (kGranule == 16) {
         *reinterpret_cast<uint4*>(out + begin) = {vector[0], vector[1], vector[2], vector[3]};
@@ -82,7 +113,7 @@ __device__ __forceinline__ void store_run(uint8_t* out, const uint32_t (&word)[W
 #pragma unroll
     for (int b = 0; b < kGranule; b += Unit) {
       int at = begin + b;
-      if (at < 0) at += 4 * Words * lanes;
+      if (at < 0) at += 4 * Words * count;
       if (at < first || at >= last) continue;
       const uint32_t part = vector[b / 4] >> (8 * (b % 4));
       if constexpr (Unit == 1) {
@@ -103,27 +134,42 @@ template <int Bytes, int Lines, int Threads, class WordAt>
 __device__ __forceinline__ void copy_runs(uint8_t* out, int64_t pitch, int first_line, int last_line, int first, int last, WordAt word_at) {
   constexpr int kWords = Bytes / 4, kLanes = kWords % 32 == 0 ? 32 : (kWords % 16 == 0 ? 16 : 8);
   static_assert(kWords % kLanes == 0, "lanes share out a line evenly");
-  const int lane = threadIdx.x % kLanes;
+  const int lane = threadIdx.x % kLanes, line0 = threadIdx.x / kLanes;
+  // Whole words of memory, side by side.
+  uint8_t* to = out + line0 * pitch;
 #pragma unroll 4
-  for (int line = threadIdx.x / kLanes; line < Lines; line += Threads / kLanes) {
-    if (line < first_line || line >= last_line) continue;
-    uint8_t* to = out + line * pitch;
+  for (int line = line0; line < Lines; line += Threads / kLanes, to += Threads / kLanes * pitch) {
     const int turn = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 4);
+    const bool inside = line >= first_line && line < last_line;
 #pragma unroll
-    for (int index = lane; index < kWords; index += kLanes) {
-      const uint32_t word = __funnelshift_l(word_at(line, index == 0 ? kWords - 1 : index - 1), word_at(line, index), 8 * turn);
-      const int begin = 4 * index - turn;
-      if (begin >= first && begin + 4 <= last) {
-        *reinterpret_cast<uint32_t*>(to + begin) = word;
-        continue;
-      }
-      // The first word, turned, has the line's end in front.
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int at = begin + b < 0 ? begin + b + Bytes : begin + b;
-        if (at >= first && at < last) to[at] = word >> (8 * b);
-      }
+    for (int i = 0; i < kWords / kLanes; ++i) {
+      const int index = lane + i * kLanes, begin = 4 * index - turn;
+      const uint32_t word = __funnelshift_l(word_at(line, index == 0 ? 0 : index - 1), word_at(line, index), 8 * turn);
+      if (inside && begin >= first && begin + 4 <= last) *reinterpret_cast<uint32_t*>(to + begin) = word;
     }
+  }
+  // What is left at the ends of the lines, of which a thread has one.
+  for (int line = threadIdx.x; line < Lines; line += Threads) {
+    if (line < first_line || line >= last_line) continue;
+    uint8_t* own = out + line * pitch;
+    const int turn = static_cast<int>(reinterpret_cast<uintptr_t>(own) % 4);
+    const auto store_part = [&](int begin) {
+#pragma unroll
+      for (int at = begin; at < begin + 4; at += 2) {
+        const bool low = at >= first && at < last, high = at + 1 >= first && at + 1 < last;
+        if (!low && !high) continue;
+        const int lower = max(at, 0), upper = min(at + 1, Bytes - 1);
+        const uint32_t bytes[2] = {word_at(line, lower / 4) >> (8 * (lower % 4)) & 0xFF, word_at(line, upper / 4) >> (8 * (upper % 4)) & 0xFF};
+        if (low && high) {
+          *reinterpret_cast<uint16_t*>(own + at) = bytes[0] | bytes[1] << 8;
+        } else {
+          own[low ? at : at + 1] = low ? bytes[0] : bytes[1];
+        }
+      }
+    };
+    if (turn != 0) store_part(-turn), store_part(Bytes - turn);
+    if (first > 0 && (first + turn) % 4 != 0) store_part((first + turn) / 4 * 4 - turn);
+    if (last < Bytes && (last + turn) % 4 != 0) store_part((last + turn) / 4 * 4 - turn);
   }
 }
 

@@ -88,23 +88,22 @@ __global__ void __launch_bounds__(kTransposeThreads)
   const int left = static_cast<int>(max(min(in_pitch - byte, int64_t{4 * kWords}), int64_t{0}));
   const uint8_t* at = in + (batch * rows + row) * in_pitch + byte;
   uint32_t words[8][kWords];
+  // Zeros fill up what is packed of the last rows; columns that are not there become lines that are not written.
+  if (vectors_in && left == 4 * kWords) {
 #pragma unroll
-  for (int r = 0; r < 8; ++r, at += in_pitch) {
-    // Zeros fill up what is packed of the last rows; columns that are not there become lines that are not written.
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) words[r][i] = 0;
-    if (row + r >= rows) continue;
-    if (vectors_in && left == 4 * kWords) {
+    for (int r = 0; r < 8; ++r, at += in_pitch) {
       if constexpr (kWords == 4) {
-        const uint4 all = __ldg(reinterpret_cast<const uint4*>(at));
+        const uint4 all = row + r < rows ? __ldg(reinterpret_cast<const uint4*>(at)) : uint4{};
         words[r][0] = all.x, words[r][1] = all.y, words[r][2] = all.z, words[r][3] = all.w;
       } else {
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) words[r][i] = __ldg(reinterpret_cast<const uint32_t*>(at) + i);
+        for (int i = 0; i < kWords; ++i) words[r][i] = row + r < rows ? __ldg(reinterpret_cast<const uint32_t*>(at) + i) : 0;
       }
-    } else {
-      load_run<kWords, kWords == 4 ? 16 : 4, 1>(at, left, words[r]);
     }
+  } else {
+    // Without branches, so that many loads are under way at once.
+#pragma unroll
+    for (int r = 0; r < 8; ++r, at += in_pitch) load_run<kWords, kWords == 4 ? 16 : 4, 1>(at, row + r < rows ? left : 0, words[r]);
   }
 #pragma unroll
   for (int g = 0; g < Tile::kOfThread / 8; ++g) {

@@ -389,7 +389,9 @@ _turns: dict[Any, tuple[Any, ...]] = {}
 _MOST_TURNS = 4096
 
 
-def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+def align(
+    codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False
+) -> tuple[Array, Array]:
     """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
 
     Args:
@@ -397,17 +399,20 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
         scales: uint8 E8M0.
         format: MXFP8, MXFP6 or MXFP4.
         columns: of a matrix.
+        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
 
     Returns:
         Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128),
-        rows filled up to a multiple of 4]; the values are those of `alignment.align`.
+        rows filled up to a multiple of 4], with rows and columns exchanged if transposed; the values are those of
+        `alignment.align`.
     """
     check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
     element, block_rows, *_ = format_numbers(Format.parse(format))
-    out = codes.new_empty((*leading, rows, -(-columns // 16) * 16))
-    powers = codes.new_empty((*leading, -(-columns // 128), -(-rows // 4) * 4), dtype=torch.float32)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    out = codes.new_empty((*leading, lines, -(-length // 16) * 16))
+    powers = codes.new_empty((*leading, -(-length // 128), -(-lines // 4) * 4), dtype=torch.float32)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns, transposed)
     return out, powers
 
 

@@ -200,12 +200,12 @@ def multiply_parts(
     chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
     if chosen.mode in ("dequantize", "plain"):
         return _dequantized(a, b, n, k, bias, dtype, chosen)
-    if b.transposed:
-        b = _turned(b, n)
     if chosen.mode == "aligned":
         bands = b.format is not None and b.format.square
-        a, b = _aligned(a, k), _aligned(b, k)
+        a, b = _aligned(a, k), _aligned(b, n if b.transposed else k)
         return _on_codes(a, b, n, a.parts[0].shape[1], bias, dtype, False, bands=bands)
+    if b.transposed:
+        b = _turned(b, n)
     if chosen.mode in ("tensor", "block"):
         return _on_codes(a, b, n, k, bias, dtype, fast_accum)
     return _BLACKWELL[chosen.mode](a, b, bias, dtype)
@@ -243,11 +243,15 @@ def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtyp
     return (out if bias is None else out + bias).to(dtype)
 
 
-def _aligned(x: Matrix, k: int) -> Matrix:
-    """Shifts the codes of MX [size, k] to one scale for 128 elements: FP8 blocks, filled up along k."""
+def _aligned(x: Matrix, columns: int) -> Matrix:
+    """Shifts the codes of MX, `columns` in each stored row, to one scale for 128 elements: FP8 blocks of x not transposed.
+
+    They are filled up along the contracted axis.
+    """
     assert x.format is not None
     codes, scales = x.parts
-    return Matrix(cuda.align(codes, scales, x.format, columns=k), alignment.aligned_format(x.format), ordered=True)
+    parts = cuda.align(codes, scales, x.format, columns=columns, transposed=x.transposed)
+    return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
 
 
 def _on_codes(

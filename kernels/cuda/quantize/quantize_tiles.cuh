@@ -15,20 +15,16 @@ namespace cuda {
 
 // This block's tile of a grid of `across` x `down` tiles a matrix: down `strip` tiles, then across, so that tiles that are written together
 // are neighbours in the codes of both directions.
-template <class E>
 __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32_t across, uint32_t down, uint32_t strip) {
   const uint32_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x - batch * matrix;
   const uint32_t top = in_matrix / (across * strip) * strip, in_strip = in_matrix - top * across, tall = min(down - top, strip);
-  return {batch, static_cast<int64_t>(top + in_strip % tall) * kTileRows<E> - window.row_phase,
+  return {batch, static_cast<int64_t>(top + in_strip % tall) * kTileRows - window.row_phase,
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
-#ifndef BLOCKFP_BLOCKS
-#define BLOCKFP_BLOCKS 3
-#endif
-// Blocks of threads that a multiprocessor has registers for.
-template <class E, class T>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? (E::kBits < 8 ? BLOCKFP_BLOCKS : 3) : 2) : (kDepth<E> == 8 ? 2 : 1);
+// Blocks of threads that a multiprocessor has registers for. MXFP6 and MXFP4 take more steps, and more warps to hide them.
+template <class E, int Block, class T>
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (E::kBits < 8 && Block == 32 ? 4 : 3) : 2;
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -37,17 +33,17 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-// One scale for both directions: of the tensor, or of square blocks.
-template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
-    quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  __shared__ __align__(16) struct {
-    StagedCodes<E, R> codes;
-    std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
-  } shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  Source::load(piece, vectors);
-  const TensorScale tensor = tensor_scales<E, Block>(a, blockIdx.x == 0).rows;
+// Codes of a tile, and the scale of a block that is one, in shared memory.
+template <class E, int Block, Rounding R>
+struct StagedSquare {
+  StagedCodes<E, R> codes;
+  std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
+};
+
+// Scale and codes of a piece, one scale for both directions: of the tensor, or of square blocks.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
+  const QuantizeArguments& a = piece.a;
   BlockScale<float> scale{0, tensor.multiplier};
   bool nan = false;
   if constexpr (Block == 0) {
@@ -56,7 +52,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
     if constexpr (Block != 16) {
-      if (a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
+      if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
     }
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
@@ -64,6 +60,16 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   if (a.column.codes == nullptr) return;
   __syncthreads();
   shared.codes.columns.copy_out(piece);
+}
+
+// One scale for both directions.
+template <class E, int Block, class T, Rounding R, class Source>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
+    quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
+  __shared__ __align__(16) StagedSquare<E, Block, R> shared;
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
+  Source::load(piece, vectors);
+  quantize_square(piece, tensor_scales<E, Block>(a, blockIdx.x == 0).rows, shared);
 }
 
 // Codes of a tile and where its stored scales wait, in shared memory.
@@ -78,7 +84,7 @@ template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
   if (a.row.codes != nullptr) {
-    LineScales<E, Block, T, kDepth<E>, Block / 8, 1> scales;
+    LineScales<E, Block, T, kDepth, Block / 8, 1> scales;
     scales.decide([&](auto poison, auto& words) { piece.template row_amaxes<decltype(poison)::value>(words); }, a, tensor.rows,
                   [&](int r, int32_t stored) { shared.scales.put_row(piece.place.row + r, piece.place.column, stored); });
     RowOutput<E, T, R> out(piece, shared.codes);
@@ -86,10 +92,10 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
     out.finish();
   }
   if constexpr (Block == 16) {
-    const int64_t row = piece.tile.row + piece.place.row;
-    if constexpr (kDepth<E> == 16) if (a.rotate_column && row + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || row >= 0)) rotate_columns<T>(piece.x);
+    const int64_t sixteen = piece.tile.row + piece.place.row / 16 * 16;  // the first of the rows that are rotated together
+    if (a.rotate_column) rotate_columns<T>(piece.x, sixteen + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || sixteen >= 0));
   }
-  LineScales<E, Block, T, 8, Block / kDepth<E>, 8> scales;
+  LineScales<E, Block, T, 8, Block / kDepth, 8> scales;
   const auto amaxes = [&](auto poison, auto& words) {
     constexpr bool kPoison = decltype(poison)::value;
     piece.template column_amaxes<kPoison>(words);
@@ -108,26 +114,26 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedLines<E, Block, R> shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
   Source::load(piece, vectors);
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
-// Blocks of 1x128, whose scales the warps of a tile decide together.
-template <class E, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
-    quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  if (a.scales_by_tile) launch_dependents();
-  __shared__ __align__(16) struct {
-    StagedCodes<E, R> codes;
-    WideScales<E, T, R> scales;
-  } shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  Source::load(piece, vectors);
+// Codes of a tile and what its scales are decided by, in shared memory.
+template <class E, class T, Rounding R>
+struct StagedWide {
+  StagedCodes<E, R> codes;
+  WideScales<E, T, R> scales;
+};
+
+// As quantize_lines, of blocks whose scales the warps of a tile decide together.
+template <class E, class T, Rounding R>
+__device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
+  const QuantizeArguments& a = piece.a;
   shared.scales.decide(piece);
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];
@@ -142,6 +148,17 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   if (a.column.codes == nullptr) return;
   __syncthreads();
   shared.codes.columns.copy_out(piece);
+}
+
+// Blocks of 1x128.
+template <class E, class T, Rounding R, class Source>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, 128, T>)
+    quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
+  if (a.scales_by_tile) launch_dependents();
+  __shared__ __align__(16) StagedWide<E, T, R> shared;
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
+  Source::load(piece, vectors);
+  quantize_wide_lines(piece, shared);
 }
 
 }  // namespace cuda

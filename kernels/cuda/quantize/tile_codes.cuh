@@ -13,19 +13,14 @@ namespace cuda {
 // Transposed codes on their way out: kTileColumns lines of kBytes, in shared memory.
 template <class E>
 struct Staging {
-  static constexpr int kBytes = kTileRows<E> * E::kBits / 8;
+  static constexpr int kBytes = kTileRows * E::kBits / 8;
   // A vector more every eight lines keeps threads side by side, who write eight lines each, out of one another's banks.
   static constexpr int kPad = 16;
   __align__(16) uint8_t bytes_[kTileColumns * kBytes + kTileColumns / 8 * kPad];
 
   // Codes of kDepth rows of a column, from tile row kDepth * index.
-  __device__ __forceinline__ void put(int column, int index, const uint2* codes) {
-    uint8_t* to = bytes_ + place(column) + index * (kDepth<E> * E::kBits / 8);
-    if constexpr (kDepth<E> == 16 || E::kBits == 8) {
-      store_groups<E>(to, codes);
-    } else {
-      store_eight<E::kBits>(to, codes[0]);
-    }
+  __device__ __forceinline__ void put(int column, int index, uint2 codes) {
+    store_eight<E::kBits>(bytes_ + place(column) + index * E::kBits, codes);
   }
 
   // To the transposed codes of `piece`'s matrix; every thread of the block comes here.
@@ -58,7 +53,7 @@ struct Staging {
   // are left from there.
   __device__ __forceinline__ void copy_vectors(uint8_t* out, int64_t pitch, int64_t rows, int64_t columns) const {
     constexpr int kVectors = kBytes / 16, kStep = kTileThreads / kVectors;
-    const int rows_left = static_cast<int>(min(rows, int64_t{kTileRows<E>}));
+    const int rows_left = static_cast<int>(min(rows, int64_t{kTileRows}));
     const int columns_left = static_cast<int>(min(columns, int64_t{kTileColumns}));
     // A thread keeps to one vector of each column it copies.
     const int first = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
@@ -76,7 +71,7 @@ template <class E>
 struct RowStaging {
   static constexpr int kBytes = kTileColumns * E::kBits / 8;
   // Rows of the lanes below each other fall into other banks.
-  static constexpr int kStep = kDepth<E> * kBytes + kBytes / 2;
+  static constexpr int kStep = kDepth * kBytes + kBytes / 2;
   uint8_t bytes_[16 * kStep];
 
   __device__ __forceinline__ void put(int row, int column, uint2 codes) {
@@ -90,14 +85,14 @@ struct RowStaging {
     const TileOrigin& tile = piece.tile;
     const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns), first = tile.column / 8 * E::kBits;
     const int64_t line = P::kInGroups ? a.groups.own.first_row : tile.batch * a.x.rows;
-    const LinesOfTile lines(tile.row, kTileRows<E>, a.x.rows), bytes(first, kBytes, pitch);
-    copy_runs<kBytes, kTileRows<E>, kTileThreads>(
+    const LinesOfTile lines(tile.row, kTileRows, a.x.rows), bytes(first, kBytes, pitch);
+    copy_runs<kBytes, kTileRows, kTileThreads>(
         a.row.codes + (line + tile.row) * pitch + first, pitch, lines.first, lines.last, bytes.first, bytes.last,
         [this](int row, int word) { return *reinterpret_cast<const uint32_t*>(bytes_ + place(row) + 4 * word); });
   }
 
  private:
-  __device__ __forceinline__ static int place(int row) { return row / kDepth<E> * kStep + row % kDepth<E> * kBytes; }
+  __device__ __forceinline__ static int place(int row) { return row / kDepth * kStep + row % kDepth * kBytes; }
 };
 
 // Codes of a tile that wait in shared memory: those of the columns; before them those of the rows, where they don't go straight out.
@@ -202,55 +197,41 @@ class PieceCodes {
     }
   }
 
-  // `put` takes a column and its codes, eight rows after eight.
+  // `put` takes a column and its codes.
   template <class Multiplier, class Put>
   __device__ __forceinline__ void columns(Multiplier multiplier, Put put) const {
     const QuantizeArguments& a = piece_.a;
     const Window& w = a.window;
     const uint64_t column = piece_.tile.batch * w.columns + w.column + piece_.tile.column + piece_.place.column;
     const uint64_t row = w.row + piece_.tile.row + piece_.place.row;
+    if constexpr (R == Rounding::kStochastic) {
+      const uint32_t key[2] = {__ldg(a.column.key), __ldg(a.column.key + 1)};
+      const uint64_t first = (column * w.rows + row) / 8, step = w.rows / 8;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      uint2 codes[kRows / 8];
-      if constexpr (R == Rounding::kStochastic && kRows == 8) {
-        if (j % 2 != 0) continue;
-        const uint64_t first = ((column + j) * w.rows + row) / 8;
-        const TwoGroups groups{{multiplier(j), multiplier(j + 1)}, {__ldg(a.column.key), __ldg(a.column.key + 1)},
-                               {first, first + w.rows / 8}, nan_};
-        const uint2 both = encode_stochastic_groups<T>(column_of(j, 0), column_of(j + 1, 0), groups);
-        codes[0] = {both.x, 0};
-        put(j, codes);
-        codes[0] = {both.y, 0};
-        put(j + 1, codes);
-        continue;
-      } else if constexpr (R == Rounding::kStochastic) {
-        const uint64_t first = ((column + j) * w.rows + row) / 8;
-        const float by = multiplier(j);
-        const TwoGroups groups{{by, by}, {__ldg(a.column.key), __ldg(a.column.key + 1)}, {first, first + 1}, nan_};
-        const uint2 both = encode_stochastic_groups<T>(column_of(j, 0), column_of(j, 8), groups);
-        codes[0] = {both.x, 0}, codes[1] = {both.y, 0};
-      } else {
-#pragma unroll
-        for (int h = 0; h < kRows / 8; ++h) {
-          codes[h] = encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[8 * h + i], j); }, multiplier(j), nan_, a.column.key,
-                                         (column + j) * w.rows + row + 8 * h);
-        }
+      for (int j = 0; j < 8; j += 2) {
+        const TwoGroups groups{{multiplier(j), multiplier(j + 1)}, {key[0], key[1]}, {first + j * step, first + (j + 1) * step}, nan_};
+        const uint2 codes = encode_stochastic_groups<T>(column_of(j), column_of(j + 1), groups);
+        put(j, {codes.x, 0});
+        put(j + 1, {codes.y, 0});
       }
-      put(j, codes);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        put(j, encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[i], j); }, multiplier(j), nan_, a.column.key,
+                                   (column + j) * w.rows + row));
+      }
     }
   }
 
  private:
-  // Rows first .. first + 7 of column j.
-  __device__ __forceinline__ Eight<T> column_of(int j, int first) const {
+  __device__ __forceinline__ Eight<T> column_of(int j) const {
     Eight<T> out;
 #pragma unroll
     for (int i = 0; i < kWords<T>; ++i) {
       if constexpr (kLinesPerWord<T> == 2) {
-        const uint32_t low = piece_.x[first + 2 * i].word[j / 2], high = piece_.x[first + 2 * i + 1].word[j / 2];
-        out.word[i] = __byte_perm(low, high, j % 2 ? 0x7632 : 0x5410);
+        out.word[i] = __byte_perm(piece_.x[2 * i].word[j / 2], piece_.x[2 * i + 1].word[j / 2], j % 2 ? 0x7632 : 0x5410);
       } else {
-        out.word[i] = piece_.x[first + i].word[j];
+        out.word[i] = piece_.x[i].word[j];
       }
     }
     return out;
@@ -263,9 +244,7 @@ class PieceCodes {
 // Takes a column and its codes to where they gather.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<E, R>& staging) {
-  return [&](int j, const uint2(&codes)[kDepth<E> / 8]) {
-    staging.columns.put(piece.place.column + j, piece.place.row / kDepth<E>, codes);
-  };
+  return [&](int j, uint2 codes) { staging.columns.put(piece.place.column + j, piece.place.row / kDepth, codes); };
 }
 
 // Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
@@ -277,20 +256,14 @@ __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const P
   RowOutput<E, T, R> out(piece, staging);
   if (kToNearest<R> || (kTold<R> && a.row.key == nullptr && a.column.key == nullptr)) {
     if constexpr (R != Rounding::kStochastic && E::kBits != 6) {
-      uint2 rows[kDepth<E>];
+      uint2 rows[kDepth];
       codes.rows(same, [&](int r, uint2 c) { rows[r] = c, out.put(r, c); });
       out.finish();
       if (a.column.codes == nullptr) return;
-      uint2 columns[kDepth<E> / 8][8];
+      uint2 columns[8];
+      transpose_eight<E::kBits>(rows, columns);
 #pragma unroll
-      for (int h = 0; h < kDepth<E> / 8; ++h) transpose_eight<E::kBits>(rows + 8 * h, columns[h]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        uint2 column[kDepth<E> / 8];
-#pragma unroll
-        for (int h = 0; h < kDepth<E> / 8; ++h) column[h] = columns[h][j];
-        staged(piece, staging)(j, column);
-      }
+      for (int j = 0; j < 8; ++j) staged(piece, staging)(j, columns[j]);
       return;
     }
   }
@@ -329,10 +302,10 @@ __device__ __forceinline__ uint32_t prescaled_pair(uint32_t y) {
 
 // PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers. No block holds a NaN that E has no code
 // for, nor, of E2M1, an Inf.
-template <class E, Rounding R, int Words, class Put>
-__device__ __forceinline__ void rows_by_pairs(const Piece<E, Bf16, R>& piece, const uint32_t (&powers)[Words], Put put) {
+template <class E, Rounding R, class Put>
+__device__ __forceinline__ void rows_by_pairs(const Piece<E, Bf16, R>& piece, const uint32_t (&powers)[4], Put put) {
 #pragma unroll
-  for (int r = 0; r < kDepth<E>; ++r) {
+  for (int r = 0; r < 8; ++r) {
     const uint32_t by = __byte_perm(powers[r / 2], 0, r % 2 ? 0x3232 : 0x1010);
     Eight<Bf16> y;
 #pragma unroll
@@ -353,43 +326,37 @@ template <class E, Rounding R, class Put>
 __device__ __forceinline__ void columns_by_pairs(const Piece<E, Bf16, R>& piece, const uint32_t (&powers)[4], Put put) {
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
-    uint2 codes[2][kDepth<E> / 8];
+    uint32_t y[8];
 #pragma unroll
-    for (int h = 0; h < kDepth<E> / 8; ++h) {
-      uint32_t y[8];
+    for (int r = 0; r < 8; ++r) y[r] = multiply_pair(piece.x[r].word[pair], powers[pair]);
+    if constexpr (E::kId == E2M1::kId) {
 #pragma unroll
-      for (int r = 0; r < 8; ++r) y[r] = multiply_pair(piece.x[8 * h + r].word[pair], powers[pair]);
-      if constexpr (E::kId == E2M1::kId) {
+      for (int r = 0; r < 8; ++r) y[r] = e2m1_pair(y[r]);
+      uint32_t even[2], odd[2];
+      low_bytes(y[0], y[2], y[4], y[6], even[0], even[1]);
+      low_bytes(y[1], y[3], y[5], y[7], odd[0], odd[1]);
+      put(2 * pair, {even[0] + 16 * odd[0], 0});
+      put(2 * pair + 1, {even[1] + 16 * odd[1], 0});
+    } else {
 #pragma unroll
-        for (int r = 0; r < 8; ++r) y[r] = e2m1_pair(y[r]);
-        uint32_t even[2], odd[2];
-        low_bytes(y[0], y[2], y[4], y[6], even[0], even[1]);
-        low_bytes(y[1], y[3], y[5], y[7], odd[0], odd[1]);
+      for (int r = 0; r < 8; ++r) y[r] = prescaled_pair<E>(y[r]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) codes[half][h] = {even[half] + 16 * odd[half], 0};
-      } else {
-#pragma unroll
-        for (int r = 0; r < 8; ++r) y[r] = prescaled_pair<E>(y[r]);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          codes[half][h] = encode_values<E>([&](int i) { return __uint_as_float(half ? y[i] & 0xFFFF0000u : y[i] << 16); });
-        }
+      for (int half = 0; half < 2; ++half) {
+        put(2 * pair + half, encode_values<E>([&](int i) { return __uint_as_float(half ? y[i] & 0xFFFF0000u : y[i] << 16); }));
       }
     }
-    put(2 * pair, codes[0]);
-    put(2 * pair + 1, codes[1]);
   }
 }
 
 // Codes of the rows with a scale each, of LineScales. Every lane of the warp comes here.
 template <class Scales, class E, class T, Rounding R, class Put>
 __device__ __forceinline__ void encode_rows(const Piece<E, T, R>& piece, const Scales& scales, const TensorScale& tensor, Put put) {
-  uint32_t words[kDepth<E> / Scales::kPerWord];
+  uint32_t words[kDepth / Scales::kPerWord];
   scales.gather(words);
   if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
     if (E::kHasNan || !scales.nan) return rows_by_pairs<E, R>(piece, words, put);
   }
-  if constexpr (!(kMultipliesPairs<E, T, R> && Scales::kPerWord == 2 && E::kHasNan)) {
+  if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
     PieceCodes<E, T, R>(piece, scales.nan, tensor).rows([&](int r) { return scales.multiplier(words, r); }, put);
   }
 }
@@ -402,7 +369,7 @@ __device__ __forceinline__ void encode_columns(const Piece<E, T, R>& piece, cons
   if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
     if (E::kHasNan || !scales.nan) return columns_by_pairs<E, R>(piece, words, put);
   }
-  if constexpr (!(kMultipliesPairs<E, T, R> && Scales::kPerWord == 2 && E::kHasNan)) {
+  if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
     PieceCodes<E, T, R>(piece, scales.nan, tensor).columns([&](int j) { return scales.multiplier(words, j); }, put);
   }
 }
