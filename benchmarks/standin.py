@@ -42,6 +42,7 @@ def launches() -> Iterator[None]:
         for name, value in (("is_cuda", True), ("is_cpu", False)):
             patches.enter_context(_class_attribute(name, value))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
+        patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in (

@@ -11,6 +11,7 @@ from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
+from .torch_backend.checkpoint.stream import WeightBucket, WeightStream, stream_weights
 from .torch_backend.experts.dispatch import Received, combine, dispatch
 from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
@@ -59,6 +60,8 @@ __all__ = [
     "Saving",
     "Summary",
     "TransformerLayer",
+    "WeightBucket",
+    "WeightStream",
     "combine",
     "convert",
     "dispatch",
@@ -81,6 +84,7 @@ __all__ = [
     "recipes",
     "save",
     "save_checkpoint",
+    "stream_weights",
     "summary",
     "update_scales",
     "update_scales_after",

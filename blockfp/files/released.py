@@ -18,8 +18,8 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 
 Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
 two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
-2 ulp). Where rows have at most 128 columns, [out, 1] is a scale for each row if config.json names the strategy "channel" alone, else
-of 1x128: values are the same. What was quantized in another way, such as with zero points, is refused by name.
+2 ulp). Where rows have at most 128 columns, [out, 1] is a scale for each row if config.json names the strategy "channel" and
+not "group", else of 1x128, with the same values. What was quantized otherwise, such as with zero points, is refused by name.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def _told(path: Path) -> _Told:
     return _Told(dtype, "channel" in strategies and "group" not in strategies)
 
 
-def _weight(
-    path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told
-) -> Weight:
+def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told) -> Weight:
     shape = codes.shape
     if marks is GPT_OSS and len(codes.shape) > 2 and codes.shape[-1] == 16:
         shape = (*shape[:-2], shape[-2] * 16)

@@ -137,7 +137,7 @@ def write(
         with in_one_file(path):
             write_one(path, list(entries))
         return
-    files = _divided(entries, file_bytes)
+    files = divided(entries, file_bytes)
     total = sum(_size(parts) for parts in entries.values())
     new: set[str] = set()
     with _old_parts_removed(path, index, new):
@@ -297,8 +297,13 @@ def _size(entries: list) -> int:
     return sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries)
 
 
-def _divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:
-    """Names file by file, in their order; a file holds more than `file_bytes` only where one tensor does."""
+def divided(entries: Mapping[str, list], file_bytes: int) -> list[list[str]]:
+    """Names file by file, in their order; a file holds more than `file_bytes` only where one name does.
+
+    Args:
+        entries: what each name stands for, with shapes and dtypes.
+        file_bytes: of one file.
+    """
     files: list[list[str]] = [[]]
     filled = 0
     for name, parts in entries.items():

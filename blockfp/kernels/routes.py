@@ -6,8 +6,8 @@ and multiplied in a dtype that holds every value. In between is one mode that ma
 of MX to one power of two for each 128 elements, which is exact for all but codes far below the largest of those 128
 (`definition.alignment` has the bound). A caller who wants every operand exact says so, and gets bfloat16.
 
-FP8 products with one scale, one for each row or in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products` says by which
-kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
+FP8 products with one scale, one for each row or in blocks of 128, and aligned ones, are the CUDA library's (`kernels.products`
+says by which kernel): of any lengths on Hopper, of what cuBLASLt takes elsewhere. MX and NVFP4 are what cuBLAS offers through
 `torch.nn.functional.scaled_mm`, as documented for Blackwell and not tried.
 """
 
@@ -28,8 +28,8 @@ class Route:
     """The way in which one product runs.
 
     Attributes:
-        mode: "tensor" (a scale for each tensor), "block" (1x128, 128x128, a row), "mx" (E8M0 scales of 32) and "nvfp4": the matrix
-            units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
+        mode: "tensor" (a scale for each tensor), "block" (1x128, 128x128, rows), "mx" (E8M0 scales of 32) and "nvfp4": the
+            matrix units take codes and scales. "aligned": they take codes shifted to one power of two for each 128 of k.
             "dequantize": operands are dequantized, then multiplied. "plain": neither is quantized.
         dtype: of mode "dequantize", what the operands are dequantized to, "bfloat16" or "float32"; else None.
         scale_product: of mode "dequantize", whether scales of whole tensors multiply the product instead of the operands: what

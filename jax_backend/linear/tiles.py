@@ -44,7 +44,7 @@ def tile_rows(recipe: Recipe) -> int:
         cast = getattr(recipe, name)
         if cast.format and cast.format.per_row:
             raise ValueError(
-                f"recipe {recipe}: {name} {cast} has a scale for each column of a group, whose rows are quantized in tiles here: "
+                f"recipe {recipe}: {name} {cast} has a scale for each column of a group, whose rows are quantized in tiles: "
                 f"use recipe.replace({name}=Cast(None)), or a format in blocks"
             )
         units.append(cast.format.block[1] if cast.format and cast.format.block else 1)

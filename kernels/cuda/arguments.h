@@ -172,8 +172,8 @@ cudaError_t launch_adamw(const StepEntry* entries, int64_t count, cudaStream_t s
 // Codes of what it has updated, in formats whose scales need the amax of the whole parameter.
 cudaError_t launch_second_pass(const StepEntry* entries, int64_t count, cudaStream_t stream);
 
-// Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words.
-cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
+// Keys of gradients, two words for each group and direction; key of two int64 (wide) or int32 words. `advance` raises the step behind it.
+cudaError_t launch_fold_keys(const void* key, bool wide, int64_t* step, int64_t rank, int64_t groups, bool advance, void* out,
                              cudaStream_t stream);
 
 // cuBLASLt's version, such as 130100; 0 where there is none.

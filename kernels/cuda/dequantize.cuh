@@ -148,7 +148,9 @@ __device__ __forceinline__ uint32_t stored_scale(const DequantizeArguments& a, i
 
 __device__ __forceinline__ float value_of_scale(const DequantizeArguments& a, uint32_t stored) {
   if (has_wide_scales(a)) return __uint_as_float(stored);
-  if (a.format.rule == ScaleRule::kE4m3) return multiply(e4m3_value(stored), __ldg(a.tensor_scale));
+  if (a.format.rule == ScaleRule::kE4m3) {
+    return multiply(e4m3_value(stored), a.tensor_scale == nullptr ? 1.0f : __ldg(a.tensor_scale));
+  }
   return decode_scale<ScaleRule::kE8m0Ceil, float>(stored, 1.0f);
 }
 

@@ -24,7 +24,8 @@ __device__ __forceinline__ float block_value(const void* scales, const float* te
   if constexpr (Block == 0 || Block == 128) {
     return __ldg(static_cast<const float*>(scales) + block);
   } else if constexpr (Block == 16) {
-    return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(scales) + block)), __ldg(tensor_scale));
+    const float whole = tensor_scale == nullptr ? 1.0f : __ldg(tensor_scale);
+    return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(scales) + block)), whole);
   } else {
     const uint32_t byte = __ldg(static_cast<const uint8_t*>(scales) + block);
     return __uint_as_float(byte == 0xFF ? kNan : max(byte << 23, 0x400000u));

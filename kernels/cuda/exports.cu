@@ -18,12 +18,14 @@
 //   encode(x, blocks?, nan?, amax?, key?, codes, scales, tensor_scale?, FORMAT, eps_bits, largest_bits, row, column, rows, columns)
 //       with blocks (amaxes reduced elsewhere) scales and tensor_scale are written, without they are read. Any strides and origin.
 //   dequantize(codes, scales, tensor_scale?, out, FORMAT, row, column)
+//       without a tensor_scale formats of two levels have values as with 1.
 //   transpose(in, out, bits, rows, columns)
 //       bits: 8, 6 or 4 of codes and one-byte scales, 32 of fp32 scales; rows and columns of `in`, counted in codes.
 //   interleave(scales, out, rows, repeat)
 //       scales: uint8 [..., m, n] for `rows` rows, each repeated `repeat` times; out: uint8 in tensor-core order.
-//   fold_keys(key, step?, rank, groups, out)
-//       key: int32 or int64 [2]; step: int64, one element; out: int32 [max(groups, 1), 2, 2]. Negative rank or groups: not folded in.
+//   fold_keys(key, step?, rank, groups, advance, out)
+//       key: int32 or int64 [2]; step: int64, one element, which `advance` raises by one afterwards; out: int32 [max(groups, 1), 2, 2].
+//       Negative rank or groups: not folded in.
 //   adamw(table, x)
 //       table: int64 in host memory, rows of StepEntry (blockfp/adamw.h), whose pointers are the caller's word. x: any array of theirs, for
 //       its device and the caller's stream.
@@ -199,8 +201,7 @@ void dequantize(TensorView codes, TensorView scales, MaybeTensor tensor_scale, T
   check_array(codes, "codes", on.device, m.batches * m.rows * code_row_bytes(f.element, m.columns), 8, "packed codes of out");
   check_array(scales, "scales", on.device, block_count(f, m.batches, m.rows, m.columns, w.row_phase, w.column_phase), f.scale_bits(),
               "a scale for each block");
-  check(has(tensor_scale) == f.two_levels(), "tensor_scale belongs to formats of two levels, and is ",
-        has(tensor_scale) ? "there" : "missing");
+  check(!has(tensor_scale) || f.two_levels(), "tensor_scale belongs to formats of two levels");
   check_array(tensor_scale, "tensor_scale", on.device, 1, 32, "one float32");
   on.done(launch_dequantize({data_of<const uint8_t>(codes), data_of<const void>(scales), data_of<const float>(tensor_scale), f, w,
                              m.batches, m.rows, m.columns, data_of<void>(out), m.dtype},
@@ -263,13 +264,14 @@ void adamw_codes(TensorView table, TensorView x) {
   on.done(launch_second_pass(entries, table.size(0), on.stream));
 }
 
-void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, TensorView out) {
+void fold_keys(TensorView key, MaybeTensor step, int64_t rank, int64_t groups, bool advance, TensorView out) {
   const OnDevice on(key, "key");
   const int bits = key.dtype().bits == 64 ? 64 : 32;
   check_array(key, "key", on.device, 2, bits, "two int32 or int64 words");
   check_array(step, "step", on.device, 1, 64, "one int64");
   check_array(out, "out", on.device, (groups < 0 ? 1 : groups) * 4, 32, "two words for each group and direction");
-  on.done(launch_fold_keys(data_of<const void>(key), bits == 64, data_of<const int64_t>(step), rank, groups, data_of<void>(out),
+  check(!advance || has(step), "there is no step to advance");
+  on.done(launch_fold_keys(data_of<const void>(key), bits == 64, data_of<int64_t>(step), rank, groups, advance, data_of<void>(out),
                            on.stream));
 }
 

@@ -11,28 +11,33 @@ __device__ __forceinline__ Words<uint32_t> fold_in(Words<uint32_t> key, uint32_t
   return threefry2x32<uint32_t>(key.w0, key.w1, 0u, data);
 }
 
-// out: [max(groups, 1)][2 directions] keys. step is null, rank and groups negative, where nothing is folded in.
+// out: [max(groups, 1)][2 directions] keys. step is null, rank and groups negative, where nothing is folded in. With `advance` there is one
+// block, which raises the step by one when all have read it.
 template <class Word>
-__global__ void fold_keys(const Word* key, const int64_t* step, int64_t rank, int64_t groups, Words<uint32_t>* out) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(kFoldThreads) + threadIdx.x;
-  if (i >= 2 * (groups < 0 ? 1 : groups)) return;
-  Words<uint32_t> folded{static_cast<uint32_t>(key[0]), static_cast<uint32_t>(key[1])};
-  if (step != nullptr) folded = fold_in(folded, static_cast<uint32_t>(*step));
-  if (rank >= 0) folded = fold_in(folded, static_cast<uint32_t>(rank));
-  folded = fold_in(folded, static_cast<uint32_t>(i % 2));
-  out[i] = groups < 0 ? folded : fold_in(folded, static_cast<uint32_t>(i / 2));
+__global__ void fold_keys(const Word* key, int64_t* step, int64_t rank, int64_t groups, bool advance, Words<uint32_t>* out) {
+  const int64_t count = 2 * (groups < 0 ? 1 : groups), now = step == nullptr ? 0 : *step;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kFoldThreads) + threadIdx.x; i < count; i += gridDim.x * kFoldThreads) {
+    Words<uint32_t> folded{static_cast<uint32_t>(key[0]), static_cast<uint32_t>(key[1])};
+    if (step != nullptr) folded = fold_in(folded, static_cast<uint32_t>(now));
+    if (rank >= 0) folded = fold_in(folded, static_cast<uint32_t>(rank));
+    folded = fold_in(folded, static_cast<uint32_t>(i % 2));
+    out[i] = groups < 0 ? folded : fold_in(folded, static_cast<uint32_t>(i / 2));
+  }
+  if (!advance) return;
+  __syncthreads();
+  if (threadIdx.x == 0) *step = now + 1;
 }
 
-cudaError_t launch_fold_keys(const void* key, bool wide, const int64_t* step, int64_t rank, int64_t groups, void* out,
+cudaError_t launch_fold_keys(const void* key, bool wide, int64_t* step, int64_t rank, int64_t groups, bool advance, void* out,
                              cudaStream_t stream) {
-  const int64_t blocks = ceil_div(2 * (groups < 0 ? 1 : groups), kFoldThreads);
+  const int64_t blocks = advance ? 1 : ceil_div(2 * (groups < 0 ? 1 : groups), kFoldThreads);
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   auto* keys = static_cast<Words<uint32_t>*>(out);
   if (wide) {
-    fold_keys<<<blocks, kFoldThreads, 0, stream>>>(static_cast<const int64_t*>(key), step, rank, groups, keys);
+    fold_keys<<<blocks, kFoldThreads, 0, stream>>>(static_cast<const int64_t*>(key), step, rank, groups, advance, keys);
   } else {
-    fold_keys<<<blocks, kFoldThreads, 0, stream>>>(static_cast<const int32_t*>(key), step, rank, groups, keys);
+    fold_keys<<<blocks, kFoldThreads, 0, stream>>>(static_cast<const int32_t*>(key), step, rank, groups, advance, keys);
   }
   return cudaGetLastError();
 }

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from hf_models import assert_same, family, is_quantized, load, logits
 from transformers import AutoModelForCausalLM
 
@@ -12,9 +13,9 @@ import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.recipes import Cast
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
 
 @pytest.mark.parametrize(("name", "recipe"), [
     ("Llama", "mxfp8"), ("Llama", "fp8_delayed"), ("Qwen3", "nvfp4"), ("Mixtral", "fp8_block"), ("Qwen3Moe", "nvfp4"),

@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
 from hf_models import TOKENS, family, load, logits
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import blockfp.torch as bfp
 from blockfp.errors import BadFile
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -192,7 +192,9 @@ def test_gpt_oss(tmp_path):
     written = load_file(written)
     assert written.keys() == file.keys()
     assert all(same_bits(value.view(torch.uint8), file[name]) for name, value in written.items())
-    dequantized = load(tmp_path, quantization_config=BlockfpConfig("mxfp4", requantize=True, modules_to_not_convert=["lm_head"]))
+    dequantized = load(
+        tmp_path, quantization_config=BlockfpConfig("mxfp4", requantize=True, modules_to_not_convert=["lm_head"])
+    )
     weight = dequantized.model.layers[0].mlp.experts.down_proj
     assert weight.format.name == "mxfp4_e2m1_32x32"
     assert torch.equal(weight.codes, bfp.quantize(theirs.model.layers[0].mlp.experts.down_proj.detach(), weight.format).codes)
@@ -216,7 +218,9 @@ def test_transformers_own_fp8(tmp_path):
         assert torch.equal(param.detach().dequantize(), theirs.get_parameter(name))
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("Llama", "mxfp8"), ("Llama", "nvfp4"), ("Llama", "fp8_block"), ("Qwen3Moe", "fp8_current")])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("Llama", "mxfp8"), ("Llama", "nvfp4"), ("Llama", "fp8_block"), ("Qwen3Moe", "fp8_current")]
+)
 def test_compressed_tensors_reads_what_is_saved(name, recipe, tmp_path):
     pytest.importorskip("compressed_tensors")
     options = {**WIDE, "moe_intermediate_size": 128} if name == "Qwen3Moe" else WIDE
@@ -237,13 +241,17 @@ def test_compressed_tensors_reads_what_is_saved(name, recipe, tmp_path):
 def test_tensors_with_a_scale_each_are_refused_as_experts(tmp_path):
     options = {**WIDE, "moe_intermediate_size": 128}
     file = release(tmp_path, family("Qwen3Moe", **options), modelopt_nvfp4, {"quant_method": "modelopt"})
-    with pytest.raises(ValueError, match=r"gate_up_proj is made of .*\.0\.gate_proj\.weight and 7 more, each with a scale of its own"):
+    with pytest.raises(
+        ValueError, match=r"gate_up_proj is made of .*\.0\.gate_proj\.weight and 7 more, each with a scale of its own"
+    ):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BlockfpConfig("nvfp4"))
     config = BlockfpConfig("nvfp4", requantize=True)
     model, _ = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, output_loading_info=True)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     parts = file[name], file[f"{name}_scale"], file[f"{name}_scale_2"]
-    q = bfp.QuantizedTensor.from_parts(parts[0], parts[1].view(torch.uint8), parts[2], format="nvfp4", columns=128, dtype=torch.bfloat16)
+    q = bfp.QuantizedTensor.from_parts(
+        parts[0], parts[1].view(torch.uint8), parts[2], format="nvfp4", columns=128, dtype=torch.bfloat16
+    )
     # One scale of the tensor for all experts: the values are near, not the same.
     near = model.model.layers[1].mlp.experts.down_proj.detach().dequantize()[3]
     assert (near - q.dequantize()).float().norm() < 0.2 * q.dequantize().float().norm()

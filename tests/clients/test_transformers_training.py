@@ -11,12 +11,11 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from hf_models import family, is_quantized
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import blockfp.torch as bfp
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 
 # transformers' and accelerate's, of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -129,7 +128,13 @@ def test_frozen_codes_beside_adapters(tmp_path):
 def _in_processes(rank):
     logging.getLogger("transformers").disabled = True
     warnings.simplefilter("ignore")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     where = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(where)
     folder = Path(where[0])

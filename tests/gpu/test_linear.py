@@ -84,7 +84,7 @@ def test_mixed(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("mxfp8", 3), ("nvfp4", 0)]
+    ("name", "calls"), [("fp8_current", 3), ("fp8_delayed", 3), ("fp8_block", 3), ("fp8_row", 2), ("mxfp8", 3), ("nvfp4", 0)]
 )
 def test_hopper_multiplies_codes(name, calls, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
@@ -100,10 +100,10 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
     run(name)
     assert len(fast) == calls
     # Blocks are always summed precisely, and so are aligned operands.
-    assert fast == [name not in ("fp8_block", "mxfp8"), False, False][:calls]
+    assert fast == [name not in ("fp8_block", "fp8_row", "mxfp8"), False, False][:calls]
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "fp8_row", "nvfp4"])
 def test_compiled_layers_have_eager_bits(name):
     """The compiler finds the amaxes of fp8_current while it makes the activations: the codes must be the same."""
     torch._dynamo.reset()
@@ -133,6 +133,12 @@ def test_keys_are_those_of_a_cpu():
         for options in ({}, {"step": torch.tensor(2**40 + 7), "folds": (5,)}, {"groups": 3, "folds": (0,)}, {"groups": 0}):
             there = {name: value.cuda() if name == "step" else value for name, value in options.items()}
             assert torch.equal(gradient_keys(key.cuda(), **there).cpu(), gradient_keys(key, **options))
+    for groups in (None, 3, 100):
+        key, (ours, gpu) = torch.tensor([11, 5]), (torch.tensor(7, device=device) for device in ("cpu", "cuda"))
+        for _ in range(3):
+            wanted = gradient_keys(key, step=ours, folds=(2,), groups=groups, advance=True)
+            assert torch.equal(gradient_keys(key.cuda(), step=gpu, folds=(2,), groups=groups, advance=True).cpu(), wanted)
+        assert ours == gpu.cpu() == 10
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")

@@ -36,11 +36,10 @@ def trained(recipe, mode):
     model = llama(recipe)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, mode=mode)
-    optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
-    generator = torch.Generator("cuda").manual_seed(1)
+    optimizer = bfp.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(0, 128, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     losses = []
     for _ in range(STEPS):
-        ids = torch.randint(0, 128, (2, 64), device="cuda", generator=generator)
         if mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
         loss = model(input_ids=ids, labels=ids).loss

@@ -31,6 +31,8 @@ def operand(values, recipe, name, direction, multiplier=None):
     """The definition's values of one operand, float64."""
     values = np.asarray(values)
     cast = recipe.cast(name, direction)
+    if name == "weight" and cast.format is None:
+        cast = recipe.weight  # a product takes the values of what is stored
     x = values.T if direction == "columnwise" else values
     if cast.format is None:
         return x.astype(np.float64)

@@ -7,7 +7,7 @@ from blockfp.torch_backend.custom_ops.dtypes import name_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import alignment, numerics
+from blockfp.definition import alignment, layout, numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels.format_numbers import format_numbers
 from blockfp.kernels.products import plan
@@ -17,7 +17,7 @@ ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 
 
 class Library:
-    """`align` and `product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
+    """`align`, `transpose` and `product` on CPU tensors, as align.cu, exports.cu and products/product_exports.cu say."""
 
     def __init__(self):
         self.products = 0
@@ -31,6 +31,9 @@ class Library:
         out[:, :columns] = made.codes
         out_scales.fill_(float("nan"))
         out_scales[:, : codes.shape[0]] = made.scales.mT
+
+    def transpose(self, codes, out, bits, rows, columns):
+        out.copy_(layout.pack(layout.unpack(codes, bits, columns).mT.contiguous(), bits))
 
     def product(
         self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
@@ -69,7 +72,9 @@ def library(monkeypatch):
     monkeypatch.setattr(products, "_plan", planned)
     monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
     monkeypatch.setattr(cuda, "library", lambda: stand_in)
-    return stand_in
+    products._products.clear()
+    yield stand_in
+    products._products.clear()
 
 
 def values(shape, seed, spread=0.0):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import cuda, ops
+from blockfp.torch_backend.custom_ops import cuda, cuda_reader, ops
 
 import blockfp.torch as bfp
 from blockfp.definition import numerics
@@ -142,8 +142,9 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
         codes = torch.empty((4, 4), dtype=torch.uint8, device="cuda:0")
         words = torch.empty(2, dtype=torch.int32, device="cuda:1")
         cuda.check_beside(first, "x", scales=first, tensor_scale=None)
-        monkeypatch.setattr(cuda, "library", lambda: SimpleNamespace(quantize=None))
-        read = cuda.reader(first, Format.parse("fp8_e4m3"), rows=True, columns=False, given=True)
+        monkeypatch.setattr(cuda_reader, "library", lambda: SimpleNamespace(quantize=None))
+        options = {"rotate": False, "eps": 0.0, "random": False}
+        read = cuda_reader.reader(first, Format.parse("fp8_e4m3"), rows=True, columns=False, given=True, **options)
         amax, into = numerics.Amax(words, None, None), numerics.Quantized(codes, second, None)
         for name, beside, call in (
             ("scales", "codes", lambda: cuda.dequantize(codes, second, None, "fp8_e4m3_128x128", "float32", columns=4)),
@@ -152,7 +153,7 @@ def test_the_cuda_kernels_take_tensors_of_one_gpu(monkeypatch):
             ("key", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", key=words)),
             ("amax.blocks", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", amax=amax)),
             ("out.scales", "x", lambda: cuda.quantize(first, "mxfp8_e4m3", out=into)),
-            ("multiplier", "x", lambda: read(first, second)),
+            ("multiplier", "x", lambda: read(first, None, second)),
             ("amax", "x", lambda: read(first, words)),
             ("scales", "x", lambda: cuda.encode(first, "fp8_e4m3_128x128", second)),
             ("step", "key", lambda: cuda.gradient_keys(codes, second, 0, -1)),

@@ -15,7 +15,7 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_names, stored_parts
 from . import model_names, ranks
-from .uneven import replicate_uneven
+from .uneven import full_tensor
 
 
 @torch.no_grad()
@@ -84,10 +84,7 @@ def _values(param: Tensor | None, shown: Any, dtype: torch.dtype | None) -> Any:
             origin=origin,
         )  # fmt: skip
         return q.dequantize(dtype)
-    if isinstance(shown, Tensor) and sharding.mesh_of(shown) is not None:
-        holder = [shown]
-        replicate_uneven(holder)
-        shown = holder[0].full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    shown = full_tensor(shown) if isinstance(shown, Tensor) else shown
     return shown.to(dtype) if isinstance(local, CastWeight) and dtype is not None else shown
 
 

@@ -40,6 +40,15 @@ def replicate_uneven(state: Any) -> list[Replaced]:
     return replaced
 
 
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole of a DTensor of values, on every rank; collective. A plain tensor as it is."""
+    if sharding.mesh_of(value) is None:
+        return value
+    holder = [value]
+    replicate_uneven(holder)
+    return holder[0].full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def restore_uneven(replaced: list[Replaced]) -> None:
     """Copies this rank's part of each whole into the DTensor that it stands for, which takes its place again."""
     for one in replaced:

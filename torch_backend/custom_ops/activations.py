@@ -3,8 +3,8 @@
     activation(gate)        gelu alone
     activation(gate) * up   SwiGLU, GeGLU
 
-`layout` says where gate and up lie: "apart", in two tensors (or gate alone), or in one, as its "halves", or as "pairs" whose first
-elements are the gate.
+`layout` says where gate and up lie: "apart", in two tensors (or gate alone), or in one, as its "halves", or as "pairs" whose
+first elements are the gate.
 """
 
 from __future__ import annotations

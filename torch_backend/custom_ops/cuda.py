@@ -7,7 +7,7 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,8 +21,6 @@ from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
-
-from .overflow import marker
 
 
 class Both(NamedTuple):
@@ -39,7 +37,7 @@ class Both(NamedTuple):
     amax: Array | None = None
 
 
-def _check(x: Array) -> None:
+def check_input_on_device(x: Array) -> None:
     """Raises TypeError or ValueError where x can't be quantized, or is no CUDA tensor."""
     check_input(x)
     if not isinstance(x, torch.Tensor) or not x.is_cuda:
@@ -58,7 +56,7 @@ def check_beside(x: torch.Tensor, name: str, **others: torch.Tensor | None) -> N
             raise ValueError(f"{other} is on {tensor.device} and {name} on {device}: pass {other}.to({name}.device)")
 
 
-def _stack(x: Array) -> Array:
+def stack_of(x: Array) -> Array:
     """Makes x a stack of matrices, as the library takes it; copies only where leading axes are not evenly spaced."""
     x = x.detach()
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
@@ -75,12 +73,13 @@ def _key(key: Any, x: Array) -> Any:
     return torch.tensor(words, dtype=torch.int32, device=x.device)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def _outputs(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
+def outputs_of(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
     """Codes and scales of an array of this shape, beside x and not filled."""
     (codes, _), (scales, dtype) = layout.parts(shape, format, origin)[:2]
     scale_dtype = torch.float32 if dtype == "float32" else torch.uint8
@@ -95,16 +94,16 @@ def limits(format: Format, eps: float, nominal: str) -> tuple[int, int]:
 
 def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
     """The largest magnitude of each block of x, a torch CUDA tensor of any strides; see `numerics.amax`."""
-    _check(x)
+    check_input_on_device(x)
     format = Format.parse(format)
     grid = layout.scales_shape(x.shape, format, origin)
     blocks = x.new_empty(grid, dtype=torch.int32)
     if format.per_tensor:
-        library().amax(_stack(x), blocks)
+        library().amax(stack_of(x), blocks)
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(_stack(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -125,7 +124,7 @@ def quantize(
     Args:
         out: contiguous parts of the right shapes on x's device to write to, instead of new ones.
     """
-    _check(x)
+    check_input_on_device(x)
     if amax is not None:
         check_beside(x, "x", **{f"amax.{field}": part for field, part in amax._asdict().items()})
     if out is not None:
@@ -156,7 +155,7 @@ def quantize_both(
         rows, columns: False leaves out a direction, whose codes and scales are then None.
         format, eps, nominal, origin, shape: as for `quantize`.
     """
-    _check(x)
+    check_input_on_device(x)
     format = Format.parse(format)
     return _quantize(x, format, key, eps, nominal, origin, shape, None, columns=columns, rotate=rotate, rows=rows)
 
@@ -170,16 +169,16 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     if out is not None:
         codes, scales, tensor_scale = out
     elif rows:
-        codes, scales = _outputs(x, (*leading, height, width), format, origin)
+        codes, scales = outputs_of(x, (*leading, height, width), format, origin)
     if two_level and tensor_scale is None:
         tensor_scale = x.new_empty((), dtype=torch.float32)
     if two_level and columns:
         # A rotated direction has a scale of its own.
         tensor_scale_t = x.new_empty((), dtype=torch.float32)
-    x = _stack(x)
+    x = stack_of(x)
     place = (*origin, *(shape or (0, 0)))
     if format.per_row:
-        return _quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
+        return quantize_rows(run, x, format, given, key, (codes, scales), eps_bits, largest, place, rows, columns)
     block = format.block or (1, 1)
     phase = (origin[0] % block[0], origin[1] % block[1])
     # Amaxes of whole blocks are those that the kernel finds itself.
@@ -199,7 +198,7 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
             measure, tensor_amax = True, x.new_empty((2,) if rotate else (1,), dtype=torch.int32)
     codes_t = scales_t = None
     if columns:
-        codes_t, scales_t = _outputs(x, (*leading, width, height), format, (origin[1], origin[0]))
+        codes_t, scales_t = outputs_of(x, (*leading, width, height), format, (origin[1], origin[0]))
     run.quantize(
         x, tensor_amax, None, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *format_numbers(format),
         measure, eps_bits, largest, rotate, False, *place,
@@ -207,7 +206,7 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
     return Both(Quantized(codes, scales, tensor_scale), Quantized(codes_t, scales_t, tensor_scale_t), tensor_amax)
 
 
-def _quantize_rows(
+def quantize_rows(
     run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
 ) -> Both:
     """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
@@ -217,7 +216,7 @@ def _quantize_rows(
             made.append(Quantized(None, None, None))
             continue
         values, origin = (x.mT.contiguous(), place[1::-1]) if turned else (x, place[:2])
-        codes, scales = parts if not turned else _outputs(values, tuple(values.shape), format, origin)
+        codes, scales = parts if not turned else outputs_of(values, tuple(values.shape), format, origin)
         own = given or amax(values, format, origin=origin)
         words = key if key is None or key.numel() == 2 else key.view(2, 2)[number].contiguous()
         whole = place[:1:-1] if turned else place[2:]
@@ -231,87 +230,6 @@ def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scal
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
 
 
-def reader(
-    x: torch.Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool, eps: float, given: bool, random: bool
-) -> Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], list[torch.Tensor]]:
-    """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
-
-    Scales of a matrix that holds an Inf, or of two levels its tensor scales, are NaN.
-
-    Args:
-        x: one of them, [.., rows, columns].
-        format: the format.
-        rows, columns: the directions wanted.
-        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
-        eps: as for `quantize`.
-        given: whether the amax or a multiplier is given, of a format with one scale per tensor.
-        random: whether both directions are rounded stochastically.
-
-    Returns:
-        A function of a matrix, its amax, int32 [1], a multiplier, float32 of one element, and keys, int32 [2, 2]; each None
-        where it isn't given. It returns the parts of the directions, new memory each, and after them the amax of the matrix,
-        int32 [1], where there is a multiplier.
-    """
-    _check(x)
-    device, run = x.device, library().quantize
-    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
-    *leading, height, width = x.shape
-    if format.per_row:
-        return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
-    outputs: list[Any] = []
-    for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
-        found = [(size, _strides(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
-        outputs += found + [None] * (3 - len(found))
-    absent = [place for place in reversed(range(len(outputs))) if outputs[place] is None]
-    measures, in_blocks = not given and format.has_tensor_scale, not format.has_tensor_scale
-    words = (2 if rotate and measures else 1,)
-    numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
-    empty, int32 = torch.empty_strided, torch.int32
-
-    def read(x, amax=None, multiplier=None, keys=None):
-        known = recorded = None
-        if measures:
-            known = empty(words, (1,), dtype=int32, device=device)
-        elif in_blocks:
-            recorded = empty(words, (1,), dtype=int32, device=device)
-        elif multiplier is None:
-            known = amax
-        else:
-            known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
-        if given and known.device != device:
-            check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
-        parts = []
-        for one in outputs:
-            parts.append(None if one is None else empty(one[0], one[1], dtype=one[2], device=device))
-        run(x, known, recorded, keys if random else None, *parts, *numbers)
-        for place in absent:
-            del parts[place]
-        if multiplier is not None:
-            parts.append(recorded)
-        return parts
-
-    return read
-
-
-def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool, random: bool):
-    """`reader` of a format with a scale for each row."""
-    if rotate:
-        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
-    run, directions = library(), [turned for turned, wanted in ((False, rows), (True, columns)) if wanted]
-    mark_each = marker([format] * len(directions), False)
-
-    def read(x, amax=None, multiplier=None, keys=None):
-        key = keys.view(4) if random and keys is not None else None
-        parts = _outputs(x, tuple(x.shape), format) if rows else (None, None)
-        both = _quantize_rows(run, _stack(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns)
-        made = [q[:2] for q in both[:2] if q.codes is not None]
-        if x.numel():
-            mark_each(x, made, None)
-        return [part for parts in made for part in parts]
-
-    return read
-
-
 def encode(
     x: Array,
     format: Format | str,
@@ -323,13 +241,13 @@ def encode(
     shape: tuple[int, int] | None = None,
 ) -> Array:
     """Codes of x for scales that are already there; see `numerics.encode`."""
-    _check(x)
+    check_input_on_device(x)
     check_beside(x, "x", scales=scales, tensor_scale=tensor_scale)
     format = Format.parse(format)
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        _stack(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -360,7 +278,14 @@ def dequantize(
 def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
     """Codes and scales of the transposed matrix; see `numerics.transpose`."""
     format = Format.parse(format)
-    key = (id(format), codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
+    out, turned = turned_parts((codes, scales), format, columns)
+    return out, scales.mT if turned is scales else turned
+
+
+def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[Array, Array]:
+    """As `transpose`, of [codes, scales, ..]; one scale for the whole tensor comes back itself."""
+    codes, scales = parts[0], parts[1]
+    key = (format, codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
     plan = _turns.get(key)
     if plan is None:
         check_beside(codes, "codes", scales=scales)
@@ -372,21 +297,27 @@ def transpose(codes: Array, scales: Array, format: Format | str, *, columns: int
         bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
         if len(_turns) >= _MOST_TURNS:
             _turns.clear()
-        plan = _turns[key] = (shape, format.element.bits, rows, flipped, bits_of_scales)
-    shape, size, rows, flipped, bits_of_scales = plan
-    run, out = library(), codes.new_empty(shape)
-    run.transpose(codes.contiguous(), out, size, rows, columns)
+        plan = _turns[key] = (shape, strides_of(shape), format.element.bits, rows, flipped, strides_of(flipped), bits_of_scales)
+    shape, strides, size, rows, flipped, flipped_strides, bits_of_scales = plan
+    run = library().transpose
+    out = torch.empty_strided(shape, strides, dtype=codes.dtype, device=codes.device)
+    run(codes.contiguous(), out, size, rows, columns)
     if not bits_of_scales:
-        return out, scales.mT
-    turned = scales.new_empty(flipped)
-    run.transpose(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
+        return out, scales
+    turned = torch.empty_strided(flipped, flipped_strides, dtype=scales.dtype, device=scales.device)
+    run(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
     return out, turned
 
 
 _turns: dict[Any, tuple[Any, ...]] = {}
-"""What `transpose` works out once for tensors of a kind."""
+"""What `turned_parts` works out once for tensors of a kind."""
 
 _MOST_TURNS = 4096
+
+
+def aligned_columns(columns: int) -> int:
+    """The columns of what `align` makes of so many."""
+    return -(-columns // 16) * 16
 
 
 def align(
@@ -402,16 +333,17 @@ def align(
         transposed: whether the transposed matrices are wanted; in blocks of 32x32.
 
     Returns:
-        Codes uint8 [.., rows, columns filled up to a multiple of 16 with zeros] and scales float32 [.., ceil(columns / 128),
-        rows filled up to a multiple of 4], with rows and columns exchanged if transposed; the values are those of
-        `alignment.align`.
+        Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
+        filled up to a multiple of 4], rows and columns exchanged if transposed; the values are those of `alignment.align`.
     """
-    check_beside(codes, "codes", scales=scales)
+    if scales.device != codes.device:
+        check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
     element, block_rows, *_ = format_numbers(Format.parse(format))
     lines, length = (columns, rows) if transposed else (rows, columns)
-    out = codes.new_empty((*leading, lines, -(-length // 16) * 16))
-    powers = codes.new_empty((*leading, -(-length // 128), -(-lines // 4) * 4), dtype=torch.float32)
+    shape, grid = (*leading, lines, aligned_columns(length)), (*leading, -(-length // 128), -(-lines // 4) * 4)
+    out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
+    powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
     library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns, transposed)
     return out, powers
 
@@ -423,7 +355,7 @@ def transpose_words(x: Array) -> Array:
     return out
 
 
-def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Array:
+def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False) -> Array:
     """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
 
     Args:
@@ -431,13 +363,14 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int) -> Arr
         step: int64 of one element beside it, or None.
         rank: negative where none is folded in.
         groups: how many; negative for a layer without groups.
+        advance: raises the step by one afterwards, in the same launch.
 
     Returns:
         int32 [groups or 1, 2, 2].
     """
     check_beside(key, "key", step=step)
-    out = key.new_empty((1 if groups < 0 else groups, 2, 2), dtype=torch.int32)
-    library().fold_keys(key.contiguous(), step, rank, groups, out)
+    out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
+    library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
     return out
 
 

@@ -27,17 +27,26 @@ switch.when_turned(_plans.clear)
 
 
 def dequantize_parts(
-    parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)
+    parts: Sequence[Tensor],
+    format: Format,
+    dtype: torch.dtype,
+    columns: int,
+    origin: tuple[int, int] = (0, 0),
+    *,
+    factored: bool = False,
 ) -> Tensor:
-    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale."""
+    """Does what the op `dequantize` does, outside of a graph, for codes, scales and maybe tensor scale.
+
+    `factored` takes 1 for the scale of the whole tensor, of formats that have one beside those of blocks.
+    """
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
-    key = (*key, None if tensor_scale is None else tensor_scale.device, id(format), dtype, columns, origin)
+    key = (*key, None if tensor_scale is None else tensor_scale.device, format, dtype, columns, origin, factored)
     run = _plans.get(key)
     if run is None:
         run = kept(_plans, key, _plan_of(codes, scales, tensor_scale, format, dtype, columns, origin))
-    return run(codes, scales, tensor_scale)
+    return run(codes, scales, None if factored else tensor_scale)
 
 
 def _plan_of(
@@ -56,10 +65,10 @@ def _plan_of(
     check_output_dtype(name)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    numbers, device = (*format_numbers(format), *origin), codes.device
+    numbers, device, strides = (*format_numbers(format), *origin), codes.device, cuda.strides_of(tuple(shape))
 
     def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        out = torch.empty(shape, dtype=dtype, device=device)
+        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *numbers)
         return out
 
@@ -72,6 +81,8 @@ def _plan_of(
         return out
 
     def by_the_definition(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        if tensor_scale is None and format.scale.two_level:
+            tensor_scale = torch.ones((), dtype=torch.float32, device=device)
         return numerics.dequantize(codes, scales, tensor_scale, format, name, columns=columns, origin=origin).contiguous()
 
     if kernels is numerics:

@@ -1,7 +1,7 @@
 """The CUDA library's casts of what an activation makes, which never lies in memory, and its gradients of activations.
 
-They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's own
-operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
+They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's
+own operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition.layout import parts as parts_of
 from blockfp.definition.bits import dtype_name
+from blockfp.definition.layout import parts as parts_of
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
@@ -107,7 +107,11 @@ def lies_aligned(*tensors: Tensor | None) -> bool:
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
     """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them."""
     pairs = layout == "pairs"
-    if not _takes(gate, up, pairs) or not lies_aligned(gate, None if pairs else up) or not agrees(gate, activation, up is not None):
+    if (
+        not _takes(gate, up, pairs)
+        or not lies_aligned(gate, None if pairs else up)
+        or not agrees(gate, activation, up is not None)
+    ):
         return None
     if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16:
         gradient = gradient.contiguous()

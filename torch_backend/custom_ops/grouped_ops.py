@@ -38,6 +38,7 @@ from .library import define, fake, impl
 from .linear_ops import recipe_of
 from .operand_ops import Directions, quantize_operand
 from .products import Matrix, multiply_parts
+from .quantize_plans import part_count
 
 forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
@@ -144,6 +145,30 @@ def _columns_fake(x, words, multiplier, casts, count) -> list[Tensor]:
     assert format is not None
     parts = _empty_columns(x, count, format)
     return [*parts, *([] if multiplier is None else [words.new_empty(count)])]
+
+
+def forward_apart(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    tensor_scale: Tensor | None,
+    offs: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    keep: bool,
+    *,
+    again: Tensor,
+) -> list[Tensor]:
+    """Does what the op `grouped_forward` does, in two ops: that, and one which makes x columnwise of `again`, x once more."""
+    recipe = recipe_of(casts)
+    scaled = multiplier if recipe.input.format is not None else None
+    y, words, *recorded = forward(x, weight, scales, tensor_scale, offs, bias, scaled, casts, False)
+    format = recipe.input_columnwise.format
+    if not keep or format is None:
+        return [y, words, *recorded]
+    made = columns(again, words, multiplier, casts, offs.shape[0])
+    return [y, words, *made[: part_count(format)], *(recorded or made[part_count(format) :])]
 
 
 # ---- backward

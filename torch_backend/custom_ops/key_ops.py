@@ -15,12 +15,19 @@ from blockfp.definition.rounding import COLUMNWISE, ROWWISE, fold_in, gradient_k
 
 from . import cuda
 from .kernels import kernels_for
-from .library import define, fake, impl
+from .library import define, fake, impl, runs_now
 
 _op = define("gradient_keys(Tensor key, Tensor? step, int[] folds, int groups) -> Tensor")
 
 
-def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[int] = (), groups: int | None = None) -> Tensor:
+def gradient_keys(
+    key: Tensor,
+    *,
+    step: Tensor | None = None,
+    folds: Sequence[int] = (),
+    groups: int | None = None,
+    advance: bool = False,
+) -> Tensor:
     """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
 
     They are `rounding.gradient_key` of the key with, one after another, the step and each of `folds` folded in.
@@ -30,8 +37,19 @@ def gradient_keys(key: Tensor, *, step: Tensor | None = None, folds: Sequence[in
         step: an integer tensor of shape (), or None.
         folds: further numbers, such as this rank's coordinate on the data-parallel axes.
         groups: how many groups (experts) the layer has; None for a layer without.
+        advance: raises the step by one afterwards.
     """
-    return _op(key, step, list(folds), -1 if groups is None else groups)
+    count = -1 if groups is None else groups
+    if torch.compiler.is_compiling() or not runs_now(key):
+        keys = _op(key, step, list(folds), count)
+    elif kernels_for(key) is cuda and len(folds) < 2:
+        return cuda.gradient_keys(key, step, folds[0] if folds else -1, count, advance=advance)
+    else:
+        keys = _gradient_keys(key, step, list(folds), count)
+    if advance:
+        assert step is not None
+        step.add_(1)
+    return keys
 
 
 @impl(_op)

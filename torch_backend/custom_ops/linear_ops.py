@@ -196,7 +196,7 @@ def backward(
     Args:
         gradient: [tokens, out].
         x: the parts of x columnwise, or x alone where that has no format; the list is emptied when they were multiplied.
-        weight, scales, tensor_scale, origin: as `forward` got them, or made them; needed for the gradient of x.
+        weight, scales, tensor_scale, origin: as `forward` got them; needed for the gradient of x.
         amax: of the gradient, where it is known.
         multiplier: of delayed scaling.
         keys: of stochastic rounding, int32 [2, 2].
@@ -234,6 +234,10 @@ def backward(
         if scales is not None:
             codes = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale]
             w = Matrix(codes, of_weight, (origin[0], origin[1]), True)
+        elif of_weight is not None:
+            # The forward's codes of it were not kept beside it.
+            made = quantize_matrix(weight, of_weight, None, None, None, None, (False, False), False, 0.0)
+            w = Matrix(made, of_weight, (0, 0), True)
         elif weight_columnwise is not None:
             # A weight whose rowwise operand is in high precision has no codes yet.
             made = quantize_matrix(weight, None, weight_columnwise, None, None, None, (False, False), False, 0.0)

@@ -7,10 +7,8 @@ says.
 The CUDA kernels that quantize a whole operand see an Inf themselves, and mark it (kernels/cuda/exports.cu). Here is what marks
 the others.
 
-    on a CPU                     the host looks, first at the scales: only where one is what an Inf leaves behind does it look
-                                 at the values
-    parts on a GPU, and where    the amax, where it is at hand; of MX the scales, in which only an Inf has byte 254; another read
-    there is no library          of the operand
+    on a CPU          the host looks, first at the scales: only where one is what an Inf leaves does it look at the values
+    parts on a GPU    the amax where it is at hand; of MX the scales, in which only an Inf has byte 254; others are read again
 """
 
 from __future__ import annotations

@@ -15,26 +15,26 @@ The second takes b as one `QuantizedTensor`, which brings its own origin: the op
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from blockfp.definition import alignment, layout
+from blockfp.definition import alignment
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library
+from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
 from . import cuda, kernels
-from .dequantize_plans import dequantize_parts
-from .dtypes import name_of, view_codes, view_scales
+from .blackwell_products import BLACKWELL
+from .dtypes import name_of
 from .library import define, fake, impl
+from .matrix import Matrix
+from .quantize_plans import kept
 
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
@@ -45,43 +45,6 @@ weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False) -> Tensor"
 )
-
-
-class Matrix(NamedTuple):
-    """An operand of a product, [size, contracted].
-
-    Attributes:
-        parts: codes, scales and maybe tensor scale; the values alone; or a `QuantizedTensor`, which knows its own origin.
-        format: of the codes; None for values.
-        origin: (row, column) of its first element in the matrix whose blocks are counted.
-        transposed: whether it is stored as [contracted, size].
-        ordered: whether its scales of 1x128 come as the CUDA library's product reads them, [blocks, size filled up to fours].
-    """
-
-    parts: Sequence[Tensor]
-    format: Format | None
-    origin: tuple[int, int] = (0, 0)
-    transposed: bool = False
-    ordered: bool = False
-
-    @property
-    def is_one_tensor(self) -> bool:
-        """True for a `QuantizedTensor`, False for parts."""
-        return self.format is not None and len(self.parts) == 1
-
-    @property
-    def factor(self) -> Tensor:
-        """The scale of the whole tensor, float32 of one element, of formats that have one."""
-        return self.parts[-1]
-
-    def values(self, dtype: torch.dtype, columns: int, *, factored: bool = False) -> Tensor:
-        """The values in `dtype`; `factored` leaves out the scale of the whole tensor."""
-        if self.format is None:
-            return self.parts[0].to(dtype)
-        parts = self.parts
-        if factored and self.format.has_tensor_scale:
-            parts = [*parts[:-1], torch.ones_like(parts[-1])]
-        return dequantize_parts(parts, self.format, dtype, columns, self.origin)
 
 
 def multiply(
@@ -178,6 +141,14 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
     return 2 * math.prod(out_shape) * k
 
 
+Product = Callable[[Matrix, Matrix, Tensor | None], Tensor]
+"""Multiplies two operands of one kind, and adds a bias or None."""
+
+# A dictionary: compiled code calls no cache of functools.
+_products: dict[Any, Product] = {}
+switch.when_turned(_products.clear)
+
+
 def multiply_parts(
     a: Matrix,
     b: Matrix,
@@ -192,23 +163,52 @@ def multiply_parts(
     """Does what the op `product` does, outside of a graph; arguments as for `multiply`, with b given by its parts."""
     if index is not None:
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
+    first, added = a.parts[0], None if bias is None else bias.dtype
+    key = (first.device, first.shape[0], n, k, dtype, added, fast_accum, exact)
+    key = (*key, a.format, a.origin, b.format, b.origin, b.transposed)
+    run = _products.get(key)
+    if run is None:
+        run = kept(_products, key, _product_of(a, b, n, k, added, dtype, fast_accum, exact))
+    return run(a, b, bias)
+
+
+def _product_of(
+    a: Matrix, b: Matrix, n: int, k: int, bias: torch.dtype | None, dtype: torch.dtype, fast_accum: bool, exact: bool
+) -> Product:
+    """Plans the product of operands that lie as these do."""
     device, m = a.parts[0].device, a.parts[0].shape[0]
     if 0 in (m, n, k):
-        out = torch.zeros((m, n), dtype=dtype, device=device)
-        return out if bias is None else out + bias
-    across = b.transposed and b.format is not None and not b.format.square
+        zeros = partial(torch.zeros, (m, n), dtype=dtype, device=device)
+        return lambda a, b, bias: zeros() if bias is None else zeros() + bias
+    transposed, across = b.transposed, b.transposed and b.format is not None and not b.format.square
     chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
     if chosen.mode in ("dequantize", "plain"):
-        return _dequantized(a, b, n, k, bias, dtype, chosen)
-    if chosen.mode == "aligned":
-        bands = b.format is not None and b.format.square
-        a, b = _aligned(a, k), _aligned(b, n if b.transposed else k)
-        return _on_codes(a, b, n, a.parts[0].shape[1], bias, dtype, False, bands=bands)
-    if b.transposed:
-        b = _turned(b, n)
-    if chosen.mode in ("tensor", "block"):
-        return _on_codes(a, b, n, k, bias, dtype, fast_accum)
-    return _BLACKWELL[chosen.mode](a, b, bias, dtype)
+        return _of_values(a, b, n, k, dtype, chosen)
+    if chosen.mode in BLACKWELL:
+        multiply = BLACKWELL[chosen.mode]
+        return lambda a, b, bias: multiply(a, _turned(b, n) if transposed else b, bias, dtype)
+    assert a.format is not None
+    assert b.format is not None
+    formats, width, options = (a.format, b.format), k, {"fast": fast_accum}
+    aligned = chosen.mode == "aligned"
+    if aligned:
+        formats, width = tuple(map(alignment.aligned_format, formats)), cuda.aligned_columns(k)
+        options = {"ordered": (True, True), "bands": b.format.square}
+    plan = _plan(device, *formats, m, n, width, dtype, bias, **options)
+    shape, strides, empty = (m, n), (n, 1), torch.empty_strided
+
+    def on_codes(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
+        left, right = a.parts, b.parts
+        if aligned:
+            left = cuda.align(left[0], left[1], a.format, columns=k)
+            right = cuda.align(right[0], right[1], b.format, columns=n if transposed else k, transposed=transposed)
+        elif transposed:
+            right = cuda.turned_parts(right, b.format, n)
+        out = empty(shape, strides, dtype=dtype, device=device)
+        _multiply_codes(plan, left, right, None, bias if plan.adds_bias else None, out)
+        return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
+
+    return on_codes
 
 
 def _cut(x: Matrix) -> bool:
@@ -218,55 +218,37 @@ def _cut(x: Matrix) -> bool:
     return bool(x.origin[0] % rows or x.origin[1] % columns)
 
 
-def _dequantized(a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, chosen: Route) -> Tensor:
-    """Multiplies values in a dtype that holds all of them; the sums are fp32."""
-    working = getattr(torch, chosen.dtype) if chosen.dtype else torch.promote_types(a.parts[0].dtype, b.parts[0].dtype)
-    for x in (a, b):
-        if x.format is None:
-            working = torch.promote_types(working, x.parts[0].dtype)
-    left = a.values(working, k, factored=chosen.scale_product)
-    right = b.values(working, n if b.transposed else k, factored=chosen.scale_product)
-    right = right if b.transposed else right.mT
-    if chosen.scale_product:
-        wide = working is not torch.float32
-        out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
-        factors = [x.factor for x in (a, b) if x.format is not None and x.format.has_tensor_scale]
-        # One factor, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
-        factor = (factors[0] if len(factors) == 1 else factors[0] * factors[1]).view(())
-        if bias is None:
-            return torch.mul(out, factor, out=torch.empty_like(out, dtype=dtype))
-        return torch.addcmul(bias.float(), out, factor).to(dtype)
-    if working is dtype or not left.is_cuda or working is torch.float32:
-        out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
-        return out.to(dtype)
-    out = torch.mm(left, right, out_dtype=torch.float32)
-    return (out if bias is None else out + bias).to(dtype)
+def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen: Route) -> Product:
+    """Plans a product of values in a dtype that holds all of them; the sums are fp32."""
+    transposed, columns, factored = b.transposed, n if b.transposed else k, chosen.scale_product
+    known = getattr(torch, chosen.dtype) if chosen.dtype else None
+    mixed = known is None or a.format is None or b.format is None
+    scaled = [x.format is not None and x.format.has_tensor_scale for x in (a, b)]
+    shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
 
+    def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
+        working = known
+        if mixed:
+            of_values = [x.parts[0].dtype for x in (a, b) if x.format is None or known is None]
+            working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])
+        left, right = a.values(working, k, factored=factored), b.values(working, columns, factored=factored)
+        right = right if transposed else right.mT
+        if factored:
+            wide = working is not torch.float32
+            out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
+            # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
+            factor = a.factor * b.factor if scaled[0] and scaled[1] else a.factor if scaled[0] else b.factor
+            factor = factor.view(()) if factor.ndim else factor
+            if bias is None:
+                return torch.mul(out, factor, out=torch.empty_strided(shape, strides, dtype=dtype, device=device))
+            return torch.addcmul(bias.float(), out, factor).to(dtype)
+        if working is dtype or not left.is_cuda or working is torch.float32:
+            out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
+            return out.to(dtype)
+        out = torch.mm(left, right, out_dtype=torch.float32)
+        return (out if bias is None else out + bias).to(dtype)
 
-def _aligned(x: Matrix, columns: int) -> Matrix:
-    """Shifts the codes of MX, `columns` in each stored row, to one scale for 128 elements: FP8 blocks of x not transposed.
-
-    They are filled up along the contracted axis.
-    """
-    assert x.format is not None
-    codes, scales = x.parts
-    parts = cuda.align(codes, scales, x.format, columns=columns, transposed=x.transposed)
-    return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
-
-
-def _on_codes(
-    a: Matrix, b: Matrix, n: int, k: int, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool, *, bands: bool = False
-) -> Tensor:
-    """Multiplies FP8 with one scale, one for each row or in blocks of 128, by the CUDA library; for `bands` see `kernels.products.plan`."""
-    codes, m = a.parts[0], a.parts[0].shape[0]
-    assert a.format is not None
-    assert b.format is not None
-    added = None if bias is None else bias.dtype
-    options = {"ordered": (a.ordered, b.ordered), "bands": bands, "fast": fast_accum}
-    plan = _plan(codes.device, a.format, b.format, m, n, k, dtype, added, **options)
-    out = codes.new_empty((m, n), dtype=dtype)
-    _multiply_codes(plan, a, b, None, bias if plan.adds_bias else None, out)
-    return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
+    return run
 
 
 def multiplies_groups(device: torch.device, a: Format, b: Format) -> bool:
@@ -314,22 +296,27 @@ def multiply_groups(
         codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
         ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
     )  # fmt: skip
-    _multiply_codes(plan, a, b, ends, bias, out)
+    _multiply_codes(plan, a.parts, b.parts, ends, bias, out)
     return out
 
 
-def _multiply_codes(plan: Plan, a: Matrix, b: Matrix, ends: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+def _multiply_codes(
+    plan: Plan, a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor | None, bias: Tensor | None, out: Tensor
+) -> None:
     """Calls the library's product, which writes `out`."""
-    (left, left_scales), (right, right_scales) = (_readable(x) for x in (a, b))
-    workspace = out.new_empty(plan.workspace, dtype=torch.uint8) if plan.workspace else None
+    workspace = None
+    if plan.workspace:
+        workspace = torch.empty_strided((plan.workspace,), (1,), dtype=torch.uint8, device=out.device)
     if bias is not None:
         bias = bias.contiguous()
+    left, left_scales = _readable(a)
+    right, right_scales = _readable(b)
     cuda_library.library().product(left, right, left_scales, right_scales, ends, bias, out, workspace, *plan.numbers)
 
 
-def _readable(x: Matrix) -> tuple[Tensor, Tensor]:
+def _readable(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Codes and scales as the library's product takes them: contiguous codes that begin on multiples of 16 bytes."""
-    codes, scales = x.parts[0].contiguous(), x.parts[1].contiguous()
+    codes, scales = parts[0].contiguous(), parts[1].contiguous()
     if codes.data_ptr() % 16:
         codes = codes.clone()
     return codes, scales
@@ -368,38 +355,3 @@ def _plan(
         bias=None if bias is None else name_of(bias),
         **options,
     )
-
-
-def _elements(a: Matrix, b: Matrix) -> tuple[list[Tensor], list[Format]]:
-    formats = [x.format for x in (a, b) if x.format is not None]
-    return [view_codes(x.parts[0], f) for x, f in zip((a, b), formats, strict=True)], formats
-
-
-def _interleaved(x: Matrix) -> Tensor:
-    """One scale for each row and block along k, in the order of the matrix units."""
-    assert x.format is not None
-    assert x.format.block is not None
-    codes, scales = x.parts[:2]
-    if x.format.block[0] > 1:
-        scales = layout.repeat_scales(scales, x.format.block[0], codes.shape[0])
-    return layout.interleave_scales(scales)
-
-
-def _mx(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    codes, formats = _elements(a, b)
-    scales = [view_scales(_interleaved(x), f) for x, f in zip((a, b), formats, strict=True)]
-    kind, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kind, scales[1], kind, swizzle, swizzle, output_dtype=dtype)
-    return out if bias is None else (out + bias).to(dtype)
-
-
-def _nvfp4(a: Matrix, b: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    codes, formats = _elements(a, b)
-    scales = [[view_scales(_interleaved(x), f), x.factor] for x, f in zip((a, b), formats, strict=True)]
-    kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-    swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    out = F.scaled_mm(codes[0], codes[1].t(), scales[0], kinds, scales[1], kinds, swizzles, swizzles, output_dtype=dtype)
-    return out if bias is None else (out + bias).to(dtype)
-
-
-_BLACKWELL = {"mx": _mx, "nvfp4": _nvfp4}

@@ -22,6 +22,7 @@ from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
 
 from . import cuda, kernels
+from .cuda_reader import reader
 from .kernels import kernels_for
 from .overflow import mark, marker
 
@@ -60,7 +61,7 @@ def quantize_matrix(
     eps: float,
 ) -> list[Tensor]:
     """Quantizes x [.., rows, columns] by the plan of its kind; arguments as for `plan_of` and `Run`."""
-    key = (id(row), id(column), x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps)
+    key = (row, column, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps)
     run = _plans.get(key)
     if run is None:
         run = kept(_plans, key, plan_of(x, row, column, amax is not None, multiplier is not None, random, rotate, eps))
@@ -122,7 +123,7 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
         given = multiplied or (knows_amax and format.per_tensor)
         options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic}
         own = x.contiguous() if strided else x
-        reads.append(cuda.reader(own, format, rows=rows, columns=columns, given=given, **options))
+        reads.append(reader(own, format, rows=rows, columns=columns, given=given, **options))
     if len(reads) == 1 and not strided:
         return reads[0]
 

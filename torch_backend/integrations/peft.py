@@ -132,10 +132,10 @@ def _layer_for(
 
 
 class MergesCodes(peft_layers.LoraLayer):
-    """A layer of PEFT's whose merges are written as codes, where its base's weight is codes."""
+    """A layer of PEFT's that merges into a weight that is codes, or values that will be."""
 
     _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
-    """Of a merged weight: codes and scales as they were, hashes of those it has now, and the bias as it was."""
+    """Of a merged weight: codes and scales (or values) as they were, hashes of those it has now, and the bias as it was."""
 
     merged_adapters: list[str]
 
@@ -161,7 +161,7 @@ class MergesCodes(peft_layers.LoraLayer):
             NotImplementedError: a kind of LoRA other than plain and DoRA, or a layer that tensor parallelism has cut.
         """
         name, param = self.held()
-        if not isinstance(sharding.local_of(param), QuantizedTensor):
+        if not isinstance(sharding.local_of(param), QuantizedTensor | CastWeight):
             super().merge(safe_merge, adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
             return
         new = [adapter for adapter in check_adapters_to_merge(self, adapter_names) if adapter in self.lora_A]
@@ -172,38 +172,32 @@ class MergesCodes(peft_layers.LoraLayer):
     def _merge(self, name: str, param: Tensor, adapters: list[str]) -> None:
         base: Any = self.get_base_layer()
         _check_merge(self, base, name, adapters)
-        local = sharding.local_of(param)
-        assert isinstance(local, QuantizedTensor)
-        check_writable(local)
         bias = self._merged_bias(base, adapters)
-        before = [part.clone() for part in local.parts] if self._kept is None else self._kept[0]
-        original = local.with_parts(*before).dequantize(torch.float32)
+        before = [part.clone() for part in _parts(param)] if self._kept is None else self._kept[0]
+        original = _float32(param, before)
         values = original.clone()
         for adapter in adapters:
             values = self._with(adapter, param, values, original)
         signal, change = _energies(param, values, values - original)
         if not math.isfinite(signal):
             raise ValueError(
-                f"{name}: the weight with adapters {adapters} has an Inf or a NaN, which codes can't hold: an adapter seems to be "
-                "broken"
+                f"{name}: the weight with adapters {adapters} has an Inf or a NaN, which codes can't hold: look at the adapters"
             )
         load_high_precision_(param, placed(param, values), keep_init=False)
-        local = sharding.local_of(param)
-        assert isinstance(local, QuantizedTensor)
-        (noise,) = _energies(param, local.dequantize(torch.float32) - values)
+        (noise,) = _energies(param, _float32(param, _parts(param)) - values)
         old_bias = None if self._kept is None else self._kept[2]
         if bias is not None:
             old_bias = base.bias.detach().clone() if old_bias is None else old_bias
             base.bias.copy_(bias)
-        self._kept = before, [torch.hash_tensor(part) for part in local.parts], old_bias
+        self._kept = before, [torch.hash_tensor(part) for part in _parts(param)], old_bias
         self.merged_adapters[:] = adapters
         report = Merged(name, tuple(adapters), _decibels(signal, noise), _decibels(change, noise))
         vars(base).setdefault(_REPORT, {})[name] = report
         if report.change_sqnr < LOST:
             warnings.warn(
-                f"a merge into quantized weights lost more than half of what the adapter changes, in rounding: {NAME}(model) has "
-                "each weight's SQNR. Left unmerged, or merged into weights in high precision, adapters are exact; unmerge_adapter() "
-                "gives the codes back.",
+                "a merge into quantized weights lost more than half of what the adapter changes, in rounding: "
+                f"{NAME}(model) has each weight's SQNR. Left unmerged, or merged into weights in high precision, adapters are "
+                "exact; unmerge_adapter() gives the codes back.",
                 UserWarning,
                 stacklevel=4,
             )
@@ -242,20 +236,16 @@ class MergesCodes(peft_layers.LoraLayer):
             super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
             return
         name, param = self.held()
-        local = sharding.local_of(param)
         before, hashes, bias = self._kept
-        if not isinstance(local, QuantizedTensor) or [part.shape for part in local.parts] != [part.shape for part in before]:
-            raise ValueError(f"{name} was merged as a {tuple(before[0].shape)} of codes, and is held in another way now")
-        check_writable(local)
-        if not all(
-            torch.equal(torch.hash_tensor(part), each.to(part.device)) for part, each in zip(local.parts, hashes, strict=True)
-        ):
-            raise ValueError(
-                f"{name} was overwritten after adapters were merged into it, which unmerge would undo: load it again"
-            )
+        parts = _parts(param)
+        if [part.shape for part in parts] != [part.shape for part in before]:
+            raise ValueError(f"{name} was sharded after adapters were merged into it: unmerge before fully_shard")
+        now = [torch.hash_tensor(part) for part in parts]
+        if not all(torch.equal(one, other.to(one.device)) for one, other in zip(now, hashes, strict=True)):
+            raise ValueError(f"{name} was overwritten after a merge, and unmerge would undo that: load the weight again")
         base: Any = self.get_base_layer()
         with torch.no_grad():
-            for part, old in zip(local.parts, before, strict=True):
+            for part, old in zip(parts, before, strict=True):
                 part.copy_(old)
             if bias is not None:
                 base.bias.copy_(bias)
@@ -282,8 +272,8 @@ class LoraLinear(MergesCodes, peft_layers.Linear):
 class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
     """PEFT's LoRA of one weight of experts: those products are on its codes, and the adapters' beside them.
 
-    An expert's output is x w^T + scaling (x A^T) B^T. PEFT's own layer adds the adapters to all experts' weights in each forward;
-    it knows a layer of this kind by the name of its class.
+    An expert's output is x w^T + scaling (x A^T) B^T. PEFT's own layer adds the adapters to all experts' weights in each
+    forward. The class has its name, by which PEFT knows it.
     """
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str, config: LoraConfig, **options: Any):
@@ -440,6 +430,26 @@ def _whole(tensor: Any) -> Tensor:
     """Returns all of an adapter's weight, in float32."""
     tensor = tensor.detach()
     return (tensor if sharding.mesh_of(tensor) is None else tensor.full_tensor()).float()
+
+
+def _parts(param: Tensor) -> list[Tensor]:
+    """Returns this rank's codes and scales of a weight, or its values.
+
+    Raises:
+        ValueError: the weight is FSDP's gathered copy.
+    """
+    local = sharding.local_of(param)
+    if isinstance(local, CastWeight):
+        return [local.values.detach()]
+    assert isinstance(local, QuantizedTensor)
+    check_writable(local)
+    return local.parts
+
+
+def _float32(param: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Returns the values of such parts."""
+    local = sharding.local_of(param)
+    return local.with_parts(*parts).dequantize(torch.float32) if isinstance(local, QuantizedTensor) else parts[0].float()
 
 
 def _energies(param: Tensor, *tensors: Tensor) -> list[float]:

@@ -157,7 +157,9 @@ class BlockfpHfQuantizer(HfQuantizer):
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuses what would take weights apart, or away from where they are used."""
         if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError(f"device_map {device_map} puts layers on the disk, where quantized weights can't be: leave them out")
+            raise ValueError(
+                f"device_map {device_map} puts layers on the disk, where quantized weights can't be: leave them out"
+            )
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if getattr(model.config, "distributed_config", None) is not None:

@@ -55,17 +55,16 @@ def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None,
 def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
     """Returns the keys of this backward, int32 [groups or 1, 2, 2] as of `gradient_keys`, and moves the step on."""
     call: Call = ctx.call
-    groups = len(ctx.counts) if call.grouped else None
-    own = slice(None)
+    groups, own = len(ctx.counts) if call.grouped else None, None
     if groups is not None and call.parallel is not None and call.parallel.style == "experts":
         # Experts are numbered over all ranks.
         own = slice(call.parallel.first, call.parallel.first + groups)
         groups = call.parallel.features
     if call.rank is None:
-        return gradient_keys(ctx.key, groups=groups)[own]
-    keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups)
-    ctx.step.add_(1)
-    return keys[own]
+        keys = gradient_keys(ctx.key, groups=groups)
+    else:
+        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups, advance=True)
+    return keys if own is None else keys[own]
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

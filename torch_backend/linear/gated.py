@@ -20,7 +20,7 @@ def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state
     """Says whether `gated` computes what the activation and `linear` would.
 
     It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision), in
-    transforms of torch.func, under an autocast to another dtype, or with DTensors. It doesn't take an error from `linear` either.
+    transforms of torch.func, under an autocast to another dtype, or with DTensors. Nor where `linear` would raise.
     """
     if recipe.input.format is None or recipe.input_columnwise.format is None or functorch_is_active():
         return False

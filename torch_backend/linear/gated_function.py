@@ -3,8 +3,8 @@
     forward   a = activation(gate) * up, cast rowwise and columnwise as it is made;   y = a w^T
     backward  da = g w,  dw = g^T a,   d_gate, d_up from da, gate and up
 
-It saves gate and up, which autograd keeps for the activation anyway, the codes of a columnwise, and the weight. What the
-activation makes is kept nowhere.
+It saves gate and up, which autograd keeps for the activation anyway, and the weight. What the activation makes is kept nowhere,
+and its columnwise codes are made again in the backward, of gate and up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp.recipes import HIGH_PRECISION
+from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops import gated_ops, linear_ops
 from ..custom_ops.activations import Activation, Layout, activate, gate_and_up
@@ -58,22 +58,19 @@ class GatedFunction(torch.autograd.Function):
     ) -> Tensor:
         history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, _ = ctx.state = state or NO_STATE
         recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
-        row, columnwise = recipe.input.format, recipe.input_columnwise if needs_weight else HIGH_PRECISION
-        column = columnwise.format
+        row = recipe.input.format
         assert row is not None
         direct = call.direct and runs_now(gate)
-        options = (scale, columnwise.rotate, recipe.eps)
-        if direct:
-            made = gated_ops.quantize_gated(gate, up, *gating, row, column, *options)
-        else:
-            names = (row.name, None if column is None else column.name)
-            made = gated_ops.quantize_op(gate, up, *gating, *names, *options)
+        made = _cast(gate, up, gating, recipe.input, HIGH_PRECISION, scale, recipe.eps, direct)
         if scale is not None:
             made, largest = made[:-1], made[-1]
             if history is not None and call.training:
                 record(history, largest)
-        count = part_count(row)
-        a, kept = Matrix(made[:count], row), made[count:]
+        a, kept = Matrix(made, row), []
+        if call.traced and needs_weight:
+            # Compilers move it to the backward, which alone needs it.
+            column = recipe.input_columnwise
+            kept = _cast(gate, up, gating, HIGH_PRECISION, column, scale, recipe.eps, direct)[: part_count(column.format)]
         operand = weight_operand(weight, call.stored, recipe.weight, None)
         n, k = weight.shape[0], weight.shape[1]
         fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
@@ -83,8 +80,10 @@ class GatedFunction(torch.autograd.Function):
             y = multiply_parts(a, held, n, k, bias, gate.dtype, fast, None, exact)
         else:
             y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
-        parts = list(operand.parts) if needs_x else []
+        parts = [weight] if needs_x else []
         ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
+        # Of now: it may move on before the backward.
+        ctx.input_scale = None if scale is None or call.traced or not needs_weight else scale.clone()
         ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = None, weight.shape, weight.dtype, None if bias is None else bias.dtype
         # What gradients of gradients go to; else what is saved anyway.
         beside = (None, None) if call.traced else (weight, bias)
@@ -110,6 +109,10 @@ class GatedFunction(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
         d_gate = d_up = d_weight = d_bias = None
         direct = call.direct and runs_now(gradient)
+        if needs_weight and not kept:
+            column = recipe.input_columnwise
+            kept = _cast(gate, up, ctx.gating, HIGH_PRECISION, column, ctx.input_scale, recipe.eps, direct)
+            kept = kept[: part_count(column.format)]
         if needs_x or needs_weight:
             row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
             formats = (None if row is None else row.format, None if column is None else column.format)
@@ -120,7 +123,7 @@ class GatedFunction(torch.autograd.Function):
             amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
             w = (None, None, None, (0, 0))
             if parts:
-                w = taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
+                w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
             del parts
             run = linear_ops.backward if direct else linear_ops.linear_backward
             options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
@@ -134,6 +137,24 @@ class GatedFunction(torch.autograd.Function):
         if needs_bias:
             d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
         return d_gate, d_up, d_weight, d_bias, *rest
+
+
+def _cast(
+    gate: Tensor,
+    up: Tensor | None,
+    gating: Gating,
+    row: Cast,
+    column: Cast,
+    multiplier: Tensor | None,
+    eps: float,
+    direct: bool,
+) -> list[Tensor]:
+    """The parts of what the activation makes, rowwise or columnwise; with a multiplier its amax behind them."""
+    options = (multiplier, column.rotate, eps)
+    if direct:
+        return gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
+    names = [None if cast.format is None else cast.format.name for cast in (row, column)]
+    return gated_ops.quantize_op(gate, up, *gating, *names, *options)
 
 
 def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

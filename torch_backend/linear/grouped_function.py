@@ -25,7 +25,7 @@ from blockfp.recipes import HIGH_PRECISION
 from ..custom_ops import grouped_ops
 from .call import Call, keys_of_gradient
 from .delayed import record
-from .operands import weight_operand
+from .operands import apart, weight_operand
 from .second_order import backward_with_graph, plus, save_for_graph, taken
 
 
@@ -75,7 +75,11 @@ class GroupedFunction(torch.autograd.Function):
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
         multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
-        y, words, *kept = grouped_ops.forward(x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
+        arguments = (x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
+        if torch.compiler.is_compiling():
+            y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
+        else:
+            y, words, *kept = grouped_ops.forward(*arguments)
         if multiplier is not None:
             if call.training and input_amax_history is not None:
                 record_groups(input_amax_history, kept[-1])

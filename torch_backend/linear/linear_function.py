@@ -4,7 +4,7 @@
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
     wgrad     dw = g^T x     g columnwise   x columnwise: made in the forward, from the same read as rowwise, and saved
 
-What it saves for the backward is the codes and scales of x columnwise, and the weight. Layers that a tensor-parallel group
+What it saves for the backward is the codes and scales of x columnwise, and the weight as it is. Layers that a tensor-parallel group
 shares have a function of their own (`shared_function`), with collectives between casts and products.
 """
 
@@ -52,7 +52,7 @@ class LinearFunction(torch.autograd.Function):
                     record(history, largest)
             if ctx.observed is not None:
                 observe_again(ctx.observed, "input", x, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
-            parts, kept = made[:count] or [weight], made[count:]
+            kept = made[count:]
         else:
             # Layers that read one input share its casts: compilers know equal operations. Checkpoints keep products alone.
             scaling = Scaling(recipe.eps, scale, history if call.training else None, ctx.observed)
@@ -60,26 +60,24 @@ class LinearFunction(torch.autograd.Function):
             operand = weight_operand(weight, call.stored, recipe.weight, None)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
             y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
-            parts, kept = list(operand.parts), [] if column is None else list(column.parts)
+            kept = [] if column is None else list(column.parts)
         if needs_weight and format is None:
             kept = [x]
-        parts = parts if needs_x else []
+        parts = [weight] if needs_x else []
         ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
-        ctx.format = recipe.weight.format if count else call.stored
+        ctx.format, ctx.weight_beside = call.stored, False
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
         if call.traced:
             ctx.save_for_backward(*kept, *parts)
             return y
-        # What gradients of gradients go to: a weight of which `parts` are the codes alone, and x.
-        ctx.weight_beside = needs_x and count > 0
-        beside = [weight] if ctx.weight_beside else []
         if not (needs_x and needs_weight):
-            ctx.save_for_backward(*kept, *parts, *beside)
+            ctx.save_for_backward(*kept, *parts)
             return y
+        # What gradients of gradients of x go to.
         anchor = x.new_empty(0)
         ctx.waiting = []
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*kept, *parts, *beside, anchor)
+        ctx.save_for_backward(*kept, *parts, anchor)
         return y, anchor
 
     @staticmethod
@@ -112,7 +110,7 @@ class LinearFunction(torch.autograd.Function):
             run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
             w = (None, None, None, (0, 0))
             if parts:
-                w = taken_apart(parts, call) if call.direct or len(parts) > 1 else (parts[0], None, None, (0, 0))
+                w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
             del parts
             if ctx.observed is not None:
                 known = {"amax": amax, "multiplier": multiplier, "keys": keys}

@@ -7,7 +7,7 @@ a part but the amax of the tensor. Otherwise `quantize_operand_shard` quantizes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,17 +78,11 @@ def quantized(
     column_key = keys[1] if keys is not None and columnwise.stochastic else None
     plain = row_key is column_key is None and not columnwise.rotate
     amax = amax_where_compiled(x, row, column, plain, scaling.multiplier)
-    found = quantize_operand(
-        x,
-        row,
-        column,
-        amax=amax,
-        multiplier=scaling.multiplier,
-        row_key=row_key,
-        column_key=column_key,
-        rotate=columnwise.rotate,
-        eps=scaling.eps,
-    )
+    options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "rotate": columnwise.rotate, "eps": scaling.eps}
+    if operand == "input" and column is not None and torch.compiler.is_compiling():
+        found = _in_two_reads(x, row, column, **options)
+    else:
+        found = quantize_operand(x, row, column, row_key=row_key, column_key=column_key, **options)
     if found.amax is not None and scaling.history is not None:
         record(scaling.history, found.amax)
     if scaling.observed is not None:
@@ -112,6 +106,25 @@ def amax_where_compiled(
         return None
     per_tensor = {format.per_tensor for format in (row, column) if format is not None}
     return tensor_amax(x) if per_tensor == {True} and plain and multiplier is None else None
+
+
+def _in_two_reads(x: Tensor, row: Format | None, column: Format, *, rotate: bool, **options: Any) -> Directions:
+    """Quantizes an input in both directions for compilers, which choose what the backward keeps of it: columnwise codes, or
+    what they are made of again.
+    """
+    made = quantize_operand(apart(x), None, column, rotate=rotate, **options)
+    if row is None:
+        return made
+    return quantize_operand(x, row, None, **options)._replace(column=made.column)
+
+
+def apart(x: Tensor) -> Tensor:
+    """Returns x, for compilers by an operation that they fuse and don't see through.
+
+    What a backward alone reads of it may then be made there again, of anything that x is made of. Of x itself it would not:
+    compilers make nothing twice that both directions write to memory.
+    """
+    return (x.view(torch.int32 if x.dtype is torch.float32 else torch.int16) | 0).view(x.dtype)
 
 
 def _quantized_part(
@@ -312,7 +325,7 @@ def _parts(
             next((d for d, other in zip(directions, columnwise, strict=True) if other is wanted), None)
             for wanted in (False, True)
         )
-        found = _in_one_read(x, row, column, scaling, shard)
+        found = _by_amax(x, operand, row, column, scaling, shard)
         parts = [found.column if each else found.row for each in columnwise]
         if found.amax is not None and scaling.history is not None:
             record(scaling.history, found.amax)
@@ -340,8 +353,8 @@ def _alike(directions: Sequence[Direction]) -> bool:
     return len({direction.cast.format is not None and direction.cast.format.per_tensor for direction in directions}) == 1
 
 
-def _in_one_read(
-    x: Tensor, row: Direction | None, column: Direction | None, scaling: Scaling, shard: TensorParallelShard
+def _by_amax(
+    x: Tensor, operand: Operand, row: Direction | None, column: Direction | None, scaling: Scaling, shard: TensorParallelShard
 ) -> Directions:
     formats = [None if direction is None else direction.cast.format for direction in (row, column)]
     one = row or column
@@ -354,5 +367,8 @@ def _in_one_read(
         else:
             amax = part_ops.part_amaxes(x, one.step.format, False, False, (0, 0))[0].view(1)
         amax = max_reduce(amax, (shard.group,))
-    rotate = column is not None and column.cast.rotate
-    return quantize_operand(x, *formats, amax=amax, multiplier=scaling.multiplier, rotate=rotate, eps=scaling.eps)
+    options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "eps": scaling.eps}
+    options["rotate"] = column is not None and column.cast.rotate
+    if operand == "input" and formats[1] is not None and torch.compiler.is_compiling():
+        return _in_two_reads(x, formats[0], formats[1], **options)
+    return quantize_operand(x, *formats, **options)

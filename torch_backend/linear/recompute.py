@@ -8,7 +8,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..custom_ops import grouped_ops
-from ..custom_ops.linear_ops import recipe_of
 from ..custom_ops.products import product, weight_product
 from ..torch_internals import TorchDispatchMode
 from ..torch_internals import functional_collectives as collectives
@@ -80,15 +79,5 @@ class _Apart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
         if func is grouped_ops.forward:
-            return _grouped_forward(*args)
+            return grouped_ops.forward_apart(*args, again=args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _grouped_forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Any]:
-    recipe = recipe_of(casts)
-    scaled = multiplier if recipe.input.format is not None else None
-    y, words, *recorded = grouped_ops.forward(x, weight, scales, tensor_scale, offs, bias, scaled, casts, False)
-    if not keep or recipe.input_columnwise.format is None:
-        return [y, words, *recorded]
-    made = grouped_ops.columns(x, words, multiplier, casts, offs.shape[0])
-    return [y, words, *made]

@@ -27,7 +27,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from ..custom_ops import ops
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
-from .operands import Scaling, columnwise_weight, kept_inputs, quantized
+from .operands import Scaling, columnwise_weight, kept_inputs, quantized, weight_operand
 
 
 def save_for_graph(
@@ -176,6 +176,10 @@ def _gradient_values(ctx: Any, gradient: Tensor) -> tuple[list[Tensor], list[Ten
 def _weight_values(parts: list[Tensor], ctx: Any, recipe: Recipe) -> Tensor:
     """The weight as the input's gradient is multiplied with it, [.., out, in] in float32."""
     columnwise = recipe.weight_columnwise
+    if ctx.format is None and recipe.weight.format is not None:
+        # It was quantized at use, and its codes not kept.
+        made = weight_operand(parts[0].detach(), None, recipe.weight, None)
+        return values_of(made.parts, made.format, ctx.shape[-1])
     if ctx.format is not None or columnwise.format is None:
         return values_of(parts, ctx.format, ctx.shape[-1])
     matrices = parts[0].unbind() if parts[0].ndim > 2 else (parts[0],)

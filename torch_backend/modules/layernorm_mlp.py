@@ -24,8 +24,8 @@ class LayerNormMLP(nn.Module):
     """down(activation(up(norm(x)))).
 
     With SwiGLU, up gives gate and value from one product, [.., 2 * ffn]: silu(gate) * value goes on. They alternate, gate
-    first, so that tensor parallelism cuts between pairs. What goes on is quantized as it is made, from one read of `up`'s output
-    (`gated_product`), and never lies in memory.
+    first, so that tensor parallelism cuts between pairs. What goes on is quantized as it is made, and never lies in memory
+    where a kernel does that (`gated_product`).
 
     Args:
         features: length of x's last axis.

@@ -67,6 +67,10 @@ class QuantizedLayer(InParts, StatefulLayer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             self.note_weight(value)
+            if self._parameters.get(name) is not None and isinstance(value, nn.Parameter) and value.is_leaf:
+                # FSDP2 does it four times a step, and itself so with a module that has torch's __setattr__.
+                self._parameters[name] = value
+                return
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +86,20 @@ class Received(NamedTuple):
     derived: tuple[Tensor, ...]
 
 
-def keeping_signature(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the hook with its signature worked out: FSDP2 asks `inspect.signature` for it at every gather."""
-    setattr(hook, "__signature__", inspect.signature(hook))  # noqa: B010
-    return hook
+class GatherHook:
+    """A method that FSDP2 calls before a gather, and at every gather asks `inspect.signature` for: it is worked out once."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self.signature = inspect.Signature(list(inspect.signature(function).parameters.values())[1:])
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        if instance is None:
+            return self.function
+        bound = partial(self.function, instance)
+        setattr(bound, "__signature__", self.signature)  # noqa: B010
+        return bound
 
 
 def send(

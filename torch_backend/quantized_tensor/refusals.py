@@ -31,10 +31,14 @@ CALL_THE_LAYER = (
     "they are, or let blockfp.torch.convert convert that module, not its layers alone"
 )
 
+_PEFT = "PEFT's LoRA give blockfp.torch_backend.integrations.peft.register its config"
+
 _UPDATE = (
     "blockfp.torch.AdamW and Adam update quantized weights; for other optimizers, averages of weights (AveragedModel) and code "
     'that writes to weights convert with weights="high_precision"; to set values use '
-    "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's"
+    "blockfp.torch.load_high_precision_(parameter, values), or blockfp.torch.init_(parameter, function) for torch.nn.init's; "
+    + "to merge "
+    + _PEFT
 )
 
 _SEND = (
@@ -49,7 +53,8 @@ _STACK = (
 
 _READ = (
     "call dequantize() on the quantized tensor first; where it isn't your own code (averages of weights, initializers of "
-    'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function)'
+    'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
+    f"{_PEFT}"
 )
 
 FLAT = (

@@ -260,7 +260,7 @@ class QuantizedTensor(Wrapper):
         parts = (inner["codes"], inner["scales"], inner.get("tensor_scale"))
         return QuantizedTensor(*parts, format, outer_size[-1], dtype, Geometry(origin))
 
-    @fsdp.keeping_signature
+    @fsdp.GatherHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
         """Gives FSDP2 the codes and scales of this shard to gather (`fsdp.send`)."""
         if self.geometry.copied is not None:

@@ -106,7 +106,7 @@ class CastWeight(Wrapper):
             codes, scales, tensor_scale = kernels_for(self.values).quantize(self.values, self.format)
         return QuantizedTensor(codes, scales, tensor_scale, self.format, self.shape[-1], self.dtype)
 
-    @fsdp.keeping_signature
+    @fsdp.GatherHook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], fsdp.GatherMetadata]:
         """Quantizes this rank's rows as a part of the whole, and returns codes and scales to send (`fsdp.send`)."""
         agree_before_gather()

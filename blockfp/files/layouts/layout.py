@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from ...definition import layout
+from ...definition.bits import Array
 from ...definition.views import dtype_of
 from ...errors import BadFile
 from ...formats import E4M3, Format
@@ -25,6 +27,8 @@ FP8 = dtype_of(E4M3.native_dtype)
 
 class Layout(ABC):
     """Entries of weights in .safetensors files, and the JSON files that a folder has beside them.
+
+    Codes and scales may be read as arrays of any library; a tensor scale is NumPy's.
 
     Attributes:
         name: the word for it in the command.
@@ -126,15 +130,20 @@ def nearest(format: Format, formats: Iterable[Format]) -> Format:
 def codes_as(name: str, weight: Weight) -> Tensor:
     """The codes under a name: packed ones as bytes, others in the FP8 dtype."""
     dtype = np.dtype(np.uint8) if weight.format.element.packed else FP8
-    return Tensor(name, dtype, weight.codes.shape, lambda: weight.codes.read().view(dtype))
+    return Tensor(name, dtype, weight.codes.shape, lambda: _viewed(weight.codes.read(), dtype))
+
+
+def _viewed(x: Array, dtype: np.dtype) -> Array:
+    """The bytes of an array of any library as another dtype."""
+    return x.view(dtype if isinstance(x, np.ndarray) else getattr(array_namespace(x), dtype.name))
 
 
 def scales_of_rows(name: str, weight: Weight, dtype: np.dtype, shape: tuple[int, ...]) -> Tensor:
     """The scales of blocks of one row: those of square blocks are repeated for each."""
     block_rows = (weight.format.block or (1, 1))[0]
 
-    def repeated() -> np.ndarray:
-        return np.asarray(layout.repeat_scales(weight.scales.read(), block_rows, weight.shape[-2])).view(dtype).reshape(shape)
+    def repeated() -> Array:
+        return _viewed(layout.repeat_scales(weight.scales.read(), block_rows, weight.shape[-2]), dtype).reshape(shape)
 
     return Tensor(name, dtype, shape, repeated)
 

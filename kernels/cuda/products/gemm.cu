@@ -82,8 +82,8 @@ Box box_of_scales(const GemmOperand& x, int64_t groups, int64_t rows, int64_t bl
 }
 
 // At most: each group may end in a tile of its own.
-int64_t tiles_of(const GemmArguments& p, int rows, int columns) {
-  const int64_t high = p.along_k ? ceil_div(p.m, rows) * p.groups : ceil_div(p.m, rows) + p.groups - 1;
+int64_t tiles_of(const GemmArguments& p, int columns) {
+  const int64_t high = p.along_k ? ceil_div(p.m, kTileRows) * p.groups : ceil_div(p.m, kTileRows) + p.groups - 1;
   return high * ceil_div(p.n, columns);
 }
 
@@ -94,7 +94,7 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
   const int64_t blocks = ceil_div(p.k, kBlockK), matrices = p.along_k ? 1 : p.groups;
   CUtensorMap codes_a, codes_b, scales_a{}, scales_b{};
   const bool mapped =
-      map_of(box_of_codes(a, p.m, p.k, Tile::kRows), &codes_a) &&
+      map_of(box_of_codes(a, p.m, p.k, kTileRows), &codes_a) &&
       map_of(box_of_codes(b, matrices * p.n, p.k, Tile::kColumns), &codes_b) &&
       (!kScaled || map_of(box_of_scales(a, 1, p.m, p.a_step ? blocks : 1, Tile::kSpan), &scales_a)) &&
       (!Tile::kRowsOfB ||
@@ -102,28 +102,22 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
   if (!mapped) return cudaErrorInvalidValue;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles_of(p, Tile::kRows, Tile::kColumns), multiprocessors())));
-  kernel<<<grid, Tile::kThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles_of(p, Tile::kColumns), multiprocessors())));
+  kernel<<<grid, kGemmThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
   return cudaGetLastError();
 }
 
 // Wide tiles move fewer bytes for a product, and are 6% faster (H200); but of narrow ones, more blocks may have work at the end.
 TileShape shape_for(const GemmArguments& p) {
-  const auto time = [&](int columns) { return ceil_div(tiles_of(p, 128, columns), multiprocessors()) * columns; };
+  const auto time = [&](int columns) { return ceil_div(tiles_of(p, columns), multiprocessors()) * columns; };
   return 16 * time(192) <= 17 * time(128) ? TileShape::k128x192 : TileShape::kWide128x128;
 }
 
 template <class A, class B, Scaling S>
 cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, TileShape shape, cudaStream_t stream) {
   if (shape == TileShape::kAny) shape = shape_for(p);
-  if (shape == TileShape::k128x192) return launch<A, B, GemmTile<2, 1, 192, false, S>>(p, a, b, stream);
-  if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<2, 1, 128, true, S>>(p, a, b, stream);
-  // Others are there to be measured (benchmarks/products.py).
-  if constexpr (A::kId == E4M3::kId && B::kId == E4M3::kId && S != Scaling::kBands) {
-    if (shape == TileShape::k256x128) return launch<A, B, GemmTile<2, 2, 128, false, S>>(p, a, b, stream);
-    if (shape == TileShape::k192x128) return launch<A, B, GemmTile<3, 1, 128, false, S>>(p, a, b, stream);
-    if (shape == TileShape::k128x128) return launch<A, B, GemmTile<2, 1, 128, false, S>>(p, a, b, stream);
-  }
+  if (shape == TileShape::k128x192) return launch<A, B, GemmTile<192, false, S>>(p, a, b, stream);
+  if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<128, true, S>>(p, a, b, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -1,7 +1,7 @@
 // Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k.
 //
-// A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two or three warpgroups multiply, and
-// share the tensor cores: while one promotes its sums, the others' products run.
+// A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two warpgroups multiply, and share the
+// tensor cores: while one promotes its sums, the other's products run.
 #pragma once
 
 #include "blockfp/elements.h"
@@ -11,29 +11,26 @@
 namespace blockfp {
 namespace cuda {
 
-constexpr int kBlockK = 128, kWarpgroup = 128;
+constexpr int kBlockK = 128, kWarpgroup = 128, kMathGroups = 2, kRowsOfGroup = 64, kTileRows = kMathGroups * kRowsOfGroup;
+constexpr int kGemmThreads = (1 + kMathGroups) * kWarpgroup;
 
-// A tile of out and what shared memory holds for it. Each of `Groups` warpgroups has `Waves` times 64 rows. Wide: it multiplies two blocks
-// of k at a time, so that the products of one run while it promotes those of the other.
-template <int Groups, int Waves, int Columns, bool Wide, Scaling S>
+// A tile of out, 128 rows of it, and what shared memory holds for it. Wide: a warpgroup multiplies two blocks of k at a time, so that
+// the products of one run while it promotes those of the other.
+template <int Columns, bool Wide, Scaling S>
 struct GemmTile {
   static constexpr Scaling kScaling = S;
   static constexpr bool kRowsOfB = S == Scaling::kRows || S == Scaling::kBands;
   static constexpr bool kWide = Wide;
-  static constexpr int kGroups = Groups, kWaves = Waves, kColumns = Columns, kSums = Columns / 2;
-  static constexpr int kRowsOfGroup = 64 * Waves, kRows = Groups * kRowsOfGroup, kThreads = (1 + Groups) * kWarpgroup;
-  static constexpr int kBytesA = kRows * kBlockK, kCodes = kBytesA + Columns * kBlockK;
-  // Scales of a stage: those of every 128 rows of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a
-  // begin up to three rows early. It writes to multiples of 128 bytes.
-  static constexpr int kSpans = (kRows + 127) / 128, kSpan = 128 + 4, kSpanStep = 160, kScalesB = kSpans * kSpanStep;
+  static constexpr int kColumns = Columns, kSums = Columns / 2;
+  static constexpr int kBytesA = kTileRows * kBlockK, kCodes = kBytesA + Columns * kBlockK;
+  // Scales of a stage: those of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a begin up to three
+  // rows early. It writes to multiples of 128 bytes.
+  static constexpr int kSpan = kTileRows + 4, kScalesB = 160;
   static constexpr int kScales = S == Scaling::kTensor ? 0 : kScalesB + (kRowsOfB ? Columns : 0);
-  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpans * kSpan + (kRowsOfB ? Columns : 0)));
+  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpan + (kRowsOfB ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
-  // Registers of a thread that multiplies, and of one that doesn't: 64512 in all.
-  static constexpr int kMany = Groups == 3 ? 160 : 232, kFew = Groups == 3 ? 24 : 40;
-  static_assert(!Wide || Waves == 1);
 };
 
 // The tiles of one block, one after another, group after group.
@@ -62,15 +59,15 @@ class Tiles {
         first_row_ = before, end_row = end_of_group_;
       }
       if (p_.along_k) end_row = p_.m;
-      high_ = (end_row - first_row_ + Tile::kRows - 1) / Tile::kRows;
+      high_ = (end_row - first_row_ + kTileRows - 1) / kTileRows;
       begin_ = end_;
       end_ += high_ * wide_;
     }
-    // Down bands of about two thousand rows, so that what runs at one time shares rows and columns in L2.
-    constexpr int kBand = 2048 / Tile::kRows;
+    // Down bands of sixteen tiles, so that what runs at one time shares rows and columns in L2.
+    constexpr int kBand = 16;
     const int at = next_ - begin_, band = at / (kBand * wide_), in_band = at - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
-    row = first_row_ + (band * kBand + in_band % height) * Tile::kRows;
+    row = first_row_ + (band * kBand + in_band % height) * kTileRows;
     column = in_band / height * Tile::kColumns;
     next_ += gridDim.x;
     return true;
@@ -92,23 +89,38 @@ struct Turn {
   }
 };
 
-// The scales of b for a tile of columns, 128 x 128 for each: 192 columns lie in two bands of 128, whose border is at 64 or 128.
+// The scales of b for a tile of columns, 128 x 128 for each, block after block of k: 192 columns lie in two bands of 128, whose border is
+// at 64 or 128.
 template <class Tile>
-struct Squares {
-  const float *first = nullptr, *second = nullptr;
-  int64_t step = 0;
+class Squares {
+ public:
+  float first = 1, second = 1;  // of the two bands, in the block that was read last
   bool border_at_64 = false;
 
-  __device__ Squares(const GemmArguments& p, const Tiles<Tile>& tile) {
+  __device__ Squares(const GemmArguments& p, const Tiles<Tile>& tile) : step_(p.square_block) {
     if constexpr (Tile::kScaling == Scaling::kSquares) {
       const int bands = (p.n + 127) / 128, band = min(tile.column / 128, bands - 1);
       const bool other = Tile::kColumns > 128 && band + 1 < bands;
       border_at_64 = Tile::kColumns > 128 && tile.column % 128 != 0;
-      step = p.square_block;
-      first = p.squares + tile.group * p.square_group + band * p.square_row + tile.first_block * step;
-      second = first + other * p.square_row;
+      first_ = p.squares + tile.group * p.square_group + band * p.square_row + tile.first_block * step_;
+      second_ = first_ + other * p.square_row;
     }
   }
+
+  __device__ __forceinline__ void read() {
+    if constexpr (Tile::kScaling == Scaling::kSquares) {
+      first = hopper::load(first_);
+      first_ += step_;
+      if constexpr (Tile::kColumns > 128) {
+        second = hopper::load(second_);
+        second_ += step_;
+      }
+    }
+  }
+
+ private:
+  const float *first_ = nullptr, *second_ = nullptr;
+  int64_t step_;
 };
 
 // What a thread's sums of one block of k are multiplied by: those of its upper and of its lower row. kSquares: for each 64 columns.
@@ -170,7 +182,7 @@ __device__ __forceinline__ void finish_rows(const GemmArguments& p, float (&sums
 }
 
 template <class A, class B, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
+__global__ void __launch_bounds__(kGemmThreads, 1)
 gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, const __grid_constant__ CUtensorMap codes_b,
             const __grid_constant__ CUtensorMap scales_a, const __grid_constant__ CUtensorMap scales_b) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -185,7 +197,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       hopper::barrier_init(full(stage), 1);
-      hopper::barrier_init(empty(stage), Tile::kGroups * 4);
+      hopper::barrier_init(empty(stage), kMathGroups * 4);
     }
     hopper::barriers_ready();
   }
@@ -194,7 +206,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   Tiles<Tile> tile(p);
   Turn<Tile::kStages> turn;
   if (warp < 4) {
-    hopper::give_registers<Tile::kFew>();
+    hopper::give_registers<40>();
     if (warp == 0 && lane == 0) {
       // Load.
       while (tile.next()) {
@@ -209,9 +221,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
           if constexpr (kScaling != Scaling::kTensor) {
-            for (int span = 0; span < Tile::kSpans; ++span) {
-              hopper::load_box(scales + span * Tile::kSpanStep * 4, scales_a, (tile.row & ~3) + span * 128, block * p.a_step, barrier);
-            }
+            hopper::load_box(scales, scales_a, tile.row & ~3, block * p.a_step, barrier);
           }
           if constexpr (Tile::kRowsOfB) {
             hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
@@ -220,66 +230,57 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
       }
     }
   } else {
-    hopper::take_registers<Tile::kMany>();
-    const int math = warp / 4 - 1, first_row = math * Tile::kRowsOfGroup;
+    hopper::take_registers<232>();
+    const int first_row = (warp / 4 - 1) * kRowsOfGroup;
     const uint32_t codes_at = __shfl_sync(~0u, (shared & 0x3FFFF) / 16, 0);
-    const uint32_t rows_at = shared + Tile::kScalesAt +
-                             (first_row / 128 * Tile::kSpanStep + first_row % 128 + warp % 4 * 16 + lane / 4) * 4;
+    const uint32_t rows_at = shared + Tile::kScalesAt + (first_row + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
-    const auto codes_of_a = [&](int stage, int wave) {
-      return codes_at + stage * (Tile::kCodes / 16) + (first_row + wave * 64) * (kBlockK / 16);
+    const auto multiply = [&](float(&sums)[kSums], int stage) {
+      const uint32_t codes = codes_at + stage * (Tile::kCodes / 16);
+      multiply_block<A, B>(sums, codes + first_row * (kBlockK / 16), codes + Tile::kBytesA / 16);
     };
-    const auto codes_of_b = [&](int stage) { return codes_at + stage * (Tile::kCodes / 16) + Tile::kBytesA / 16; };
     const auto scales_of = [](int stage) { return static_cast<uint32_t>(stage * Tile::kScales * 4); };
-    const auto release = [&](int stage) {
-      __syncwarp();
-      if (lane == 0) hopper::arrive(empty(stage));
+    float total[kSums];
+    const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
+      const auto release = [&] {
+        __syncwarp();
+        if (lane == 0) hopper::arrive(empty(stage));
+      };
+      if (!Tile::kRowsOfB) release();
+      promote<kScaling>(total, sums, by, columns_at + scales_of(stage));
+      if (Tile::kRowsOfB) release();
     };
-    float total[Tile::kWaves][kSums];
     while (tile.next()) {
 #pragma unroll
-      for (int wave = 0; wave < Tile::kWaves; ++wave) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) total[wave][i] = 0;
-      }
-      const Squares<Tile> squares(p, tile);
+      for (int i = 0; i < kSums; ++i) total[i] = 0;
+      Squares<Tile> squares(p, tile);
       const uint32_t tile_rows_at = rows_at + (tile.row & 3) * 4;
       const int blocks = tile.blocks;
-      float square = 1, other = 1;
-      const auto read_squares = [&](int block) {
-        if (kScaling == Scaling::kSquares && block < blocks) {
-          square = hopper::load(squares.first + block * squares.step);
-          if (Tile::kColumns > 128) other = hopper::load(squares.second + block * squares.step);
-        }
-      };
-      const auto factors = [&](int stage, int wave, float square, float other) {
+      // By the squares that were read last.
+      const auto factors = [&](int stage) {
         if constexpr (kScaling == Scaling::kTensor) return Factors{};
-        const uint32_t at = tile_rows_at + scales_of(stage) + wave * 64 * 4;
-        const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4), middle = squares.border_at_64 ? other : square;
+        const uint32_t at = tile_rows_at + scales_of(stage);
+        const float upper = hopper::load(at), lower = hopper::load(at + 8 * 4);
         if constexpr (Tile::kRowsOfB) return Factors{{upper}, {lower}};
-        return Factors{{upper * square, upper * middle, upper * other}, {lower * square, lower * middle, lower * other}};
+        const float first = squares.first, second = squares.second, middle = squares.border_at_64 ? second : first;
+        return Factors{{upper * first, upper * middle, upper * second}, {lower * first, lower * middle, lower * second}};
       };
       if constexpr (Tile::kWide) {
         float first[kSums] = {}, second[kSums] = {};
-        const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
-          if (!Tile::kRowsOfB) release(stage);
-          promote<kScaling>(total[0], sums, by, columns_at + scales_of(stage));
-          if (Tile::kRowsOfB) release(stage);
-        };
         int block = 0;
         for (; block + 1 < blocks; block += 2) {
           const int stage = turn.stage;
           turn.advance();
           const int later = turn.stage;
           hopper::wait(full(stage), turn.parity ^ (later == 0));
-          multiply_block<A, B>(first, codes_of_a(stage, 0), codes_of_b(stage));
+          multiply(first, stage);
           hopper::wait(full(later), turn.parity);
-          multiply_block<A, B>(second, codes_of_a(later, 0), codes_of_b(later));
+          multiply(second, later);
           turn.advance();
-          read_squares(block);
-          const Factors by = factors(stage, 0, square, other);
-          read_squares(block + 1);
-          const Factors then_by = factors(later, 0, square, other);
+          squares.read();
+          const Factors by = factors(stage);
+          squares.read();
+          const Factors then_by = factors(later);
           hopper::wait_products<1>(first);
           finish(first, stage, by);
           hopper::wait_products<0>(second);
@@ -287,44 +288,34 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
         }
         if (block < blocks) {
           hopper::wait(full(turn.stage), turn.parity);
-          multiply_block<A, B>(first, codes_of_a(turn.stage, 0), codes_of_b(turn.stage));
-          read_squares(block);
-          const Factors by = factors(turn.stage, 0, square, other);
+          multiply(first, turn.stage);
+          squares.read();
+          const Factors by = factors(turn.stage);
           hopper::wait_products<0>(first);
           finish(first, turn.stage, by);
           turn.advance();
         }
-      } else {
+      } else if (blocks > 0) {
         float sums[kSums] = {};
-        read_squares(0);
-        if (blocks > 0) hopper::wait(full(turn.stage), turn.parity);
+        squares.read();
+        hopper::wait(full(turn.stage), turn.parity);
         for (int block = 0; block < blocks; ++block) {
           const int stage = turn.stage;
-          const float this_square = square, this_other = other;
-#pragma unroll
-          for (int wave = 0; wave < Tile::kWaves; ++wave) {
-            const bool last = wave + 1 == Tile::kWaves;
-            multiply_block<A, B>(sums, codes_of_a(stage, wave), codes_of_b(stage));
-            const Factors by = factors(stage, wave, this_square, this_other);
-            if (wave == 0) read_squares(block + 1);
-            if (last) {
-              turn.advance();
-              if (block + 1 < blocks) hopper::wait(full(turn.stage), turn.parity);
-            }
-            hopper::wait_products<0>(sums);
-            if (last && !Tile::kRowsOfB) release(stage);
-            promote<kScaling>(total[wave], sums, by, columns_at + scales_of(stage));
-            if (last && Tile::kRowsOfB) release(stage);
+          multiply(sums, stage);
+          const Factors by = factors(stage);
+          turn.advance();
+          // In one branch with a loop in it, which the compiler doesn't move up among the products.
+          if (block + 1 < blocks) {
+            squares.read();
+            hopper::wait(full(turn.stage), turn.parity);
           }
+          hopper::wait_products<0>(sums);
+          finish(sums, stage, by);
         }
       }
       // Store.
-      const int64_t out_row = tile.row + (p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0);
-      const int64_t end_row = tile.end_row + (p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0);
-      finish_rows<kScaling>(p, total[0], tile.group, {out_row + first_row, end_row, tile.column});
-      if constexpr (Tile::kWaves > 1) {
-        finish_rows<kScaling>(p, total[1], tile.group, {out_row + first_row + 64, end_row, tile.column});
-      }
+      const int64_t above = p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0;
+      finish_rows<kScaling>(p, total, tile.group, {above + tile.row + first_row, above + tile.end_row, tile.column});
     }
   }
 #endif

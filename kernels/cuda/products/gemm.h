@@ -44,8 +44,8 @@ struct GemmArguments {
   bool accumulate;
 };
 
-// Tiles of out that a block of threads works on, as rows x columns. kWide128 keeps two blocks of k in registers.
-enum class TileShape { kAny = -1, k128x192, kWide128x128, k256x128, k192x128, k128x128, kCount };
+// Tiles of out that a block of threads works on, as rows x columns. kWide128x128 keeps two blocks of k in registers.
+enum class TileShape { kAny = -1, k128x192, kWide128x128, kCount };
 
 // The arguments are those of the kernel. The device has compute capability 9.0. kAny chooses.
 cudaError_t launch_gemm(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, Scaling scaling, TileShape shape,

@@ -1,0 +1,274 @@
+"""PEFT's LoRA over quantized weights under FSDP2, on real gloo: what is sent, what stays, what is learned."""
+
+import hashlib
+import math
+import warnings
+
+import gloo
+import pytest
+import torch
+import torch.distributed as dist
+from blockfp.torch_backend.integrations.peft import merged, register
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
+from peft import LoraConfig, get_peft_model
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import blockfp.torch as bfp
+from blockfp import recipes
+
+STEPS = 20
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DEEPSEEK = {
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 96, "first_k_dense_replace": 1,
+}  # fmt: skip
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+# As NVFP4 models are released: blocks of 16 along a row.
+NVFP4 = recipes.nvfp4().replace(weight=recipes.Cast(bfp.Format.parse("nvfp4")))
+MODELS = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), NVFP4, ["q_proj", "v_proj", "down_proj"], None),
+    "gpt-oss": (
+        lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16)),
+        "mxfp4",
+        ["q_proj"],
+        EXPERTS,
+    ),
+    # Five experts and two ranks: not of equal length.
+    "deepseek": (
+        lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **DEEPSEEK)),
+        "fp8_block",
+        ["q_proj", "o_proj"],
+        EXPERTS,
+    ),
+}
+
+
+def tokens(rank):
+    return torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
+
+
+def adapted(name, *, quantized=True, compute="quantized", **options):
+    make, recipe, modules, parameters = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    if quantized:
+        bfp.convert(model, recipe, filter_fn=lambda path, layer: path != "lm_head", keep_init=False, compute=compute)
+    for module in model.modules():
+        if getattr(module, "rng_key", None) is not None:
+            module.rng_key.fill_(7)
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=modules, target_parameters=parameters, r=4, lora_alpha=8, **options)
+    model = get_peft_model(model, register(config))
+    for key, param in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(param, std=0.05)
+    return model
+
+
+def shard(model):
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows sums only
+    return model
+
+
+def digests(model):
+    """SHA-256 of each frozen weight's codes and scales, those that this rank holds."""
+    found = {}
+    for name, param in model.named_parameters():
+        local = local_of(param)
+        if isinstance(local, bfp.QuantizedTensor):
+            bits = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in local.parts)
+            found[name] = hashlib.sha256(bits).hexdigest()
+    assert len(found) > 10
+    return found
+
+
+def train(model, rank, steps=STEPS):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens(rank), labels=tokens(rank)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / 2)
+    return losses
+
+
+def full(state):
+    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
+
+
+def adapters(model):
+    return full({name: param.detach() for name, param in model.named_parameters() if "lora_" in name})
+
+
+class Sent:
+    """Counts the bytes that FSDP2 gathers, by dtype."""
+
+    def __init__(self):
+        self.bytes = {}
+
+    def __enter__(self):
+        self.own = dist.all_gather_into_tensor
+
+        def counted(output, input, *args, **kwargs):
+            self.bytes[output.dtype] = self.bytes.get(output.dtype, 0) + output.nbytes
+            return self.own(output, input, *args, **kwargs)
+
+        dist.all_gather_into_tensor = counted
+        return self.bytes
+
+    def __exit__(self, *_):
+        dist.all_gather_into_tensor = self.own
+
+
+def parts(model):
+    """Bytes of all codes and scales, and of adapters and the rest, which travel as they are."""
+    coded = plain = 0
+    for layer in model.base_model.model.model.layers:
+        for param in layer.parameters():
+            held = param.parts if isinstance(param, bfp.QuantizedTensor) else [param]
+            size = sum(part.numel() * part.element_size() for part in held)
+            coded, plain = (coded + size, plain) if len(held) > 1 else (coded, plain + size)
+    return coded, plain
+
+
+def as_one_process(rank, name):
+    """Two ranks learn what one does that has both batches; nothing of the base moves, and codes are what travels."""
+    warnings.simplefilter("ignore")
+    whole = adapted(name, compute="high_precision")
+    coded, plain = parts(whole)
+    optimizer = torch.optim.AdamW([param for param in whole.parameters() if param.requires_grad], lr=1e-2, foreach=False)
+    expected = []
+    for _ in range(4):
+        losses = [whole(input_ids=tokens(each), labels=tokens(each)).loss for each in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(losses).item() / 2)
+    model = shard(adapted(name, compute="high_precision"))
+    before = digests(model)
+    with torch.no_grad(), Sent() as sent:
+        for layer in model.base_model.model.model.layers:
+            layer.unshard()
+            layer.reshard()
+    gathered = sum(sent.values())
+    assert coded + plain <= gathered < 1.35 * (coded + plain), (sent, coded, plain)
+    assert train(model, rank, 4) == pytest.approx(expected, rel=1e-4)
+    assert digests(model) == before
+    ours, theirs = adapters(model), adapters(whole)
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        assert (ours[key] - theirs[key]).norm() < 0.05 * theirs[key].norm(), key
+
+
+def twenty_steps(rank, name):
+    """The loss falls as over a base in high precision, with quantized products; every base code stays."""
+    warnings.simplefilter("ignore")
+    model = shard(adapted(name))
+    before, start = digests(model), adapters(model)
+    losses = train(model, rank)
+    assert digests(model) == before
+    moved = adapters(model)
+    assert not any(torch.equal(moved[key], start[key]) for key in moved)
+    high = train(shard(adapted(name, quantized=False)), rank)
+    assert losses[-1] < 0.9 * losses[0]
+    assert abs(losses[-1] - high[-1]) < 0.1 * high[-1], (losses, high)
+
+
+def merges(rank, name, dora):
+    """A merge of shards is that of the whole, to the bit, with its figures; so are the codes that come back."""
+    warnings.simplefilter("ignore")
+    options = {"use_dora": True} if dora else {}
+    whole, model = adapted(name, **options), shard(adapted(name, **options))
+    before = digests(model)
+    model(input_ids=tokens(rank)).logits.sum().backward()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    whole.merge_adapter()
+    model.merge_adapter()
+    assert digests(model) != before
+    everything = StateDictOptions(full_state_dict=True)
+    ours, theirs = get_model_state_dict(model, options=everything), whole.state_dict()
+    assert rank or all(torch.equal(ours[key], theirs[key]) for key in theirs if "_codes" in key or "_scale" in key)
+    for one, other in zip(merged(model), merged(whole), strict=True):
+        assert one.name == other.name
+        assert math.isclose(one.sqnr, other.sqnr, rel_tol=1e-6)
+        assert math.isclose(one.change_sqnr, other.change_sqnr, rel_tol=1e-6)
+    model.unmerge_adapter()
+    assert digests(model) == before
+
+
+def gathered_copies(rank, name):
+    """A merge into what FSDP2 has gathered would be thrown away: it is refused, and leaves everything."""
+    warnings.simplefilter("ignore")
+    model = shard(adapted(name))
+    before = digests(model)
+    for layer in model.base_model.model.model.layers:
+        layer.unshard()
+    with pytest.raises(ValueError, match="gathered copy of a sharded weight"):
+        model.merge_adapter()
+    for layer in model.base_model.model.model.layers:
+        layer.reshard()
+    assert digests(model) == before
+
+
+def llama_alike(rank):
+    as_one_process(rank, "llama")
+    gathered_copies(rank, "llama")
+
+
+def gpt_oss_alike(rank):
+    as_one_process(rank, "gpt-oss")
+
+
+def deepseek_alike(rank):
+    as_one_process(rank, "deepseek")
+
+
+def llama_learns(rank):
+    twenty_steps(rank, "llama")
+
+
+def gpt_oss_learns(rank):
+    twenty_steps(rank, "gpt-oss")
+
+
+def deepseek_learns(rank):
+    twenty_steps(rank, "deepseek")
+
+
+def all_merge(rank):
+    for name in MODELS:
+        merges(rank, name, dora=False)
+    merges(rank, "llama", dora=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["llama_alike", "gpt_oss_alike", "deepseek_alike", "llama_learns", "gpt_oss_learns", "deepseek_learns", "all_merge"],
+)
+def test_two_processes(function):
+    gloo.run(2, __file__, function, timeout=240)

@@ -1,0 +1,214 @@
+"""MLPs that `convert` finds in transformers' models: cast as they are made, with the bits of those that are not."""
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import blockfp.torch as bfp
+from blockfp.torch_backend.modules import convert as convert_module
+from blockfp.torch_backend.modules import gated_mlp
+from blockfp.torch_backend.modules.gated_mlp import FusedMLP, activation_of, parts_of
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 128, "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "Llama": {},
+    "Qwen3": {},
+    "Mistral": {},
+    "Gemma": {},
+    "Gemma3Text": {},
+    "Phi3": {},
+    "GPTNeoX": {"hidden_act": "gelu"},
+    "Olmo2": {},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def model_of(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(SMALL | MODELS[name]))
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+
+
+def converted(name, recipe, fused, monkeypatch, dtype=torch.float32):
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr(convert_module, "fused_class", lambda mlp: None)
+        return bfp.convert(model_of(name, dtype), recipe, filter_fn=lambda path, layer: "lm_head" not in path and "embed_out" not in path)
+
+
+def step(model, seed=0):
+    """Logits and gradients."""
+    tokens = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(seed))
+    model.zero_grad()
+    logits = model(tokens).logits
+    logits.backward(torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype))
+    bfp.update_scales(model)
+    return {"logits": logits.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        assert torch.equal(one, theirs[name]), name
+
+
+def fused_in(model):
+    return [module for module in model.modules() if isinstance(module, FusedMLP)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits(name, monkeypatch):
+    for recipe in ("mxfp8", "fp8_delayed"):
+        model, other = (converted(name, recipe, fused, monkeypatch) for fused in (True, False))
+        assert fused_in(model)
+        assert not fused_in(other)
+        assert list(model.state_dict()) == list(other.state_dict())
+        for seed in range(2):
+            assert_equal(step(model, seed), step(other, seed))
+
+
+def test_bfloat16_and_no_gradients(monkeypatch):
+    model, other = (converted("Qwen3", "fp8_block", fused, monkeypatch, torch.bfloat16) for fused in (True, False))
+    assert_equal(step(model), step(other))
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, other.eval()(tokens).logits)
+
+
+def test_a_fused_mlp_stays_what_it_was(monkeypatch):
+    """Its class is derived from its own; copies and pickles are it; state dicts have its names."""
+    model = converted("Llama", "mxfp8", True, monkeypatch)
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp, transformers.models.llama.modeling_llama.LlamaMLP)
+    wanted = step(model)
+    for other in (copy.deepcopy(model), _pickled(model)):
+        assert type(other.model.layers[0].mlp) is type(mlp)
+        assert_equal(step(other), wanted)
+
+
+def _pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_what_looks_or_replaces_sees_what_it_would(monkeypatch):
+    model, other = (converted("Llama", "mxfp8", fused, monkeypatch) for fused in (True, False))
+    seen = []
+    for one in (model, other):
+        one.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda layer, args: seen.append(args[0].detach()))
+        one.model.layers[1].mlp.act_fn.register_forward_hook(lambda layer, args, y: 2 * y)
+    assert_equal(step(model), step(other))
+    assert torch.equal(seen[0], seen[1])
+    for one in (model, other):
+        one.model.layers[0].mlp.act_fn = nn.ReLU()
+        torch.manual_seed(0)
+        one.model.layers[1].mlp.up_proj = nn.Sequential(one.model.layers[1].mlp.up_proj, nn.Linear(96, 96))
+        one.model.layers[1].mlp.down_proj = nn.Linear(96, 64)
+    assert_equal(step(model), step(other))
+
+
+def test_checkpointed(monkeypatch):
+    found = []
+    for fused in (True, False):
+        model = converted("Llama", "fp8_current", fused, monkeypatch)
+        model.activation_checkpointing_enable()
+        found.append(step(model.train()))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "Phi3", "GPTNeoX"])
+def test_compiled_whole(name, monkeypatch):
+    torch._dynamo.reset()
+    model = converted(name, "mxfp8", True, monkeypatch)
+    mlp = fused_in(model)[0]
+    other = copy.deepcopy(mlp)
+    other.compile(fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (mlp, other):
+        x = torch.randn((2, 16, 64), generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = one(x)
+        y.backward(torch.ones_like(y))
+        results.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in one.named_parameters()}})
+    assert_equal(*results)
+
+
+class Changed(nn.Module):
+    """Forwards that are nearly known."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.SiLU()
+
+    def known(self, hidden):
+        """With a docstring, and names of its own."""
+        return self.down(self.act(self.gate(hidden)) * self.up(hidden))
+
+    def added(self, x):
+        return self.down(self.act(self.gate(x)) + self.up(x))
+
+    def scaled(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x) * 2)
+
+    def swapped(self, x):
+        return self.down(self.gate(self.act(x)) * self.up(x))
+
+    def other_function(self, x):
+        return self.down(F.mish(self.gate(x)) * self.up(x))
+
+    def with_default(self, x=None):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+    def method(self, x):
+        return self.down(self.bend(self.gate(x)) * self.up(x))
+
+    def bend(self, x):
+        return x
+
+
+def test_forwards_are_known_exactly():
+    def parts(name):
+        return parts_of(type("Other", (Changed,), {"forward": vars(Changed)[name]}))
+
+    assert parts("known") == ("down", "gate", "up", "act", False)
+    for name in ("added", "scaled", "other_function", "with_default", "method"):
+        assert parts(name) is None, name
+    # What stands where the activation should is no activation.
+    made = type("Other", (Changed,), {"forward": Changed.swapped})()
+    assert gated_mlp.fused_class(made) is None
+    wrapped = functools.wraps(Changed.known)(lambda self, x: Changed.known(self, x) + 1)
+    assert parts_of(type("Other", (Changed,), {"forward": wrapped})) is None
+
+
+def test_activations():
+    from transformers.activations import ACT2FN
+
+    names = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+    for name in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_python", "gelu_fast", "quick_gelu", "relu", "relu2", "mish"):
+        assert activation_of(ACT2FN[name]) == names.get(name), name
+    assert activation_of(nn.GELU()) == "gelu"
+    assert activation_of(nn.GELU("tanh")) == "gelu_tanh"
+    assert activation_of(nn.SiLU(inplace=True)) is None
+    patched = nn.SiLU()
+    patched.forward = lambda x: x
+    assert activation_of(patched) is None
+    assert activation_of(type("Mine", (nn.SiLU,), {})()) is None
+
+
+def test_layers_that_stay_are_left_with_their_mlp():
+    model = bfp.convert(model_of("Llama"), "mxfp8", filter_fn=lambda path, layer: "up_proj" in path)
+    assert not fused_in(model)

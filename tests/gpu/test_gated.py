@@ -1,0 +1,249 @@
+"""Activations cast as they are made, on a GPU: the bits of PyTorch's operations and the casts behind them."""
+
+import pytest
+
+from blockfp import recipes
+from blockfp.formats import Format
+
+torch = pytest.importorskip("torch")
+if torch.cuda.is_available():
+    from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
+    from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
+    from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+
+    import blockfp.torch as bfp
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+LAYOUTS = ("alone", "apart", "halves", "pairs")
+DTYPES = ("bfloat16", "float16")
+FORMATS = (
+    "fp8_e4m3",
+    "fp8_e4m3_pow2",
+    "fp8_e4m3_1x128",
+    "fp8_e4m3_1x128_fp32",
+    "mxfp8_e4m3",
+    "mxfp6_e3m2",
+    "mxfp4_e2m1",
+    "nvfp4",
+)
+SHAPES = ((256, 384), (32, 8), (160, 1032), (4096, 64))
+
+
+def tensors(shape, layout, dtype, seed=0, scale=2.0):
+    """(gate, up) as the ops take them, one of them or both of this shape."""
+    rows, columns = shape
+    width = columns if layout in ("alone", "apart") else 2 * columns
+    generator = torch.Generator("cuda").manual_seed(seed)
+    made = [
+        (torch.randn((rows, width), device="cuda", generator=generator) * scale).to(getattr(torch, dtype)) for _ in range(2)
+    ]
+    return made[0], made[1] if layout == "apart" else None
+
+
+def way(layout):
+    return "apart" if layout == "alone" else layout
+
+
+def assert_same(ours, theirs, what):
+    """Compares bits and tells where they differ."""
+    assert len(ours) == len(theirs), what
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a.shape == b.shape, (what, number, a.shape, b.shape)
+        assert a.dtype == b.dtype, (what, number)
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+        differs = a.view(words) != b.view(words)
+        if a.is_floating_point():
+            differs &= ~(a.isnan() & b.isnan())
+        count = int(differs.sum())
+        where = differs.nonzero()[:5].tolist()
+        assert count == 0, (
+            f"{what}, part {number} {tuple(a.shape)}: {count} differ, first at {where}, {a[differs][:5]} for {b[differs][:5]}"
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_kernels_have_the_bits_of_pytorch(activation, gated, dtype):
+    """Over all gates, with ups and gradients of all sizes. Where this fails layers go on unfused, and are right."""
+    assert gated_kernels.differing(torch.device("cuda:0"), getattr(torch, dtype), activation, gated) == {}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_casts(activation, layout, name):
+    format, planned = Format.parse(name), []
+    for dtype in DTYPES:
+        for seed, shape in enumerate(SHAPES):
+            gate, up = tensors(shape, layout, dtype, seed)
+            made = activate(*gate_and_up(gate, up, way(layout)), activation).contiguous()
+            plan = gated_kernels.plan_of(
+                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, 0.0
+            )
+            planned.append(plan is not None)
+            for row, column in ((format, format), (format, None), (None, format)):
+                for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):
+                    ours = gated_ops.quantize_gated(gate, up, activation, way(layout), row, column, multiplier, False, 0.0)
+                    theirs = quantize_matrix(made, row, column, None, multiplier, None, (False, False), False, 0.0)
+                    what = f"{activation} {layout} {dtype} {shape} {row} {column}, multiplier {multiplier}"
+                    assert_same(ours, theirs, what)
+    assert all(planned), "the kernels take all of these"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotated(layout):
+    format = Format.parse("nvfp4")
+    for seed, shape in enumerate(SHAPES):
+        gate, up = tensors(shape, layout, "bfloat16", seed)
+        made = activate(*gate_and_up(gate, up, way(layout)), "silu").contiguous()
+        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, True, 0.0)
+        assert_same(
+            ours, quantize_matrix(made, format, format, None, None, None, (False, False), True, 0.0), f"{layout} {shape}"
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("special", ["nan", "inf", "overflow", "zeros"])
+def test_special_values(name, special):
+    """An Inf of the activation marks scales, also where neither gate nor up holds one."""
+    format = Format.parse(name)
+    for layout in ("apart", "pairs"):
+        gate, up = tensors((256, 256), layout, "bfloat16")
+        first, second = gate_and_up(gate, up, layout)
+        if special == "zeros":
+            gate.zero_()
+        else:
+            first[70, 133] = {"nan": torch.nan, "inf": torch.inf, "overflow": 3e38}[special]
+            second[70, 133] = 1e30
+        made = activate(first, second, "silu").contiguous()
+        for column in (format, None):
+            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, False, 0.0)
+            theirs = quantize_matrix(made, format, column, None, None, None, (False, False), False, 0.0)
+            assert_same(ours, theirs, f"{special} {layout} {column}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients(activation, layout, dtype):
+    for seed, shape in enumerate(SHAPES):
+        gate, up = tensors(shape, layout, dtype, seed)
+        gradient = tensors(shape, "alone", dtype, 9)[0]
+        views = gate_and_up(gate, up, way(layout))
+        d_gate, d_up = gradients(gradient, *views, activation)
+        wanted = [d_gate] if d_up is None else [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
+        found = gated_kernels.gradient_of(gradient, *views, activation, way(layout))
+        assert found is not None
+        assert_same(found, wanted, f"{activation} {layout} {dtype} {shape}")
+        # As autograd hands them on: of a sum, of a transpose.
+        for other in (gradient[:1].expand(shape), gradient.new_ones(()).expand(shape), gradient.mT.contiguous().mT):
+            d_gate, d_up = gradients(other, *views, activation)
+            wanted = [d_gate] if d_up is None else [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
+            assert_same(gated_kernels.gradient_of(other, *views, activation, way(layout)), wanted, f"strides {other.stride()}")
+
+
+@pytest.mark.parametrize("shape", [(77, 130), (1, 16), (0, 64), (48, 64), (256, 20)])
+def test_other_lengths_and_places_take_the_operations(shape):
+    """Lengths that no kernel takes, rows that begin anywhere, parts of larger matrices: the same bits."""
+    for name in ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp4_e2m1", "nvfp4"):
+        format = Format.parse(name)
+        for layout in LAYOUTS:
+            gate, up = tensors((shape[0] + 3, shape[1]), layout, "bfloat16")
+            for first in (0, 3):
+                a, b = gate[first : first + shape[0]], None if up is None else up[first : first + shape[0]]
+                made = activate(*gate_and_up(a, b, way(layout)), "silu").contiguous()
+                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, False, 0.0)
+                theirs = quantize_matrix(made, format, format, None, None, None, (False, False), False, 0.0)
+                assert_same(ours, theirs, f"{name} {layout} from row {first}")
+
+
+def mlp(name, activation, dtype, fused, monkeypatch):
+    """Output and gradients of an MLP, two steps."""
+    torch.manual_seed(0)
+    layer = bfp.LayerNormMLP(256, 384, recipe=name, activation=activation, device="cuda", dtype=dtype)
+    results = []
+    with monkeypatch.context() as patch:
+        if not fused:
+            patch.setattr("blockfp.torch_backend.modules.gated_product.fused_product", lambda *_: None)
+        for seed in range(2):
+            x = tensors((512, 256), "alone", "bfloat16", seed)[0].to(dtype).view(2, 256, 256).requires_grad_()
+            y = layer(x)
+            y.backward(tensors((512, 256), "alone", "bfloat16", 7 + seed)[0].to(dtype).view(2, 256, 256))
+            results += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)]
+            bfp.update_scales(layer)
+            layer.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_layers(name, activation, dtype, monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    ours, theirs = (mlp(name, activation, getattr(torch, dtype), fused, monkeypatch) for fused in (True, False))
+    if name == "nvfp4":
+        # Keys of the layers are drawn anew: outputs alone are comparable.
+        ours, theirs = ours[:1], theirs[:1]
+    assert_same(ours, theirs, f"{name} {activation}")
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+def test_compiled_and_captured(name):
+    torch.manual_seed(0)
+    layer = bfp.LayerNormMLP(256, 384, recipe=name, activation="swiglu", device="cuda", dtype=torch.bfloat16)
+    x, gradient = (tensors((512, 256), "alone", "bfloat16", seed)[0] for seed in (0, 1))
+    down, hidden = layer.down, tensors((512, 384), "pairs", "bfloat16", 2)[0]
+
+    def run(h):
+        from blockfp.torch_backend.linear.gated_function import Gating
+        from blockfp.torch_backend.modules.gated_product import gated_product
+
+        return gated_product(down, h, None, Gating("silu", "pairs"))
+
+    wanted = []
+    for call in (run, torch.compile(run, fullgraph=True)):
+        h = hidden.clone().requires_grad_()
+        y = call(h)
+        y.backward(gradient)
+        wanted.append([y.detach(), h.grad, down.weight.grad.clone()])
+        down.weight.grad = None
+    assert_same(wanted[1], wanted[0], f"compiled {name}")
+    static = hidden.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        eager = run(static)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = run(static)
+        graph.replay()
+        assert_same([captured], [eager], f"captured {name}")
+    assert layer(x).shape == x.shape
+
+
+def test_what_the_activation_makes_is_not_kept():
+    """The backward keeps gate, up and codes: two bytes an element less than with a bf16 output of silu."""
+    tokens, features = 4096, 4096
+    layer = bfp.Linear(features, 256, bias=False, recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
+    from blockfp.torch_backend.linear.gated_function import Gating
+    from blockfp.torch_backend.modules.gated_product import gated_product
+
+    gate, up = (one.requires_grad_() for one in tensors((tokens, features), "apart", "bfloat16"))
+    gated_product(layer, gate, up, Gating("silu", "apart"))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = gated_product(layer, gate, up, Gating("silu", "apart"))
+    kept, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    one = tokens * features
+    assert kept < 1.3 * one + y.numel() * 2, kept / one
+    assert peak < 2.5 * one, peak / one
+
+
+def test_nothing_waits_for_the_device(waiting_raises):
+    layer = bfp.LayerNormMLP(256, 384, recipe="fp8_block", activation="swiglu", device="cuda", dtype=torch.bfloat16)
+    x, gradient = (tensors((512, 256), "alone", "bfloat16", seed)[0] for seed in (0, 1))
+    x.requires_grad_()
+    layer(x).backward(gradient)
+    with waiting_raises():
+        layer(x).backward(gradient)

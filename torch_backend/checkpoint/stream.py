@@ -1,0 +1,261 @@
+"""`stream_weights`: a model's weights on their way to a server, gathered as codes, in the layout that the server loads.
+
+Names, shapes and buckets follow from the model alone (`files.layouts`), so every rank knows them beforehand and goes through
+the same collectives in the same order. Each part of a weight is gathered once, when its bucket's turn comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from blockfp.definition.bits import dtype_name
+from blockfp.definition.views import dtype_of
+from blockfp.files import saving
+from blockfp.files.contents import Contents, Weight, quantized_entries
+from blockfp.files.layouts.known import LAYOUTS
+from blockfp.files.layouts.layout import Layout
+from blockfp.files.modelfile import Tensor as Entry
+from blockfp.files.names import SUFFIXES
+from blockfp.sharding.parts import Part
+
+from ..quantized_tensor import sharding
+from ..quantized_tensor.dtensors import placed
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+from ..weights.module_state import InParts, state_names
+from ..weights.state_dict import gathered, stored_parts
+from . import model_names, ranks
+from .uneven import full_tensor
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's tensors, whole, as a server loads them; iterating over it gives (name, tensor).
+
+    Attributes:
+        tensors: by name, on the model's device; nothing on ranks that don't keep them.
+        sha256: of each tensor's bytes, row-major, in hexadecimal.
+        nbytes: of all of them together, on every rank.
+    """
+
+    tensors: dict[str, Tensor]
+    sha256: dict[str, str]
+    nbytes: int
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors.items())
+
+
+class WeightStream(Iterator[WeightBucket]):
+    """The buckets of `stream_weights`, which are gathered one after another.
+
+    Attributes:
+        shapes: (dtype, shape) of every tensor to come, by name, in their order; the same on every rank.
+        configs: what belongs into JSON files of the server's model, by their names ("quantization_config" in config.json).
+        tied: further names of tensors that come under their first one.
+    """
+
+    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    configs: dict[str, dict[str, Any]]
+    tied: dict[str, str]
+
+    def __init__(self, found: _Found, known: Layout, bucket_bytes: int, keeps: bool, sha256: bool):
+        units = {name: known.laid_out(weight) for name, weight in found.weights.items()}
+        units |= {name: [entry] for name, entry in found.others.items()}
+        units = {name: units[name] for name in found.names}
+        self.shapes = {e.name: (getattr(torch, e.dtype.name), e.shape) for entries in units.values() for e in entries}
+        self.configs = known.configs(Contents(Path(), found.weights, found.others))
+        self.tied = found.tied
+        self._buckets = _gather(units, bucket_bytes, found.device, keeps, sha256)
+
+    def __next__(self) -> WeightBucket:
+        with torch.no_grad():
+            return next(self._buckets)
+
+
+def stream_weights(
+    model: nn.Module,
+    *,
+    layout: str,
+    bucket_bytes: int = 1 << 28,
+    keep_on: Collection[int] | None = (0,),
+    sha256: bool = True,
+) -> WeightStream:
+    """Gathers a model's weights bucket by bucket, in the layout of a server's files, with the trainer's very codes and scales.
+
+    All ranks call it with the same arguments, take every bucket, and change no weight until the last. Weights that nothing cuts
+    are not copied: a bucket holds the memory of the model then.
+
+    Args:
+        model: any module: sharded by FSDP2, tensor and expert parallelism, or whole. Names are those of its unsharded state
+            dict; weights in high precision go as they are.
+        layout: "compressed-tensors", "fine-grained-fp8" (DeepSeek's), "modelopt" or "mxfp4", as in `blockfp convert`.
+        bucket_bytes: the most that a bucket holds; more only where one weight, with its scales, does.
+        keep_on: the ranks whose buckets have the tensors; None for all.
+        sha256: whether buckets have the digests, for which GPUs' tensors are copied to the host.
+
+    Raises:
+        TypeError, ValueError: an argument that isn't what it should be, or differs among ranks; a weight that the layout can't
+            hold as it is, for its format, shape, name or scales, which the message says. Then nothing is sent.
+
+    Example:
+        >>> for bucket in bfp.stream_weights(model, layout="compressed-tensors"):
+        ...     server.load_weights(bucket)
+    """
+
+    def checked() -> tuple[tuple[_Found, Layout], dict[str, Any], dict[str, str]]:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be an integer of 1 or more, got {bucket_bytes!r}")
+        world = ranks.rank_and_world(None)[1]
+        if keep_on is not None and not set(keep_on) <= set(range(world)):
+            raise ValueError(f"keep_on must be ranks of 0..{world - 1}, got {sorted(set(keep_on))}")
+        found, known = _found(model), LAYOUTS[layout]
+        _check(found, known)
+        settings = {"layout": layout, "bucket_bytes": bucket_bytes, "the number of tensors in model": len(found.names)}
+        described = {f"tensor {i} of model": f"{name}, {found.describe(name)}" for i, name in enumerate(found.names)}
+        return (found, known), settings, described
+
+    found, known = ranks.check_alike(checked, None)
+    keeps = keep_on is None or ranks.rank_and_world(None)[0] in keep_on
+    return WeightStream(found, known, bucket_bytes, keeps, sha256)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A model's tensors by name: quantized weights and others, which gather what they read.
+
+    Attributes:
+        names: of all, in the order of the state dict.
+        local: the quantized weights, which read this rank's part.
+        tied: further names, with the first.
+        device: of what is no tensor of torch's yet.
+    """
+
+    names: list[str]
+    weights: dict[str, Weight]
+    local: dict[str, Weight]
+    others: dict[str, Entry]
+    tied: dict[str, str]
+    device: torch.device
+
+    def describe(self, name: str) -> str:
+        weight = self.weights.get(name)
+        return f"{self.others[name].dtype} {self.others[name].shape}" if weight is None else f"{weight.format} {weight.shape}"
+
+
+def _found(model: nn.Module) -> _Found:
+    found = _Found([], {}, {}, {}, {}, torch.device("cpu"))
+    first: dict[int, str] = {}
+    device = found.device
+    for name, tensor in _tensors(model_names.plain_module(model)):
+        if id(tensor) in first:
+            found.tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        found.names.append(name)
+        local = sharding.local_of(tensor)
+        if local.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values")
+        device = local.device
+        if isinstance(local, QuantizedTensor):
+            found.weights[name], found.local[name] = (_weight(name, tensor, local, whole=whole) for whole in (True, False))
+        else:
+            found.others[name] = _plain(name, tensor, local)
+    return _Found(found.names, found.weights, found.local, found.others, found.tied, device)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and saved buffers by clean name, without those of recipes, in the order of a state dict."""
+    clean = model_names.cleaner(model)
+    left_out: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if isinstance(module, InParts):
+            left_out |= {prefix + name for name in state_names(module)}
+        buffers = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is not None and prefix + name not in left_out:
+                yield clean(prefix + name), tensor
+
+
+def _weight(name: str, param: Tensor, local: QuantizedTensor, *, whole: bool) -> Weight:
+    """A quantized parameter, whose parts are gathered when they are read, or which are this rank's."""
+    stored = {SUFFIXES[part.name]: part for part in stored_parts(param)}
+    dtype = dtype_of(dtype_name(local))
+    _, *entries = quantized_entries(name, tuple(param.shape), dtype, local.format)
+
+    def reader(part: Part):
+        def read() -> Any:
+            found = _whole(param, local, part) if whole else getattr(local, part.name).detach()
+            return found.cpu().numpy() if part.name == "tensor_scale" else found
+
+        return read
+
+    tensors = [Entry(name, entry.dtype, entry.shape, reader(stored[entry.name.removeprefix(name)])) for entry in entries]
+    codes, scales, *rest = tensors
+    return Weight(name, local.format, tuple(param.shape), dtype, codes, scales, rest[0] if rest else None)
+
+
+def _whole(param: Tensor, local: QuantizedTensor, part: Part) -> Tensor:
+    """The whole of a part; collective where the parameter is cut."""
+    own = getattr(local, part.name).detach()
+    if sharding.mesh_of(param) is None or part.unit is None:
+        return own
+    # Sums and maxima over ranks, which find parts that lie in no DTensor's way, send more than what is there.
+    return full_tensor(placed(param, own, part.shape)) if part.sharded else gathered(param, local, part)
+
+
+def _plain(name: str, tensor: Tensor, local: Tensor) -> Entry:
+    if local.layout is not torch.strided:
+        raise ValueError(f"{name} must be dense, got layout {local.layout}")
+    values = placed(tensor, local.values.detach()) if isinstance(local, CastWeight) else tensor.detach()
+    return Entry(name, dtype_of(dtype_name(values)), tuple(tensor.shape), lambda: full_tensor(values))  # pyright: ignore
+
+
+def _check(found: _Found, known: Layout) -> None:
+    """Raises ValueError where the layout can't hold a weight as it is; looks at this rank's scales."""
+    for name, weight in found.weights.items():
+        problem = known.problem(weight)
+        if problem is not None:
+            raise ValueError(
+                f"{name}: {known.name} {problem}: send it in a layout that has one of {', '.join(LAYOUTS)}, or train it in a "
+                f"format that this one has, such as {known.nearest(weight.format)}"
+            )
+        trouble = known.trouble(found.local[name])
+        if trouble is not None:
+            raise ValueError(f"{name}: {trouble}")
+    names = [e.name for weight in found.weights.values() for e in known.laid_out(weight)] + list(found.others)
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"{twice[0]} is needed for the codes or scales of another tensor")
+
+
+def _gather(
+    units: Mapping[str, list[Entry]], bucket_bytes: int, device: torch.device, keeps: bool, sha256: bool
+) -> Iterator[WeightBucket]:
+    for names in saving.divided(units, bucket_bytes) if units else []:
+        tensors, digests = {}, {}
+        entries = [entry for name in names for entry in units[name]]
+        for entry in entries:
+            value: Any = entry.read()
+            if keeps:
+                if isinstance(value, np.ndarray | np.generic):
+                    value = torch.from_numpy(np.asarray(value).reshape(entry.shape)).to(device)
+                tensors[entry.name] = value = value.contiguous()
+                if sha256:
+                    digests[entry.name] = _digest(value)
+        yield WeightBucket(tensors, digests, sum(entry.nbytes for entry in entries))
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()

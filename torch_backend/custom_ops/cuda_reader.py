@@ -1,0 +1,101 @@
+"""Plans by which the CUDA kernels quantize an operand from one read: all that is static is worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import bits, layout
+from blockfp.formats import Format
+from blockfp.kernels.cuda_library import library
+from blockfp.kernels.format_numbers import format_numbers
+
+from . import cuda
+from .cuda import check_beside, check_input_on_device, limits, strides_of
+from .overflow import marker
+
+
+def reader(
+    x: Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool, eps: float, given: bool, random: bool
+) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
+    """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
+
+    Scales of a matrix that holds an Inf, or of two levels its tensor scales, are NaN.
+
+    Args:
+        x: one of them, [.., rows, columns].
+        format: the format.
+        rows, columns: the directions wanted.
+        rotate: the random Hadamard transform before the transposed direction (NVFP4 in blocks of 1x16).
+        eps: as for `quantize`.
+        given: whether the amax or a multiplier is given, of a format with one scale per tensor.
+        random: whether both directions are rounded stochastically.
+
+    Returns:
+        A function of a matrix, its amax, int32 [1], a multiplier, float32 of one element, and keys, int32 [2, 2]; each None
+        where it isn't given. It returns the parts of the directions, new memory each, and after them the amax of the matrix,
+        int32 [1], where there is a multiplier.
+    """
+    check_input_on_device(x)
+    device, run = x.device, library().quantize
+    eps_bits, largest = limits(format, eps, bits.dtype_name(x))
+    *leading, height, width = x.shape
+    if format.per_row:
+        return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
+    outputs: list[Any] = []
+    for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
+        found = [(size, strides_of(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
+        outputs += found + [None] * (3 - len(found))
+    absent = [place for place in reversed(range(len(outputs))) if outputs[place] is None]
+    measures, in_blocks = not given and format.has_tensor_scale, not format.has_tensor_scale
+    words = (2 if rotate and measures else 1,)
+    numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
+    empty, int32 = torch.empty_strided, torch.int32
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        known = recorded = None
+        if measures:
+            known = empty(words, (1,), dtype=int32, device=device)
+        elif in_blocks:
+            recorded = empty(words, (1,), dtype=int32, device=device)
+        elif multiplier is None:
+            known = amax
+        else:
+            known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
+        if given and known.device != device:
+            check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
+        parts = []
+        for one in outputs:
+            parts.append(None if one is None else empty(one[0], one[1], dtype=one[2], device=device))
+        run(x, known, recorded, keys if random else None, *parts, *numbers)
+        for place in absent:
+            del parts[place]
+        if multiplier is not None:
+            parts.append(recorded)
+        return parts
+
+    return read
+
+
+def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, columns: bool, rotate: bool, random: bool):
+    """`reader` of a format with a scale for each row."""
+    if rotate:
+        raise ValueError(f"only NVFP4 in blocks of 1x16 is rotated here, got {format}")
+    run, directions = library(), [turned for turned, wanted in ((False, rows), (True, columns)) if wanted]
+    mark_each = marker([format] * len(directions), False)
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        key = keys.view(4) if random and keys is not None else None
+        parts = cuda.outputs_of(x, tuple(x.shape), format) if rows else (None, None)
+        both = cuda.quantize_rows(
+            run, cuda.stack_of(x), format, None, key, parts, eps_bits, largest, (0, 0, 0, 0), rows, columns
+        )
+        made = [q[:2] for q in both[:2] if q.codes is not None]
+        if x.numel():
+            mark_each(x, made, None)
+        return [part for parts in made for part in parts]
+
+    return read

@@ -1,0 +1,79 @@
+"""Lightning (2.6): a precision plugin for Trainer.
+
+    Trainer(plugins=[BlockfpPrecision("mxfp8")])
+
+Fabric needs none: convert the model before `fabric.setup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from blockfp.recipes import ByPath, Recipe
+
+from ..linear.delayed import update_scales_after
+from ..linear.scale_watch import delayed_layers
+from ..modules.convert import convert
+from ..modules.summary import summary
+from ..modules.quantized_layer import Weights
+from ..optimizer.adamw import Adam, AdamW
+
+
+class BlockfpPrecision(Precision):
+    """Converts the model as `blockfp.torch.convert` does, before Lightning makes its optimizers, and looks after delayed scaling.
+
+    `configure_optimizers` returns a `blockfp.torch.AdamW` of the quantized parameters; with weights="high_precision" any
+    optimizer. A model that holds quantized layers already is left as it is. Call `convert_module` yourself before Lightning
+    needs the converted model: before `fit(ckpt_path=..)`, which restores codes before it asks the plugin, and before
+    `fully_shard` in `configure_model`.
+
+    Args:
+        recipe, filter_fn, weights, keep_init: see `convert`; filter_fn gets paths in the LightningModule.
+        dtype: torch.bfloat16 for autocast around each step; None for none.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | ByPath = "mxfp8",
+        filter_fn: Callable[[str, nn.Module], bool] | None = None,
+        *,
+        weights: Weights = "quantized",
+        keep_init: bool = True,
+        dtype: torch.dtype | None = None,
+    ):
+        if dtype not in (None, torch.bfloat16):
+            raise ValueError(f"dtype must be torch.bfloat16 or None, got {dtype}")
+        self.device = "cpu"
+        self.precision = "32-true" if dtype is None else "bf16-mixed"
+        self.recipe, self.filter_fn, self.dtype = recipe, filter_fn, dtype
+        self.options: dict[str, Any] = {"weights": weights, "keep_init": keep_init}
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if summary(module).quantized:
+            return module
+        return convert(module, self.recipe, self.filter_fn, **self.options)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        # It lies on its device now; Lightning doesn't tell plugins which.
+        self.device = next((param.device.type for param in model.parameters()), "cpu")
+        # Of several optimizers only the user knows which step moves the scales on: without it the second step raises.
+        if len(optimizers) == 1 and not isinstance(optimizers[0], AdamW | Adam) and delayed_layers(model):
+            update_scales_after(optimizers[0], model)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def forward_context(self) -> AbstractContextManager:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype)

@@ -1,0 +1,143 @@
+"""torchtitan (0.3): a model converter, and a container for blockfp's optimizers.
+
+    model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
+    BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
+
+Its converters change the tree of configurations before the model is built. Those of linear layers and of experts get a `build`
+that converts what it builds, on the meta device too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import resolve_placements
+
+from ..modules.convert import convert
+from ..modules.experts import GroupedProduct
+from ..modules.in_place import become
+from ..modules.kinds import base_kind
+from ..modules.parallelize import parallelize
+from ..modules.quantized_layer import Weights
+from ..optimizer.adamw import Adam, AdamW
+from ..weights.init import init_
+
+
+class BlockfpConverter(ModelConfigConverter):
+    """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does.
+
+    Classes of layers or experts with products of their own stay as they are. With tensor parallelism
+    (`parallelism.spmd_backend="partial_dtensor"`) each weight is cut as the model's sharding says, and rows reduce-scatter their
+    outputs where it wants those cut.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        recipe: str = "mxfp8"
+        """Name of a recipe."""
+        skip: tuple[str, ...] = ("lm_head", "*.router.gate")
+        """Patterns of the paths of layers that stay as they are."""
+        weights: Weights = "quantized"
+        """See `blockfp.torch.Linear`; with "high_precision" torchtitan's own optimizers serve."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        found = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
+        for path, layer, parent, name in found:
+            if any(fnmatchcase(path, pattern) for pattern in self.config.skip):
+                continue
+            values: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
+            if layer.param_init is not None:
+                values["param_init"] = {key: partial(init_, function=each) for key, each in layer.param_init.items()}
+            new = _quantized(type(layer), self.config.recipe, self.config.weights)(**values)
+            if isinstance(parent, list):
+                parent[name] = new
+            else:
+                setattr(parent, name, new)
+        return model_config
+
+
+@cache
+def _quantized(config_class: Any, recipe: str, weights: Weights) -> Any:
+    class QuantizedConfig(config_class):
+        def build(self, **options: Any) -> nn.Module:
+            layer = config_class.build(self, **options)
+            if base_kind(layer) is None:
+                return layer
+            become(layer, _cuttable(type(layer)))
+            convert(layer, recipe, weights=weights)
+            for product in layer.children():
+                become(product, _Product)
+            return layer
+
+    return QuantizedConfig
+
+
+@cache
+def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Cut, cls), {"__module__": cls.__module__})
+
+
+class _Product(GroupedProduct, Module):
+    """What multiplies with experts' weights, as one of torchtitan's modules, which it wants all to be."""
+
+
+class _Cut(Module):
+    """Cuts a quantized layer over the mesh that its sharding names, where torchtitan would distribute its tensors."""
+
+    def _distribute_states(self, parallel_dims: Any) -> None:
+        config: Any = self._sharding_config
+        layouts = {name: config.state_shardings[name] for name, _ in self.named_parameters(recurse=False)}
+        weight = next(iter(layouts.values()))
+        mesh = parallel_dims.resolve_mesh(weight.axes())
+        if mesh is None:
+            return
+        if parallel_dims.spmd_backend != "partial_dtensor":
+            raise ValueError(
+                f"spmd_backend = {parallel_dims.spmd_backend!r}: a quantized {type(self).__name__} is cut with 'partial_dtensor'"
+            )
+        (placement,) = resolve_placements(weight, mesh)
+        if isinstance(self, GroupedExperts):
+            style = "experts" if placement == Shard(0) else None
+        else:
+            style = {Shard(0): "column", Shard(1): "row"}.get(placement)
+        if style is None:
+            raise ValueError(f"a quantized {type(self).__name__} can't be sharded as {placement}: leave it out with skip=")
+        rows_are_cut = False
+        if style == "row" and config.out_dst_shardings is not None:
+            rows_are_cut = resolve_placements(config.out_dst_shardings, mesh) == (Shard(1),)
+        parallelize(self, mesh, style, sequence_parallel=rows_are_cut)
+        # The layer sums, or scatters, its terms itself.
+        self._sharding_config = replace(config, out_src_shardings=None) if style == "row" else config
+
+
+class BlockfpOptimizers(OptimizersContainer):
+    """torchtitan's container, whose "AdamW" and "Adam" are blockfp's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]):
+        if config.implementation == "fused_opt_states_bf16":
+            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; take 'fused'")
+        super().__init__(config, model_parts=model_parts)
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        ours: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adam": Adam}
+        return ours.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
