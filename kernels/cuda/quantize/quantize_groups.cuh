@@ -41,7 +41,7 @@ __device__ __forceinline__ void find_tensor_scale(QuantizeArguments& a) {
 
 // One scale for both directions: of the group, or of square blocks.
 template <class E, int Block, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_one_scale(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
   __shared__ __align__(16) StagedSquare<E, Block, R> shared;
   QuantizeArguments a = all;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_within_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
   __shared__ __align__(16) StagedLines<E, Block, R> shared;
   QuantizeArguments a = all;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
 
 // Blocks of 1x128, whose scales the warps of a tile decide together.
 template <class E, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, 128, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
   __shared__ __align__(16) StagedWide<E, T, R> shared;
   QuantizeArguments a = all;

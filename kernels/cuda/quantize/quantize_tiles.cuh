@@ -22,9 +22,9 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
-// Blocks of threads that a multiprocessor has registers for. MXFP6 and MXFP4 take more steps, and more warps to hide them.
-template <class E, int Block, class T>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (E::kBits < 8 && Block == 32 ? 4 : 3) : 2;
+// Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them.
+template <class E, class T, Rounding R>
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (E::kBits < 8 && R != Rounding::kStochastic ? 4 : 3) : 2;
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
 
 // One scale for both directions.
 template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   __shared__ __align__(16) StagedSquare<E, Block, R> shared;
   Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
@@ -114,7 +114,7 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, Block, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedLines<E, Block, R> shared;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece,
 
 // Blocks of 1x128.
 template <class E, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, 128, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
   __shared__ __align__(16) StagedWide<E, T, R> shared;

@@ -23,6 +23,11 @@ struct Staging {
     store_eight<E::kBits>(bytes_ + place(column) + index * E::kBits, codes);
   }
 
+  // Of twice as many rows, from tile row kDepth * index, which is even.
+  __device__ __forceinline__ void put_pair(int column, int index, const uint2 (&codes)[2]) {
+    store_groups<E>(bytes_ + place(column) + index * E::kBits, codes);
+  }
+
   // To the transposed codes of `piece`'s matrix; every thread of the block comes here.
   template <class P>
   __device__ __forceinline__ void copy_out(const P& piece) const {
@@ -241,10 +246,25 @@ class PieceCodes {
   bool nan_;  // or what else needs care, see stochastic_e2m1.cuh
 };
 
-// Takes a column and its codes to where they gather.
+// Takes a column and its codes to where they gather; to be called for one column after the other, by every lane of the warp.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<E, R>& staging) {
-  return [&](int j, uint2 codes) { staging.columns.put(piece.place.column + j, piece.place.row / kDepth, codes); };
+  if constexpr (E::kBits == 6) {
+    // As in RowOutput: lanes below each other trade, so that one has sixteen codes of a column, the other of the next.
+    return [&, before = uint2{}](int j, uint2 codes) mutable {
+      if (j % 2 == 0) {
+        before = codes;
+        return;
+      }
+      const bool below = piece.place.lane_row % 2 != 0;
+      const uint2 sent = below ? before : codes;
+      const uint2 other = {__shfl_xor_sync(0xFFFFFFFFu, sent.x, 8), __shfl_xor_sync(0xFFFFFFFFu, sent.y, 8)};
+      const uint2 pair[2] = {below ? other : before, below ? codes : other};
+      staging.columns.put_pair(piece.place.column + j - 1 + below, piece.place.row / kDepth - below, pair);
+    };
+  } else {
+    return [&](int j, uint2 codes) { staging.columns.put(piece.place.column + j, piece.place.row / kDepth, codes); };
+  }
 }
 
 // Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
