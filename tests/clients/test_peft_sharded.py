@@ -1,5 +1,6 @@
 """PEFT's LoRA over quantized weights under FSDP2, on real gloo: what is sent, what stays, what is learned."""
 
+import copy
 import hashlib
 import math
 import warnings
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from blockfp.torch_backend.integrations.peft import merged, register
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from peft import LoraConfig, get_peft_model
+from documented import run_documented
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -230,6 +232,23 @@ def gathered_copies(rank, name):
     assert digests(model) == before
 
 
+def documented_run(rank):
+    """The page's lines, and the adapters that they save over a base of one process."""
+    warnings.simplefilter("ignore")
+    make, recipe, *_ = MODELS["gpt-oss"]
+    torch.manual_seed(0)
+    bare = make().bfloat16()
+    batches = [tokens(rank)] * 3
+    model = run_documented("QLoRA: FSDP2", model=copy.deepcopy(bare), batches=batches, folder="adapters")["model"]
+    dist.barrier()
+    base = bfp.convert(bare, recipe, filter_fn=lambda path, layer: path != "lm_head", compute="high_precision", keep_init=False)
+    config = register(LoraConfig.from_pretrained("adapters"))
+    loaded = PeftModel.from_pretrained(base, "adapters", config=config, autocast_adapter_dtype=False).eval().bfloat16()
+    logits = model.eval()(input_ids=tokens(0)).logits
+    assert any(param.abs().max() > 0 for name, param in loaded.named_parameters() if "lora_B" in name)
+    torch.testing.assert_close(loaded(input_ids=tokens(0)).logits, logits, rtol=0.02, atol=0.02)
+
+
 def llama_alike(rank):
     as_one_process(rank, "llama")
     gathered_copies(rank, "llama")
@@ -267,3 +286,8 @@ def all_merge(rank):
 )
 def test_two_processes(function):
     gloo.run(2, __file__, function, timeout=240)
+
+
+def test_the_documented_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gloo.run(2, __file__, "documented_run", timeout=240)

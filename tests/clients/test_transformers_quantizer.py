@@ -1,6 +1,8 @@
 """transformers' from_pretrained with blockfp's quantization config: high-precision files, and what save_pretrained wrote."""
 
 import json
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -131,6 +133,12 @@ def test_a_missing_weight_is_initialized(tmp_path):
     drawn = loaded.model.layers[1].mlp.up_proj.weight.detach().dequantize()
     assert 0.01 < drawn.std() < 0.03
     assert torch.isfinite(logits(loaded)).all()
+
+
+def test_without_transformers():
+    code = "import sys; sys.modules['transformers'] = None; import blockfp.torch_backend.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "integrations.transformers needs transformers 5 and safetensors" in done.stderr
 
 
 def test_refusals(tmp_path):

@@ -130,7 +130,11 @@ def test_bits_are_the_file_s(which, trainable, tmp_path):
 
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "DeepseekV3"])
 def test_experts_of_fp8_releases(name, tmp_path):
-    options = {"Qwen3Moe": {"moe_intermediate_size": 128}, "Mixtral": {"intermediate_size": 128}, "DeepseekV3": {"head_dim": 32}}
+    options = {
+        "Qwen3Moe": {"moe_intermediate_size": 128},
+        "Mixtral": {"intermediate_size": 128},
+        "DeepseekV3": {"head_dim": 32},
+    }
     layers = r"self_attn\..*_proj|proj_with_mqa|mlp\.(shared_experts\.)?.*_proj|experts\."
     file = release(tmp_path, family(name, **{**WIDE, **options[name]}), fp8_blocks, FP8, layers)
     model = load(tmp_path, quantization_config=BlockfpConfig("fp8_block"))

@@ -6,9 +6,9 @@ Importing this module makes the quantization method "blockfp" known to transform
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BlockfpConfig("mxfp8"))
 
-Layers are converted on the meta device, and each weight is quantized as it is read, or made of the file's own codes and scales:
-beside the originals that `keep_init` keeps, no more than one weight is in memory in high precision. The model is an ordinary one then, for `Trainer`, PEFT and
-`save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them back.
+Layers are converted on the meta device. Each weight is quantized as it is read, or made of the file's own codes and scales, so
+that no more than one is in memory in high precision beside the originals that `keep_init` keeps. The model is an ordinary one
+then, for `Trainer`, PEFT and `save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ try:
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
     from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError(f"{__name__} needs transformers 5: pip install 'transformers>=5'") from error
 
-from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
-from .transformers_writing import write_model
+    from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+    from .transformers_writing import write_model
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
