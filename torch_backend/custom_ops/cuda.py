@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from blockfp.definition import bits, layout
@@ -224,7 +225,8 @@ def quantize_rows(
         made.append(Quantized(codes, scales, None))
         if largest_of_all is None and own.blocks.numel():
             largest_of_all = own.blocks.amax().view(1)
-    return Both(*made, largest_of_all)
+    row, column = made
+    return Both(row, column, largest_of_all)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
@@ -322,7 +324,9 @@ def aligned_columns(columns: int) -> int:
     return -(-columns // 16) * 16
 
 
-def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+def align(
+    codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False
+) -> tuple[Array, Array]:
     """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
 
     Args:
@@ -330,19 +334,21 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
         scales: uint8 E8M0.
         format: MXFP8, MXFP6 or MXFP4.
         columns: of a matrix.
+        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
 
     Returns:
         Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
-        filled up to a multiple of 4]; the values are those of `alignment.align`.
+        filled up to a multiple of 4], rows and columns exchanged if transposed; the values are those of `alignment.align`.
     """
     if scales.device != codes.device:
         check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
     element, block_rows, *_ = format_numbers(Format.parse(format))
-    shape, grid = (*leading, rows, aligned_columns(columns)), (*leading, -(-columns // 128), -(-rows // 4) * 4)
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    shape, grid = (*leading, lines, aligned_columns(length)), (*leading, -(-length // 128), -(-lines // 4) * 4)
     out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns, transposed)
     return out, powers
 
 
@@ -385,6 +391,26 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
     out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
     library().interleave(scales.contiguous(), out, lines, repeat)
     return out
+
+
+def addresses(arrays: Sequence[Array | None], expected: np.ndarray) -> tuple[np.ndarray, int]:
+    """Finds the addresses of arrays on one CUDA device, in a small part of the time that it takes to ask each of them.
+
+    Args:
+        arrays: torch tensors, or None.
+        expected: of `step_table.Table`, for as many.
+
+    Returns:
+        int64, 0 for None; and the index of the first that is not contiguous, on the device of the first and as expected, or -1.
+    """
+    found = np.empty(len(arrays), np.int64)
+    return found, library().addresses(found, expected, *arrays)
+
+
+def count_steps(steps: Sequence[Array]) -> list[int] | None:
+    """Raises step numbers by one, in place: float32 CPU tensors of shape (). None, with nothing changed, if one is no such."""
+    found = np.empty(len(steps), np.int64)
+    return None if library().count_steps(found, *steps) >= 0 else found.tolist()
 
 
 def adamw(table: Any, on: Any) -> None:

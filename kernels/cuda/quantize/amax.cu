@@ -15,11 +15,11 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
   if (elements == 0) return cudaSuccess;
   return with_dtype(x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
-    if (is_contiguous(x) && vectors_fit(x) && elements % 8 == 0) {
+    if (is_contiguous(x)) {
       constexpr int kUnroll = 4;
-      const int64_t blocks = ceil_div(elements / 8, kAmaxThreads * kUnroll);
+      const int64_t blocks = ceil_div(elements, 8 * kAmaxThreads * kUnroll);
       if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-      amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements / 8, out);
+      amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements, aligned(x.data), out);
     } else {
       // Enough blocks to fill any GPU; each goes on to the next rows.
       const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), int64_t{1056});
