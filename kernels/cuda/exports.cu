@@ -36,10 +36,10 @@
 //       their rows; `second`: their tensor_scale, of formats of two levels.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
-// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or
-// an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
-// stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
-// products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
+// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or an array without elements where it is
+// absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows stand for as far as x goes. Outputs are the
+// caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in products/product_exports.cu, what is done
+// group by group in quantize/group_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
