@@ -18,9 +18,9 @@ LAYER = {
     "fp8_current": (25, 69),
     "fp8_delayed": (39, 87),
     "fp8_block": (25, 69),
-    "mxfp8": (33, 93),
-    "mxfp6": (33, 93),
-    "mxfp4": (33, 93),
+    "mxfp8": (33, 91),
+    "mxfp6": (33, 91),
+    "mxfp4": (33, 91),
     "nvfp4": (42, 103),
 }
 QUANTIZE = 32
