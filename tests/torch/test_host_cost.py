@@ -30,7 +30,7 @@ MOST = {
     "cuda": {
         "fp8_current": ((16, 40), (20, 46)),
         "fp8_block": ((16, 40), (20, 48)),
-        "fp8_delayed": ((19, 47), (21, 53)),
+        "fp8_delayed": ((22, 42), (24, 48)),
         "mxfp8": ((24, 49), (36, 66)),
         "nvfp4": ((24, 50), (35, 66)),
     },
@@ -41,7 +41,8 @@ MOST = {
 OPERATIONS = {
     "fp8_current": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
     "fp8_block": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 11}),
-    "mxfp8": ({"empty_strided": 10, "new_empty": 1}, {"empty_strided": 17}),
+    "fp8_delayed": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
+    "mxfp8": ({"empty_strided": 10, "new_empty": 1}, {"empty_strided": 15}),
 }
 
 
