@@ -199,11 +199,11 @@ def _product_of(
 
     def on_codes(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
         left, right = a.parts, b.parts
-        if transposed:
-            right = cuda.turned_parts(right, b.format, n)
         if aligned:
             left = cuda.align(left[0], left[1], a.format, columns=k)
-            right = cuda.align(right[0], right[1], b.format, columns=k)
+            right = cuda.align(right[0], right[1], b.format, columns=n if transposed else k, transposed=transposed)
+        elif transposed:
+            right = cuda.turned_parts(right, b.format, n)
         out = empty(shape, strides, dtype=dtype, device=device)
         _multiply_codes(plan, left, right, None, bias if plan.adds_bias else None, out)
         return out if bias is None or plan.adds_bias else (out + bias).to(dtype)

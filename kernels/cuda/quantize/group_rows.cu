@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kAmaxThreads) group_amax(const __grid_constant
   for (int r = 0; r < kHadamardGroup; ++r) {
     part[r] = zeros<T>();
     if (r >= left || count == 0) continue;
-    part[r] = vectors && count == 8 ? load_vector<T>(data + r * x.row_stride) : load_some<T>(data + r * x.row_stride, 0, count);
+    part[r] = vectors && count == 8 ? load_vector<T>(data + r * x.row_stride) : load_anywhere<T>(data + r * x.row_stride, count);
   }
   int32_t most[2] = {0, 0};
   const auto largest_of_part = [&] {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "launch.h"
+#include "tile_launch.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -12,7 +12,7 @@ namespace {
 template <class E, int Block, class T, bool Square, Rounding R>
 cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
   const int64_t across = std::max(ceil_div(a.x.columns, kTileColumns), int64_t{1});
-  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count, kTileRows<E>);
+  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count, kTileRows);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   const bool vectors = vectors_fit(a.x);
   if constexpr (Square) {
@@ -28,7 +28,7 @@ cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
   const bool keys = (a.row.codes != nullptr && a.row.key != nullptr) || (a.column.codes != nullptr && a.column.key != nullptr);
-  const bool fits = a.x.columns % 8 == 0 && vectors_fit(a.x) && aligned(a.row.codes);
+  const bool fits = a.x.columns % kColumnUnit<E> == 0 && vectors_fit(a.x) && aligned(a.row.codes);
   return fits && !keys ? groups<E, Block, T, Square, Rounding::kGroups>(a, stream)
                        : groups<E, Block, T, Square, Rounding::kGroupsGeneral>(a, stream);
 }
@@ -39,17 +39,9 @@ template <>
 cudaError_t launch_groups<BLOCKFP_ELEMENT>(QuantizeArguments a, const int32_t* words, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
   if (a.groups.count == 0) return cudaSuccess;
-  a.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kTileRows<E>);
-  return with_block<E>(a.format.block_columns, [&](auto block) {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      constexpr int kBlock = decltype(block)::value;
-      using T = decltype(dtype);
-      // One scale for the whole tensor counts as square.
-      if constexpr (kBlock != 0) {
-        if (!a.format.square()) return with_rounding<E, kBlock, T, false>(a, stream);
-      }
-      return with_rounding<E, kBlock, T, true>(a, stream);
-    });
+  a.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kTileRows);
+  return with_kernel<E>(a, [&](auto block, auto dtype, auto square) {
+    return with_rounding<E, decltype(block)::value, decltype(dtype), decltype(square)::value>(a, stream);
   });
 }
 

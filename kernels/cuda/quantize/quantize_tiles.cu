@@ -8,8 +8,8 @@ namespace {
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
   const Window& w = a.window;
-  const int row_unit = E::kBits == 4 ? 32 : 16;
-  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % 8 == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
+  const int row_unit = E::kBits == 8 ? 16 : (E::kBits == 4 ? 32 : 64);  // whose codes are vectors
+  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % kColumnUnit<E> == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
                     aligned(a.row.codes) && aligned(a.column.codes);
   const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
   const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;
@@ -28,16 +28,8 @@ cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
 template <>
 cudaError_t launch_tiles<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
-  return with_block<E>(a.format.block_columns, [&](auto block) {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      constexpr int kBlock = decltype(block)::value;
-      using T = decltype(dtype);
-      // One scale for the whole tensor counts as square.
-      if constexpr (kBlock != 0) {
-        if (!a.format.square()) return with_rounding<E, kBlock, T, false>(a, stream);
-      }
-      return with_rounding<E, kBlock, T, true>(a, stream);
-    });
+  return with_kernel<E>(a, [&](auto block, auto dtype, auto square) {
+    return with_rounding<E, decltype(block)::value, decltype(dtype), decltype(square)::value>(a, stream);
   });
 }
 
