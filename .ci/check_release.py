@@ -1,7 +1,7 @@
 """Checks an installed release, in an environment that holds nothing else: `python -P check_release.py cpu [cuda]`.
 
-The package has the libraries that are named, they load, and kernels and definition quantize to the same bits. The array that was
-quantized is left in small.npy.
+The package has the libraries that are named, they load, and kernels and definition quantize to the same bits. The array that
+was quantized is left in small.npy.
 """
 
 import ctypes

@@ -2,8 +2,9 @@
 
     python benchmarks/gated_gpu.py [--tokens 16384] [--features 14336] [--json FILE]
 
-Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; and the activation's gradients. `bytes` is what
-the fused kernels must read and write, and the share is that of a copy's bandwidth. Figures are medians of rounds that take turns.
+Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; and the activation's gradients. The share
+is that of a copy's bandwidth which the fused kernels reach, by the bytes that they have to read and write. Figures are medians
+of rounds that take turns.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from blockfp.formats import Format
-from blockfp.kernels import cuda_library
 from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
 from blockfp.torch_backend.custom_ops.gated_ops import gated_gradient, quantize_gated
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+
+from blockfp.formats import Format
+from blockfp.kernels import cuda_library
 
 FORMATS = ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4")
 CASES = (("silu", "apart"), ("silu", "pairs"), ("gelu_tanh", "alone"))
@@ -39,6 +40,12 @@ def milliseconds(run: Callable[[], object], steps: int = 20) -> float:
     return start.elapsed_time(end) / steps
 
 
+def copy_milliseconds(elements: int) -> float:
+    x = torch.empty(elements, dtype=torch.bfloat16, device="cuda")
+    y = torch.empty_like(x)
+    return milliseconds(lambda: y.copy_(x))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("tokens", 16384), ("features", 14336), ("rounds", 5)):
@@ -48,11 +55,8 @@ def main() -> None:
     assert cuda_library.available(), cuda_library.status()
     rows, columns = options.tokens, options.features
     elements = rows * columns
-    x = torch.empty(elements, dtype=torch.bfloat16, device="cuda")
-    y = torch.empty_like(x)
-    copy = 4 * elements / milliseconds(lambda: y.copy_(x)) / 1e6
+    copy = 4 * elements / copy_milliseconds(elements) / 1e6
     print(f"copy: {copy:.0f} GB/s")
-    del x, y
     results = {}
     for activation, layout in CASES:
         way = "apart" if layout == "alone" else layout
@@ -67,7 +71,7 @@ def main() -> None:
             written = 2 * (f.element.bits / 8 + (4 / f.block[1] if f.block and f.scale.dtype == "float32" else 1 / 32))
 
             def fused(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
-                return quantize_gated(gate, up, activation, way, f, f, None, False, 0.0)
+                return quantize_gated(gate, up, activation, way, f, f, None, None, False, 0.0)
 
             def apart(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
                 made = activate(*gate_and_up(gate, up, way), activation)
@@ -95,7 +99,12 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        about = {"shape": [rows, columns], "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()}
+        about = {
+            "shape": [rows, columns],
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
         options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
 

@@ -8,6 +8,7 @@ constant and a dictionary key as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 
@@ -180,22 +181,22 @@ class Format:
             raise ValueError(f"format {name!r} is not known; {hint}")
         return _FORMATS[name]
 
-    @property
+    @cached_property
     def per_tensor(self) -> bool:
         """True where the whole tensor shares one scale."""
         return self.block is None
 
-    @property
+    @cached_property
     def per_row(self) -> bool:
         """True where each row, of any length up to `WHOLE_ROW`, has one scale."""
         return self.block == (1, WHOLE_ROW)
 
-    @property
+    @cached_property
     def has_tensor_scale(self) -> bool:
         """True where the whole tensor shares a scale: its only one, or the one above those of its blocks."""
         return self.per_tensor or self.scale.two_level
 
-    @property
+    @cached_property
     def square(self) -> bool:
         """True where a transposed array has the transposed codes and scales: square blocks, or one scale per tensor."""
         return self.block is None or self.block[0] == self.block[1]

@@ -76,6 +76,16 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
+KEEPS_RESULT = {
+    *(f"{name}Backward0" for name in ("Relu", "Sigmoid", "Tanh", "Softmax", "Exp")),
+    *(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn")),
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+}
+"""Names of autograd nodes that save their first result for their backward. A node doesn't say what it saves."""
+
+VIEWS = {f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "Permute", "Unsqueeze", "Alias")}
+"""Names of autograd nodes whose result is their input's memory."""
+
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that runs; two runs through one node are told apart by nothing else."""
 

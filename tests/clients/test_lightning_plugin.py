@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from documented import run_documented
 from torch import nn
 
 import blockfp.torch as bfp
@@ -121,3 +122,12 @@ def test_codes_for_a_model_that_is_not_converted_are_refused(tmp_path):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"dtype must be torch\.bfloat16 or None, got torch\.float16"):
         BlockfpPrecision("mxfp8", dtype=torch.float16)
+
+
+def test_the_documented_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = Module()
+    data = torch.utils.data.DataLoader(batches(), batch_size=None)
+    run_documented("Lightning", module=module, data=data, path=tmp_path / "a.ckpt")
+    assert isinstance(module.net[0].weight, bfp.QuantizedTensor)
+    assert (tmp_path / "a.ckpt").is_file()

@@ -25,6 +25,7 @@ from transformers import (
 
 import blockfp
 import blockfp.torch as bfp
+from blockfp.cli import app
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:.*:DeprecationWarning")
 
@@ -518,6 +519,30 @@ def test_checkpointing_changes_no_gradient(name, reentrant):
     _, found = gradients(model)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_a_released_model_is_loaded_as_documented(tmp_path):
+    """Written by `blockfp convert` as compressed-tensors does: NVFP4 in rows, whose codes are then the file's."""
+    model = llama()
+    codes_of = {
+        name: bfp.quantize(param.detach(), "nvfp4") if name.endswith("proj.weight") else param.detach()
+        for name, param in model.named_parameters()
+    }
+    bfp.save(tmp_path / "own.safetensors", codes_of)
+    command = ["convert", str(tmp_path / "own.safetensors"), str(tmp_path / "released"), "--layout", "compressed-tensors"]
+    with pytest.raises(SystemExit) as ended:
+        app(command)
+    assert ended.value.code == 0
+    names = run_documented("QLoRA: a released model", model=llama().bfloat16(), folder=tmp_path / "released")
+    loaded, released = names["model"], names["released"]
+    held = {name: param for name, param in loaded.named_parameters() if isinstance(param, bfp.QuantizedTensor)}
+    assert held.keys() == names["formats"].keys()
+    assert len(held) == 2 * 7
+    for name, param in held.items():
+        assert all(map(torch.equal, param.parts, released[name].parts))
+        assert torch.equal(param.codes, codes_of[name].codes)
+    trained = get_peft_model(loaded, register(LoraConfig(target_modules="all-linear")))
+    assert trained(TOKENS, labels=TOKENS).loss.isfinite()
 
 
 def test_the_documented_lines():

@@ -7,12 +7,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import blockfp.torch as bfp
 from blockfp.torch_backend.modules import convert as convert_module
 from blockfp.torch_backend.modules import gated_mlp
 from blockfp.torch_backend.modules.gated_mlp import FusedMLP, activation_of, parts_of
+from torch import nn
+
+import blockfp.torch as bfp
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,8 +30,9 @@ MODELS = {
     "GPTNeoX": {"hidden_act": "gelu"},
     "Olmo2": {},
     "DeepseekV3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "head_dim": 8, "num_key_value_heads": 4,
     },
 }  # fmt: skip
 
@@ -46,7 +47,9 @@ def converted(name, recipe, fused, monkeypatch, dtype=torch.float32):
     with monkeypatch.context() as patch:
         if not fused:
             patch.setattr(convert_module, "fused_class", lambda mlp: None)
-        return bfp.convert(model_of(name, dtype), recipe, filter_fn=lambda path, layer: "lm_head" not in path and "embed_out" not in path)
+        return bfp.convert(
+            model_of(name, dtype), recipe, filter_fn=lambda path, layer: "lm_head" not in path and "embed_out" not in path
+        )
 
 
 def step(model, seed=0):
@@ -158,6 +161,15 @@ class Changed(nn.Module):
         """With a docstring, and names of its own."""
         return self.down(self.act(self.gate(hidden)) * self.up(hidden))
 
+    def function(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+    def by_nn(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def other_approximation(self, x):
+        return self.down(F.gelu(self.up(x), approximate="none"))
+
     def added(self, x):
         return self.down(self.act(self.gate(x)) + self.up(x))
 
@@ -184,8 +196,10 @@ def test_forwards_are_known_exactly():
     def parts(name):
         return parts_of(type("Other", (Changed,), {"forward": vars(Changed)[name]}))
 
-    assert parts("known") == ("down", "gate", "up", "act", False)
-    for name in ("added", "scaled", "other_function", "with_default", "method"):
+    assert parts("known") == ("down", "gate", "up", "act", False, None)
+    assert parts("function") == ("down", "up", None, None, False, "gelu_tanh")
+    assert parts("by_nn") == ("down", "up", None, None, False, "gelu")
+    for name in ("other_approximation", "added", "scaled", "other_function", "with_default", "method"):
         assert parts(name) is None, name
     # What stands where the activation should is no activation.
     made = type("Other", (Changed,), {"forward": Changed.swapped})()
@@ -194,11 +208,42 @@ def test_forwards_are_known_exactly():
     assert parts_of(type("Other", (Changed,), {"forward": wrapped})) is None
 
 
+@pytest.mark.parametrize("forward", ["known", "function", "by_nn"])
+def test_models_of_ones_own(forward, monkeypatch):
+    cls = type("Own", (Changed,), {"forward": vars(Changed)[forward]})
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = cls()
+        with monkeypatch.context() as patch:
+            if not fused:
+                patch.setattr(convert_module, "fused_class", lambda mlp: None)
+            bfp.convert(model, "fp8_current")
+        assert isinstance(model, FusedMLP) is fused
+        x = torch.randn((4, 8), generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = model(x)
+        y.sum().backward()
+        found.append({"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+    assert_equal(*found)
+
+
 def test_activations():
     from transformers.activations import ACT2FN
 
     names = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-    for name in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_python", "gelu_fast", "quick_gelu", "relu", "relu2", "mish"):
+    for name in (
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_pytorch_tanh",
+        "gelu_new",
+        "gelu_python",
+        "gelu_fast",
+        "quick_gelu",
+        "relu",
+        "relu2",
+        "mish",
+    ):
         assert activation_of(ACT2FN[name]) == names.get(name), name
     assert activation_of(nn.GELU()) == "gelu"
     assert activation_of(nn.GELU("tanh")) == "gelu_tanh"

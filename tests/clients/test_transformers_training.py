@@ -1,4 +1,4 @@
-"""transformers' Trainer on models that its quantizer named blockfp has loaded: optimizers, resuming, checkpointing, DDP, FSDP2."""
+"""transformers' Trainer on models that its quantizer "blockfp" has loaded: optimizers, resuming, checkpointing, DDP, FSDP2."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import gloo
 import pytest
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout
 from hf_models import family, is_quantized
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -125,6 +125,30 @@ def test_frozen_codes_beside_adapters(tmp_path):
     assert all(torch.equal(held[name].codes, value) for name, value in codes.items())
 
 
+def test_adapters_on_the_experts_of_a_gpt_oss_release(tmp_path):
+    from blockfp.torch_backend.integrations.peft import register
+    from peft import LoraConfig, get_peft_model
+
+    family("GptOss").save_pretrained(tmp_path / "plain")
+    config = BlockfpConfig("mxfp4", modules_to_not_convert=["self_attn", "lm_head"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    save_in_layout(model, tmp_path / "release", "mxfp4")
+    config = BlockfpConfig("mxfp8", trainable=False)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "release", quantization_config=config)
+    held = [param for param in base.parameters() if is_quantized(param)]
+    codes = [param.codes.clone() for param in held]
+    assert {param.format.name for param in held} == {"mxfp4_e2m1"}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(base, register(LoraConfig(target_modules=["q_proj"], target_parameters=experts)))
+    run = trainer(model, tmp_path / "run", own=True)
+    run.train()
+    assert losses(run)[-1] < losses(run)[0]
+    adapters = {name: param for name, param in model.named_parameters() if "lora_B" in name}
+    assert sum("experts" in name for name in adapters) == 4
+    assert all(param.abs().max() > 0 for param in adapters.values())
+    assert all(torch.equal(param.codes, old) for param, old in zip(held, codes, strict=True))
+
+
 def _in_processes(rank):
     logging.getLogger("transformers").disabled = True
     warnings.simplefilter("ignore")
@@ -148,7 +172,7 @@ def _ddp(rank):
     folder = _in_processes(rank)
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
     before = values(model)
-    run = trainer(model, folder / "run", 3, save_strategy="steps", save_steps=2, ddp_backend="gloo")
+    run = trainer(model, folder / "run", ddp_backend="gloo")
     run.train()
     assert run.accelerator.distributed_type.value == "MULTI_CPU"
     assert losses(run)[-1] < losses(run)[0]
@@ -158,44 +182,58 @@ def _ddp(rank):
         first = value.clone()
         dist.broadcast(first, 0)
         assert torch.equal(value, first)
-    dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
-    run = trainer(model, folder / "run", 3, ddp_backend="gloo")
-    run.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
-    assert all(torch.equal(value, after[name]) for name, value in values(model).items())
 
 
 def test_ddp():
     gloo.run(2, __file__, "_ddp")
 
 
-def _fsdp2(rank):
+def _fsdp2_trainer(folder):
     """accelerate takes FSDP on accelerators only: its state is told so here; all else is its own code, and Trainer's."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    folder = _in_processes(rank)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
-    before = values(model)
-    run = trainer(model, folder / "run", 3, ddp_backend="gloo")
+    run = trainer(model, folder / "run", 3, ddp_backend="gloo", save_strategy="steps", save_steps=2)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, state_dict_type="FULL_STATE_DICT",
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
         auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
     )  # fmt: skip
     run.accelerator.state.fsdp_plugin, run.is_fsdp_enabled = plugin, True
     for state in (PartialState(), run.accelerator.state):
         state.distributed_type = DistributedType.FSDP
+    return run
+
+
+def _fsdp2(rank):
+    folder = _in_processes(rank)
+    run = _fsdp2_trainer(folder)
+    before = values(run.model)
     run.train()
     assert run.accelerator.is_fsdp2
     assert losses(run)[-1] < losses(run)[0]
-    sharded = [param for param in run.model.parameters() if isinstance(param, torch.distributed.tensor.DTensor)]
-    assert len(sharded) == len(list(run.model.parameters()))
+    assert all(isinstance(param, torch.distributed.tensor.DTensor) for param in run.model.parameters())
     after = values(run.model)
     assert all(not torch.equal(value, before[name]) for name, value in after.items())
+
+    # What is saved for others is read by from_pretrained.
+    run.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     run.save_model(str(folder / "saved"))
     dist.barrier()
     again = AutoModelForCausalLM.from_pretrained(folder / "saved")
     assert all(torch.equal(value, after[name]) for name, value in values(again).items())
+    save_in_layout(run.model, folder / "layout", "compressed-tensors")
+    dist.barrier()
+    config = BlockfpConfig("mxfp8", trainable=False)
+    again = AutoModelForCausalLM.from_pretrained(folder / "layout", quantization_config=config)
+    assert all(torch.equal(value, after[name]) for name, value in values(again).items())
+
+    resumed = _fsdp2_trainer(folder)
+    resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
+    assert all(torch.equal(value, after[name]) for name, value in values(resumed.model).items())
 
 
 def test_fsdp2():

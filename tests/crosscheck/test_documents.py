@@ -89,6 +89,7 @@ def test_a_backend_of_your_own():
 def test_examples_run(tmp_path, example):
     short = ["--steps", "2"] if example.stem.startswith("train_") else []
     short += ["--recipes", "mxfp8"] if example.stem in ("train_fsdp2", "train_jax") else []
+    short += ["--base-steps", "20", "--steps", "20"] if example.stem == "finetune_released" else []
     assert run(tmp_path, example, *short)
 
 

@@ -358,3 +358,26 @@ def test_a_model_is_held_against_its_source(tmp_path):
     blockfp.save(tmp_path / "less.safetensors", {"a.weight": q})
     assert run("check", tmp_path / "less.safetensors", "--source", source).exit_code == 2
     assert run("check", own, "--source", source, "--format", "nvfp4").exit_code == 2
+
+
+def test_a_state_dict_that_safetensors_has_saved(tmp_path):
+    """Its entries say the format, so all faces read it; without its scales it raises."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    import blockfp.torch as bfp
+
+    model = bfp.convert(torch.nn.Sequential(torch.nn.Linear(40, 24)), "nvfp4")
+    state = model.state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    held = blockfp.load(tmp_path)
+    assert held.keys() == {"0.weight", "0.bias", "0.rng_key", "0.step"}
+    q = held["0.weight"]
+    assert q.format.name == "nvfp4_16x16"
+    for mine, its in ((q.codes, model[0].weight.codes), (q.scales, model[0].weight.scales)):
+        assert mine.tobytes() == its.numpy().tobytes()
+    assert q.tensor_scale == model[0].weight.tensor_scale.item()
+    del state["0.weight_scale"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(BadFile, match=r"0\.weight_scale"):
+        blockfp.load(tmp_path)

@@ -1,5 +1,7 @@
 """Activations cast as they are made, on a GPU: the bits of PyTorch's operations and the casts behind them."""
 
+import math
+
 import pytest
 
 from blockfp import recipes
@@ -10,6 +12,9 @@ if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops import gated_kernels, gated_ops
     from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
+    from blockfp.torch_backend.linear.activation_function import activation
+    from blockfp.torch_backend.linear.gated_function import Gating
+    from blockfp.torch_backend.modules.gated_product import gated_product
 
     import blockfp.torch as bfp
 
@@ -79,13 +84,19 @@ def test_casts(activation, layout, name):
             gate, up = tensors(shape, layout, dtype, seed)
             made = activate(*gate_and_up(gate, up, way(layout)), activation).contiguous()
             plan = gated_kernels.plan_of(
-                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, 0.0
+                *gate_and_up(gate, up, way(layout)), activation, way(layout), format, format, False, False, False, 0.0
             )
             planned.append(plan is not None)
             for row, column in ((format, format), (format, None), (None, format)):
                 for multiplier in (None, torch.tensor(3.0, device="cuda")) if format.per_tensor else (None,):
-                    ours = gated_ops.quantize_gated(gate, up, activation, way(layout), row, column, multiplier, False, 0.0)
+                    inputs = (gate, up, activation, way(layout), row, column)
+                    ours = gated_ops.quantize_gated(*inputs, None, multiplier, False, 0.0)
                     theirs = quantize_matrix(made, row, column, None, multiplier, None, (False, False), False, 0.0)
+                    if format.per_tensor and multiplier is None:
+                        *ours, amax = ours
+                        again = gated_ops.quantize_gated(*inputs, amax, None, False, 0.0)
+                        assert_same(again[:-1], theirs, f"{layout} {shape} with its amax")
+                        assert amax.view(torch.float32) == made.abs().max()
                     what = f"{activation} {layout} {dtype} {shape} {row} {column}, multiplier {multiplier}"
                     assert_same(ours, theirs, what)
     assert all(planned), "the kernels take all of these"
@@ -97,7 +108,7 @@ def test_rotated(layout):
     for seed, shape in enumerate(SHAPES):
         gate, up = tensors(shape, layout, "bfloat16", seed)
         made = activate(*gate_and_up(gate, up, way(layout)), "silu").contiguous()
-        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, True, 0.0)
+        ours = gated_ops.quantize_gated(gate, up, "silu", way(layout), format, format, None, None, True, 0.0)
         assert_same(
             ours, quantize_matrix(made, format, format, None, None, None, (False, False), True, 0.0), f"{layout} {shape}"
         )
@@ -118,9 +129,9 @@ def test_special_values(name, special):
             second[70, 133] = 1e30
         made = activate(first, second, "silu").contiguous()
         for column in (format, None):
-            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, False, 0.0)
+            ours = gated_ops.quantize_gated(gate, up, "silu", layout, format, column, None, None, False, 0.0)
             theirs = quantize_matrix(made, format, column, None, None, None, (False, False), False, 0.0)
-            assert_same(ours, theirs, f"{special} {layout} {column}")
+            assert_same(ours[: len(theirs)], theirs, f"{special} {layout} {column}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -153,9 +164,24 @@ def test_other_lengths_and_places_take_the_operations(shape):
             for first in (0, 3):
                 a, b = gate[first : first + shape[0]], None if up is None else up[first : first + shape[0]]
                 made = activate(*gate_and_up(a, b, way(layout)), "silu").contiguous()
-                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, False, 0.0)
+                ours = gated_ops.quantize_gated(a, b, "silu", way(layout), format, format, None, None, False, 0.0)
                 theirs = quantize_matrix(made, format, format, None, None, None, (False, False), False, 0.0)
-                assert_same(ours, theirs, f"{name} {layout} from row {first}")
+                assert_same(ours[: len(theirs)], theirs, f"{name} {layout} from row {first}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_activations_by_themselves(layout, dtype):
+    """Output and gradients of what stands before layers that can't take it in, such as experts; odd lengths too."""
+    for shape in (*SHAPES, (77, 130), (2, 16, 64)):
+        for name in ACTIVATIONS:
+            made = []
+            for run in (activation, lambda g, u, gating: activate(*gate_and_up(g, u, gating.layout), gating.activation)):
+                gate, up = tensors((math.prod(shape[:-1]), shape[-1]), layout, dtype)
+                inputs = [one.view(*shape[:-1], -1).requires_grad_() for one in (gate, up) if one is not None]
+                y = run(inputs[0], inputs[1] if len(inputs) > 1 else None, Gating(name, way(layout)))
+                made.append([y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y) * 0.3)])
+            assert_same(*made, f"{name} {layout} {dtype} {shape}")
 
 
 def mlp(name, activation, dtype, fused, monkeypatch):
@@ -188,7 +214,7 @@ def test_layers(name, activation, dtype, monkeypatch):
     assert_same(ours, theirs, f"{name} {activation}")
 
 
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8"])
 def test_compiled_and_captured(name):
     torch.manual_seed(0)
     layer = bfp.LayerNormMLP(256, 384, recipe=name, activation="swiglu", device="cuda", dtype=torch.bfloat16)
@@ -196,9 +222,6 @@ def test_compiled_and_captured(name):
     down, hidden = layer.down, tensors((512, 384), "pairs", "bfloat16", 2)[0]
 
     def run(h):
-        from blockfp.torch_backend.linear.gated_function import Gating
-        from blockfp.torch_backend.modules.gated_product import gated_product
-
         return gated_product(down, h, None, Gating("silu", "pairs"))
 
     wanted = []
@@ -208,6 +231,9 @@ def test_compiled_and_captured(name):
         y.backward(gradient)
         wanted.append([y.detach(), h.grad, down.weight.grad.clone()])
         down.weight.grad = None
+    if name == "fp8_current":
+        # There the compiler joins the activation's gradient with the amax of the next cast.
+        torch.testing.assert_close(wanted[1].pop(1), wanted[0].pop(1), rtol=2**-7, atol=2**-10)
     assert_same(wanted[1], wanted[0], f"compiled {name}")
     static = hidden.clone()
     graph = torch.cuda.CUDAGraph()
@@ -222,22 +248,23 @@ def test_compiled_and_captured(name):
 
 
 def test_what_the_activation_makes_is_not_kept():
-    """The backward keeps gate, up and codes: two bytes an element less than with a bf16 output of silu."""
+    """The cast allocates codes and scales alone, and the backward keeps gate, up and the columnwise ones."""
     tokens, features = 4096, 4096
     layer = bfp.Linear(features, 256, bias=False, recipe="fp8_block", device="cuda", dtype=torch.bfloat16)
-    from blockfp.torch_backend.linear.gated_function import Gating
-    from blockfp.torch_backend.modules.gated_product import gated_product
-
     gate, up = (one.requires_grad_() for one in tensors((tokens, features), "apart", "bfloat16"))
     gated_product(layer, gate, up, Gating("silu", "apart"))
-    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     y = gated_product(layer, gate, up, Gating("silu", "apart"))
-    kept, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    one = tokens * features
+    kept, one = torch.cuda.memory_allocated() - before, tokens * features
     assert kept < 1.3 * one + y.numel() * 2, kept / one
-    assert peak < 2.5 * one, peak / one
+    for name, bytes_each in (("fp8_e4m3", 2), ("fp8_e4m3_1x128", 2), ("nvfp4", 1)):
+        f = Format.parse(name)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        parts = gated_ops.quantize_gated(gate, up, "silu", "apart", f, f, None, None, False, 0.0)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert len(parts) in (4, 5, 6)
+        assert peak < (bytes_each + 0.2) * one, (name, peak / one)
 
 
 def test_nothing_waits_for_the_device(waiting_raises):

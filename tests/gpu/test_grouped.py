@@ -16,6 +16,7 @@ if torch.cuda.is_available():
     from blockfp.kernels import cuda_library
 
 COUNTS = (5, 0, 130, 128, 257, 0, 1, 40)
+ALL_AT_ONCE = [name for name in recipes.RECIPES if name != "fp8_row"]  # which tests/gpu/test_rows.py has
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -155,7 +156,7 @@ def step(layer, x, counts, gradient):
     return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ALL_AT_ONCE)
 def test_layers_on_both_devices(recipe):
     layer, tokens = layer_of(recipe), sum(COUNTS)
     x, gradient = values((tokens, 256), 4).cuda(), values((tokens, 384), 5).cuda()
@@ -188,7 +189,7 @@ def test_other_dtypes(recipe, dtype):
         assert (one.cpu().float() - other.float()).abs().max() < 2.0**-8 * other.float().abs().max()
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ALL_AT_ONCE)
 def test_nothing_waits_for_the_device(recipe, waiting_raises):
     layer, tokens = layer_of(recipe), sum(COUNTS)
     x, gradient = values((tokens, 256), 4).cuda(), values((tokens, 384), 5).cuda()
@@ -199,7 +200,7 @@ def test_nothing_waits_for_the_device(recipe, waiting_raises):
         step(layer, x, counts, gradient)
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("recipe", ALL_AT_ONCE)
 def test_graphs_follow_counts(recipe):
     layer, tokens = layer_of(recipe, bias=False), sum(COUNTS)
     x, gradient = values((tokens, 256), 4).cuda(), values((tokens, 384), 5).cuda()

@@ -48,6 +48,8 @@ def operand(x, recipe, name, direction):
     """The definition's values of one operand, float64."""
     x, cast = np.asarray(x), recipe.cast(name, direction)
     turned = direction == "columnwise"
+    if name == "weight" and cast.format is None:
+        cast = recipe.weight  # a product takes the values of what is stored
     if cast.format is None:
         return (x.T if turned else x).astype(np.float64)
     if turned and name != "weight":  # A weight is stored once.

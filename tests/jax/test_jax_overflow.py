@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import blockfp.jax as bfp
+from blockfp import recipes
 from blockfp.recipes import RECIPES
 
 TOKENS, IN, OUT = 16, 32, 48
@@ -39,13 +40,15 @@ def nowhere_finite(a):
 def check_linear(recipe, variant):
     x, w, g = arrays()
     run = variant(partial(products, layer(recipe)))
+    # A gradient in high precision keeps it in its row.
+    reached = slice(None) if recipes.parse(recipe).gradient.format else slice(3, 4)
     for bad in (-jnp.inf, jnp.nan):
         y, dx, dw = run(x.at[3, 4].set(bad), w, g)
         assert nowhere_finite(y)
         assert nowhere_finite(dw)
         chex.assert_tree_all_finite(dx)
         y, dx, dw = run(x, w, g.at[3, 4].set(bad))
-        assert nowhere_finite(dx)
+        assert nowhere_finite(dx[reached])
         assert nowhere_finite(dw)
         chex.assert_tree_all_finite(y)
     y, dx, dw = run(x, w.at[3, 4].set(jnp.inf), g)

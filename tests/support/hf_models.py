@@ -16,8 +16,13 @@ FAMILIES = {
     "Qwen3": {"head_dim": 32},
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "n_group": 1,
+        "first_k_dense_replace": 0, "topk_group": 1, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32, "v_head_dim": 32,
+    },
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
-}
+}  # fmt: skip
 
 
 def family(name, **options):

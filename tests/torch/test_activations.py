@@ -128,7 +128,9 @@ def test_what_is_gathered_is_the_quantization_of_the_whole(format, axis):
 
     for i, (ranks, across, name, shape, cast) in enumerate(cases):
         by_codes = threaded.run(ranks, on_rank, ranks, across, shape, cast, KINDS[i % len(KINDS)])
-        assert all(by_codes) or name == "unaligned", (ranks, across, shape, cast)
+        # Where ranks have parts of rows that have one scale, no length is aligned.
+        cut = format.per_row and (axis == COLUMNS) != across
+        assert all(by_codes) or name == "unaligned" or cut, (ranks, across, shape, cast)
 
 
 @BY_NAME

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from arrays import values
 from blockfp.torch_backend.custom_ops import gated_ops
 from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
+from blockfp.torch_backend.linear.activation_function import ActivationFunction
+from blockfp.torch_backend.linear.activation_function import activation as activation_alone
 from blockfp.torch_backend.linear.gated import takes
 from blockfp.torch_backend.linear.gated_function import Gating
 from blockfp.torch_backend.modules.gated_product import fused_product, gated_product
@@ -221,11 +223,33 @@ def test_ops():
     gate, up, _ = operands("apart", shape=(32,))
     gate, up = gate.detach(), up.detach()
     for name, multiplier in (("fp8_e4m3", torch.tensor(2.0)), ("nvfp4", None), ("fp8_e4m3_1x128", None)):
-        arguments = (gate, up, "silu", "apart", name, name, multiplier, False, 0.0)
+        arguments = (gate, up, "silu", "apart", name, name, None, multiplier, False, 0.0)
         torch.library.opcheck(gated_ops.quantize_op, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(
         gated_ops.gradient_op, (gate, gate, up, "gelu", "apart"), test_utils=("test_schema", "test_faketensor")
     )
     torch.library.opcheck(
         gated_ops.gradient_op, (gate[:, :24], gate, None, "silu", "pairs"), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_activation_by_itself(activation, layout):
+    """In front of what can't take it in: what a GPU runs, here of PyTorch's operations."""
+    for dtype in DTYPES:
+        gate, up, way = operands(layout, dtype, shape=(20,))
+        wanted = [one for one in (gate, up) if one is not None]
+        gradient = values((20, 48), 3, dtype)
+        made = ActivationFunction.apply(gate, up, Gating(activation, way))
+        theirs = plain(gate, up, activation, layout)
+        ours = [made, *torch.autograd.grad(made, wanted, gradient, retain_graph=True)]
+        assert_equal(ours, [theirs, *torch.autograd.grad(theirs, wanted, gradient, retain_graph=True)])
+        second = []
+        for one in (made, theirs):
+            first = torch.autograd.grad(one, wanted, gradient, create_graph=True)
+            second.append(torch.autograd.grad(sum(x.sum() for x in first), wanted))
+        assert_equal(*second)
+    assert torch.equal(
+        activation_alone(*operands(layout)[:2], Gating(activation, way)), plain(*operands(layout)[:2], activation, layout)
     )

@@ -25,8 +25,8 @@ LAYER = {
 QUANTIZE = 32
 # NumPy's face and JAX's, eager, on the CPU.
 FACES = {"numpy quantize": 50, "jax quantize": 18}
-# Before a gather of codes, and of values that are cast for it; torchao's cast: 114.
-GATHER = {"fp8_current": (25, 101), "fp8_block": (25, 54), "mxfp8": (25, 54), "nvfp4": (25, 107)}
+# Before a gather of codes, and of values that are cast for it, the lookup of the hook included; torchao's cast: 114.
+GATHER = {"fp8_current": (26, 102), "fp8_block": (26, 55), "mxfp8": (26, 55), "nvfp4": (26, 108)}
 AFTER_GATHER = 5
 # A parameter; torch's fused AdamW: 8.
 ADAMW = {"fp8_current": 12, "fp8_block": 9, "mxfp8": 9, "mxfp4": 9, "nvfp4": 12}

@@ -66,7 +66,8 @@ def test_an_inf_leaves_nothing_finite(name):
     bad = g.clone()
     bad[0, 0] = -torch.inf
     _, d_x, d_weight, _ = grads(layer, x, bad)
-    assert not d_x.isfinite().any()
+    # In high precision it stays in its row.
+    assert not d_x[: None if recipes.parse(name).gradient.format else 1].isfinite().any()
     assert not d_weight.isfinite().any()
     values_at_use = layer_of(name, torch.float32, weights="high_precision")
     with torch.no_grad():

@@ -112,6 +112,47 @@ def test_a_model_is_wanted():
         bfp.summary("model")
 
 
+def storages(tensors):
+    """Bytes of all memory behind tensors, each once."""
+    found = {}
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            parts += [one for one in (getattr(tensor, "initial", None),) if one is not None]
+        else:
+            parts = [tensor]
+        found |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights", "options", "each"),
+    [
+        ("fp8_current", "quantized", {}, 1 + 4 + 8),
+        ("fp8_delayed", "quantized", {}, 1 + 4 + 8),
+        ("mxfp8", "quantized", {"moments": "bfloat16"}, 1 + 4 + 4),
+        ("mxfp6", "quantized", {"moments": "fp8"}, 0.75 + 4 + 2),
+        ("nvfp4", "quantized", {"master": None}, 0.5 + 8),
+        ("fp8_block", "high_precision", {}, 2 + 4 + 8),
+    ],
+)
+def test_what_is_held_is_what_is_in_memory(recipe, weights, options, each):
+    """Before a step and after it: nothing is there twice, and nothing beside what the summary names."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512), nn.Linear(512, 128)).to(torch.bfloat16)
+    bfp.convert(model, recipe, weights=weights)
+    optimizer = bfp.AdamW(model.parameters(), **options)
+    for step in range(2):
+        done = bfp.summary(model, optimizer)
+        states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        assert done.held == storages([*model.parameters(), *model.buffers(), *states])
+        assert ("between steps: " in str(done)) == (done.held > done.bytes)
+        if step == 0:
+            model(torch.randn(32, 256, dtype=torch.bfloat16)).float().square().sum().backward()
+            optimizer.step()
+    matrices = 256 * 512 + 512 * 128
+    assert done.held / matrices == pytest.approx(each, rel=0.2)
+
+
 def test_what_an_optimizer_keeps():
     model = nn.Sequential(bfp.Linear(64, 32, recipe="mxfp8"), nn.Linear(32, 16))
     before = bfp.summary(model, optimizer := bfp.AdamW(model.parameters()))

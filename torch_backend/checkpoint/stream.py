@@ -258,4 +258,4 @@ def _gather(
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data).hexdigest()

@@ -209,8 +209,8 @@ def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, col
 def quantize_rows(
     run, x, format: Format, given: Amax | None, key, parts, eps_bits, largest, place, rows: bool, columns: bool
 ) -> Both:
-    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own."""
-    made = []
+    """Quantizes with a scale for each row, or for each column, whose amaxes need a pass of their own, and tells the largest."""
+    made, largest_of_all = [], None
     for number, (wanted, turned) in enumerate(((rows, False), (columns, True))):
         if not wanted:
             made.append(Quantized(None, None, None))
@@ -222,7 +222,9 @@ def quantize_rows(
         whole = place[:1:-1] if turned else place[2:]
         _encode(run, values, format, own, words, codes, scales, None, eps_bits, largest, (*origin, *whole))
         made.append(Quantized(codes, scales, None))
-    return Both(*made)
+        if largest_of_all is None and own.blocks.numel():
+            largest_of_all = own.blocks.amax().view(1)
+    return Both(*made, largest_of_all)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:

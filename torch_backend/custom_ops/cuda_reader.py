@@ -95,7 +95,7 @@ def _rows_reader(format: Format, eps_bits: int, largest: int, rows: bool, column
         )
         made = [q[:2] for q in both[:2] if q.codes is not None]
         if x.numel():
-            mark_each(x, made, None)
+            mark_each(x, made, both.amax)
         return [part for parts in made for part in parts]
 
     return read

@@ -1,7 +1,7 @@
 """The CUDA library's casts of what an activation makes, which never lies in memory, and its gradients of activations.
 
 They run where the library has a kernel for the format, the dtype and the lengths, and where that gives the bits of PyTorch's
-own operations: each kernel computes what the installed PyTorch does on this device for all values of a gate, once, and is compared.
+own operations: once, on each device, kernels and the installed PyTorch compute all values of a gate, and are compared.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from . import cuda
 from .activations import activate, gradients
 from .kernels import kernels_for
 
-GatedRun = Callable[[Tensor, Tensor | None, Tensor | None], list[Tensor]]
-"""Quantizes what an activation makes: (gate, up, multiplier) -> [row parts .., column parts .., amax with a multiplier]."""
+GatedRun = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
+"""Quantizes what an activation makes: (gate, up, amax, multiplier) -> [row parts .., column parts .., amax of formats with one
+scale per tensor]."""
 
 NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 """Activations as the library numbers them."""
@@ -44,6 +45,7 @@ def plan_of(
     layout: str,
     row: Format | None,
     column: Format | None,
+    knows_amax: bool,
     multiplied: bool,
     rotate: bool,
     eps: float,
@@ -54,6 +56,7 @@ def plan_of(
         gate, up: two of them, [rows, columns].
         activation, layout: see `activations`.
         row, column: formats of the directions.
+        knows_amax: whether the amax of what the activation makes will be given, of formats with one scale per tensor.
         multiplied: whether a multiplier will be given: delayed scaling.
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes, of formats where it has a meaning.
@@ -78,14 +81,17 @@ def plan_of(
         found = [] if one is None else [(size, getattr(torch, name)) for size, name in parts_of(shape, one)]
         outputs += found + [None] * (3 - len(found))
     rotated = rotate and column is not None
-    measures = not multiplied and format.has_tensor_scale
+    whole = format.per_tensor
+    measures = not multiplied and not knows_amax and format.has_tensor_scale
     numbers = (NUMBERS[activation], *format_numbers(format), measures, eps_bits, largest, rotated)
     empty, int32 = torch.empty, torch.int32
 
-    def quantize(gate: Tensor, up: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+    def quantize(gate: Tensor, up: Tensor | None, amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
         known = recorded = None
         if measures:
             known = empty(1 + rotated, dtype=int32, device=device)
+        elif knows_amax:
+            known = amax
         else:
             recorded = empty(1, dtype=int32, device=device)
         if multiplier is not None:
@@ -94,7 +100,9 @@ def plan_of(
         made = [None if one is None else empty(one[0], dtype=one[1], device=device) for one in outputs]
         run(gate.detach(), None if up is None else up.detach(), known, recorded, *made, *numbers)
         parts = [part for part in made if part is not None]
-        return parts if multiplier is None or recorded is None else [*parts, recorded]
+        found = known if recorded is None else recorded
+        # What was given is no result of its own.
+        return [*parts, found.clone() if knows_amax else found] if whole and found is not None else parts
 
     return quantize
 
@@ -102,6 +110,20 @@ def plan_of(
 def lies_aligned(*tensors: Tensor | None) -> bool:
     """Says whether tensors begin on multiples of 16 bytes, as each call has to ask. Of pairs the gate is asked about."""
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:
+    """Returns what the activation makes, in one launch; None where the kernels don't take these."""
+    pairs = layout == "pairs"
+    if (
+        not _takes(gate, up, pairs)
+        or not lies_aligned(gate, None if pairs else up)
+        or not agrees(gate, activation, up is not None)
+    ):
+        return None
+    made = gate.new_empty(gate.shape)
+    library().activation(gate.detach(), None if up is None else up.detach(), made, NUMBERS[activation])
+    return made
 
 
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:

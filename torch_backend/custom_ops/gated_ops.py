@@ -1,6 +1,7 @@
 """The custom ops of linear layers behind an activation: the cast of what it makes, and its gradients.
 
-    blockfp::quantize_gated  (gate, up, activation, layout, row, column, multiplier, ..) -> parts as of `quantize_operand`
+    blockfp::quantize_gated  (gate, up, activation, layout, row, column, amax, multiplier, ..)
+                             -> [row parts .., column parts .., amax of formats with one scale per tensor]
     blockfp::gated_gradient  (gradient, gate, up, activation, layout) -> [d_gate, d_up], or d_gate alone
 
 On a GPU what the activation makes never lies in memory, where a kernel has the bits of PyTorch's operations (`gated_kernels`).
@@ -19,12 +20,13 @@ from blockfp.kernels import switch
 
 from . import gated_kernels
 from .activations import activate, gate_and_up, gradients, joined
+from .kernels import kernels_for
 from .library import define, empty_parts, fake, impl
 from .quantize_plans import kept, quantize_matrix
 
 quantize_op = define(
-    "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? multiplier=None, "
-    "bool rotate=False, float eps=0.0) -> Tensor[]"
+    "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "
+    "Tensor? multiplier=None, bool rotate=False, float eps=0.0) -> Tensor[]"
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 
@@ -40,23 +42,46 @@ def quantize_gated(
     layout: str,
     row: Format | None,
     column: Format | None,
+    amax: Tensor | None,
     multiplier: Tensor | None,
     rotate: bool,
     eps: float,
 ) -> list[Tensor]:
-    """Does what the op `quantize_gated` does, outside of a graph, with formats as such."""
+    """Does what the op `quantize_gated` does, outside of a graph.
+
+    Args:
+        gate, up, activation, layout: see `activations`; [rows, columns].
+        row, column: the format, or None for a direction that isn't wanted.
+        amax: int32 [1], of what the activation makes, where the format has one scale per tensor and it is known.
+        multiplier: float32 of one element, instead of an amax: delayed scaling.
+        rotate, eps: as for `quantize_operand`.
+    """
     gate, up = gate_and_up(gate, up, layout)
     where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
     key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
-    key = (*key, multiplier is None, rotate, eps)
+    key = (*key, amax is None, multiplier is None, rotate, eps)
     run = _plans.get(key, key)
     if run is key:
-        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, multiplier is not None, rotate, eps)
+        known = (amax is not None, multiplier is not None)
+        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, *known, rotate, eps)
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
             kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
-        return run(gate, up, multiplier)
-    return quantize_matrix(activate(gate, up, activation), row, column, None, multiplier, None, (False, False), rotate, eps)
+        return run(gate, up, amax, multiplier)
+    made, format = activate(gate, up, activation), row or column
+    assert format is not None
+    if amax is None and multiplier is None and format.per_tensor:
+        amax = kernels_for(made).amax(made, format).blocks.view(1)
+    parts = quantize_matrix(made, row, column, amax, multiplier, None, (False, False), rotate, eps)
+    # What was given is no result of its own.
+    return parts if amax is None else [*parts, amax.clone()]
+
+
+def activated(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor:
+    """Returns what the activation makes of [rows, columns], outside of a graph."""
+    gate, up = gate_and_up(gate, up, layout)
+    made = gated_kernels.made_of(gate, up, activation, layout)
+    return activate(gate, up, activation) if made is None else made
 
 
 def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor]:
@@ -72,17 +97,18 @@ def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
 
 
 @impl(quantize_op)
-def _quantize(gate, up, activation, layout, row, column, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
+def _quantize(gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    return quantize_gated(gate, up, activation, layout, first, second, multiplier, rotate, eps)
+    return quantize_gated(gate, up, activation, layout, first, second, amax, multiplier, rotate, eps)
 
 
 @fake(quantize_op)
-def _quantize_fake(gate, up, activation, layout, row, column, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
+def _quantize_fake(gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0):
     rows, columns = gate.shape[0], gate.shape[1] // (1 if layout == "apart" else 2)
     directions = ((row, (rows, columns)), (column, (columns, rows)))
     parts = [part for name, shape in directions if name is not None for part in empty_parts(gate, shape, Format.parse(name))]
-    return parts if multiplier is None else [*parts, gate.new_empty((1,), dtype=torch.int32)]
+    whole = Format.parse(row or column).per_tensor
+    return [*parts, gate.new_empty((1,), dtype=torch.int32)] if whole else parts
 
 
 @impl(gradient_op)

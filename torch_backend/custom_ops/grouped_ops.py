@@ -185,6 +185,9 @@ def _backward(
     fast = {product: product in recipe.fast_accum for product in ("dgrad", "wgrad")}
     exact, w, reason = recipe.exact_products, Matrix([], None), None
     if needs_x:
+        if scales is None and recipe.weight.format is not None:
+            # The forward's codes of it were not kept beside it.
+            weight, scales, tensor_scale = [*quantize_operand(weight, recipe.weight.format, None).row, None][:3]
         w = _weight(weight, scales, tensor_scale, recipe.weight.format)._replace(transposed=True)
         reason = why_apart(gradient, k, row.format, w.format, exact=exact, transposed=True, again=again)
     if reason is None and weight_dtype is not None:

@@ -21,13 +21,13 @@ from blockfp.recipes import ByPath, Recipe
 from ..linear.delayed import update_scales_after
 from ..linear.scale_watch import delayed_layers
 from ..modules.convert import convert
-from ..modules.summary import summary
 from ..modules.quantized_layer import Weights
+from ..modules.summary import summary
 from ..optimizer.adamw import Adam, AdamW
 
 
 class BlockfpPrecision(Precision):
-    """Converts the model as `blockfp.torch.convert` does, before Lightning makes its optimizers, and looks after delayed scaling.
+    """Converts the model as `blockfp.torch.convert` does, before Lightning makes its optimizers, and moves scales on.
 
     `configure_optimizers` returns a `blockfp.torch.AdamW` of the quantized parameters; with weights="high_precision" any
     optimizer. A model that holds quantized layers already is left as it is. Call `convert_module` yourself before Lightning

@@ -41,7 +41,10 @@ from ..weights.cast_weight import CastWeight
 from ..weights.loading import load_high_precision_
 from ..weights.requantize import check_writable
 
-PLAIN = Recipe("high precision", *[HIGH_PRECISION] * 6)
+__all__ = ["Merged", "merged", "register"]
+
+_CASTS = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+PLAIN = Recipe("high precision", *_CASTS, *_CASTS)
 """The products of adapters."""
 
 LOST = 3.0
@@ -115,7 +118,7 @@ def _layer_for(
 ) -> nn.Module | None:
     """Returns PEFT's layer over a target, made here; None for what isn't quantized and never will be."""
     base: Any = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    kind = type(base) if isinstance(base, Linear | TransposedLinear | GroupedLinear | Experts) else base_kind(base)
+    kind: Any = type(base) if isinstance(base, Linear | TransposedLinear | GroupedLinear | Experts) else base_kind(base)
     if kind is None:
         return None
     if parameter_name is not None:
@@ -124,7 +127,7 @@ def _layer_for(
         return ParamWrapper(target, adapter_name, parameter_name, config=config, **options) if grouped else None
     if not issubclass(kind, Linear | TransposedLinear):
         return None
-    weight = sharding.local_of(base.weight)
+    weight = sharding.local_of(base.get_parameter("weight"))
     if not isinstance(weight, QuantizedTensor | CastWeight) and type(weight) not in (Tensor, nn.Parameter):
         return None
     transposed = config.fan_in_fan_out = issubclass(kind, TransposedLinear)
@@ -210,7 +213,7 @@ class MergesCodes(peft_layers.LoraLayer):
         over = 0 if getattr(self, "fan_in_fan_out", False) else 1
         if over == 0 and sharding.mesh_of(param) is not None:
             raise NotImplementedError("DoRA of a weight [in, out] is merged before fully_shard, not after it")
-        magnitude = _whole(self.lora_magnitude_vector[adapter].weight)
+        magnitude = _weight(self.lora_magnitude_vector, adapter)
         if over == 1:
             magnitude = magnitude[sharding.region_of(param).slices[0]]
         factor = magnitude / torch.linalg.norm(original + change, dim=over)
@@ -224,7 +227,8 @@ class MergesCodes(peft_layers.LoraLayer):
         if base.bias is None:
             raise ValueError(f"adapters {biased} have a bias, and the layer has none to merge it into")
         own: Any = base.bias if self._kept is None or self._kept[2] is None else self._kept[2]
-        return own.detach() + sum(self.lora_B[adapter].bias.detach() * self.scaling[adapter] for adapter in biased)
+        layers: Any = self.lora_B
+        return own.detach() + sum(layers[adapter].bias.detach() * self.scaling[adapter] for adapter in biased)
 
     def unmerge(self) -> None:
         """Gives the weight the codes back that it had before the first merge.
@@ -262,10 +266,11 @@ class LoraLinear(MergesCodes, peft_layers.Linear):
         return {**super().lora_variants, ("use_dora",): DoraVariant}
 
     def held(self) -> tuple[str, Tensor]:
-        return "weight", self.get_base_layer().weight
+        base: Any = self.get_base_layer()
+        return "weight", base.weight
 
     def change(self, adapter: str) -> Tensor:
-        change = _whole(self.lora_B[adapter].weight) @ _whole(self.lora_A[adapter].weight)
+        change = _weight(self.lora_B, adapter) @ _weight(self.lora_A, adapter)
         return (change.T if self.fan_in_fan_out else change) * self.scaling[adapter]
 
 
@@ -298,15 +303,18 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
 
     def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
         """Returns A [experts, rank, in] and B [experts, out, rank]."""
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        first: Any = self.lora_A[adapter]
+        second: Any = self.lora_B[adapter]
+        return self._by_expert(first.weight, second.weight)
+
+    def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes PEFT's A [experts rank, in] and B [out, rank experts] apart."""
         experts = self.num_experts
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
     def change(self, adapter: str) -> Tensor:
-        experts = self.num_experts
-        a, b = _whole(self.lora_A[adapter].weight), _whole(self.lora_B[adapter].weight)
-        change = torch.bmm(b.reshape(b.shape[0], -1, experts).permute(2, 0, 1), a.reshape(experts, -1, a.shape[-1]))
-        change.mul_(self.scaling[adapter])
+        a, b = self._by_expert(_weight(self.lora_A, adapter), _weight(self.lora_B, adapter))
+        change = torch.bmm(b, a).mul_(self.scaling[adapter])
         return change.mT if self._transposed else change
 
     @contextmanager
@@ -399,12 +407,13 @@ class DoraLayer(DoraLinearLayer):
                 x, lora_A=lora_A, lora_B=lora_B, scaling=scaling, base_layer=base_layer, base_result=base_result,
                 adapter_name=adapter_name,
             )  # fmt: skip
-        if base_result is None:
-            base_result = base_layer(x if torch.is_autocast_enabled(x.device.type) else x.to(base_layer.weight.dtype))
+        y: Any = base_result
+        if y is None:
+            y = base_layer(x if torch.is_autocast_enabled(x.device.type) else x.to(base_layer.weight.dtype))
         if base_layer.bias is not None:
-            base_result = base_result - base_layer.bias
+            y = y - base_layer.bias
         factor = self.weight / norm
-        return (factor - 1).to(x.dtype) * base_result + factor.to(x.dtype) * lora_B(lora_A(x)) * scaling
+        return (factor - 1).to(x.dtype) * y + factor.to(x.dtype) * lora_B(lora_A(x)) * scaling
 
 
 class DoraVariant(DoraLinearVariant):
@@ -423,12 +432,15 @@ def _values(base_layer: Any) -> Tensor | None:
     weight = base_layer.weight
     if isinstance(weight, CastWeight):
         weight = weight.quantized()
-    return weight.detach().dequantize(torch.float32) if isinstance(weight, QuantizedTensor) else None
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    with torch.no_grad():
+        return weight.dequantize(torch.float32)
 
 
-def _whole(tensor: Any) -> Tensor:
-    """Returns all of an adapter's weight, in float32."""
-    tensor = tensor.detach()
+def _weight(layers: Any, adapter: str) -> Tensor:
+    """Returns all of the weight of an adapter's layer, in float32."""
+    tensor = layers[adapter].weight.detach()
     return (tensor if sharding.mesh_of(tensor) is None else tensor.full_tensor()).float()
 
 

@@ -1,15 +1,7 @@
-"""torchtitan (0.3): a model converter, and a container for blockfp's optimizers.
-
-    model_registry("debugmodel", converters=[BlockfpConverter.Config(recipe="mxfp8")])
-    BlockfpOptimizers.Config(param_groups=..)      in the place of OptimizersContainer.Config
-
-Its converters change the tree of configurations before the model is built. Those of linear layers and of experts get a `build`
-that converts what it builds, on the meta device too.
-"""
+"""torchtitan (0.3): a model converter, and a container for blockfp's optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -17,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
@@ -36,17 +27,14 @@ from ..weights.init import init_
 
 
 class BlockfpConverter(ModelConfigConverter):
-    """Makes a model's linear layers and experts quantized ones, as `blockfp.torch.convert` does.
+    """Makes a model's linear layers and experts quantized ones when it is built; classes with products of their own stay.
 
-    Classes of layers or experts with products of their own stay as they are. With tensor parallelism
-    (`parallelism.spmd_backend="partial_dtensor"`) each weight is cut as the model's sharding says, and rows reduce-scatter their
-    outputs where it wants those cut.
+    With tensor and expert parallelism (`spmd_backend="partial_dtensor"`) weights are cut as the model's sharding says.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
         recipe: str = "mxfp8"
-        """Name of a recipe."""
         skip: tuple[str, ...] = ("lm_head", "*.router.gate")
         """Patterns of the paths of layers that stay as they are."""
         weights: Weights = "quantized"
@@ -56,7 +44,8 @@ class BlockfpConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        found = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
+        """Replaces the configurations of layers, in place, by such as convert what they build."""
+        found: Any = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
         for path, layer, parent, name in found:
             if any(fnmatchcase(path, pattern) for pattern in self.config.skip):
                 continue
@@ -64,10 +53,7 @@ class BlockfpConverter(ModelConfigConverter):
             if layer.param_init is not None:
                 values["param_init"] = {key: partial(init_, function=each) for key, each in layer.param_init.items()}
             new = _quantized(type(layer), self.config.recipe, self.config.weights)(**values)
-            if isinstance(parent, list):
-                parent[name] = new
-            else:
-                setattr(parent, name, new)
+            parent.__setitem__(name, new) if isinstance(parent, list) else setattr(parent, name, new)
         return model_config
 
 
@@ -76,12 +62,11 @@ def _quantized(config_class: Any, recipe: str, weights: Weights) -> Any:
     class QuantizedConfig(config_class):
         def build(self, **options: Any) -> nn.Module:
             layer = config_class.build(self, **options)
-            if base_kind(layer) is None:
-                return layer
-            become(layer, _cuttable(type(layer)))
-            convert(layer, recipe, weights=weights)
-            for product in layer.children():
-                become(product, _Product)
+            if base_kind(layer) is not None:
+                become(layer, _cuttable(type(layer)))
+                convert(layer, recipe, weights=weights)
+                for product in layer.children():
+                    become(product, _Product)
             return layer
 
     return QuantizedConfig
@@ -93,7 +78,7 @@ def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Product(GroupedProduct, Module):
-    """What multiplies with experts' weights, as one of torchtitan's modules, which it wants all to be."""
+    """What multiplies with experts' weights, as one of torchtitan's modules, which all are to be."""
 
 
 class _Cut(Module):
@@ -101,27 +86,19 @@ class _Cut(Module):
 
     def _distribute_states(self, parallel_dims: Any) -> None:
         config: Any = self._sharding_config
-        layouts = {name: config.state_shardings[name] for name, _ in self.named_parameters(recurse=False)}
-        weight = next(iter(layouts.values()))
-        mesh = parallel_dims.resolve_mesh(weight.axes())
-        if mesh is None:
+        name, param = next(self.named_parameters(recurse=False))
+        layout = config.state_shardings[name]
+        if (mesh := parallel_dims.resolve_mesh(layout.axes())) is None:
             return
         if parallel_dims.spmd_backend != "partial_dtensor":
-            raise ValueError(
-                f"spmd_backend = {parallel_dims.spmd_backend!r}: a quantized {type(self).__name__} is cut with 'partial_dtensor'"
-            )
-        (placement,) = resolve_placements(weight, mesh)
-        if isinstance(self, GroupedExperts):
-            style = "experts" if placement == Shard(0) else None
-        else:
-            style = {Shard(0): "column", Shard(1): "row"}.get(placement)
-        if style is None:
-            raise ValueError(f"a quantized {type(self).__name__} can't be sharded as {placement}: leave it out with skip=")
-        rows_are_cut = False
-        if style == "row" and config.out_dst_shardings is not None:
-            rows_are_cut = resolve_placements(config.out_dst_shardings, mesh) == (Shard(1),)
-        parallelize(self, mesh, style, sequence_parallel=rows_are_cut)
-        # The layer sums, or scatters, its terms itself.
+            raise ValueError(f"spmd_backend = {parallel_dims.spmd_backend!r}: quantized layers are cut with 'partial_dtensor'")
+        (placement,) = resolve_placements(layout, mesh)
+        styles: Any = {Shard(0): "experts"} if isinstance(self, GroupedExperts) else {Shard(0): "column", Shard(1): "row"}
+        if (style := styles.get(placement)) is None:
+            raise ValueError(f"a {type(self).__name__} {tuple(param.shape)} can't lie as {placement}: leave it out with skip=")
+        after = config.out_dst_shardings if style == "row" else None
+        parallelize(self, mesh, style, sequence_parallel=after is not None and resolve_placements(after, mesh) == (Shard(1),))
+        # A row sums, or scatters, its terms itself.
         self._sharding_config = replace(config, out_src_shardings=None) if style == "row" else config
 
 
@@ -134,10 +111,9 @@ class BlockfpOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]):
         if config.implementation == "fused_opt_states_bf16":
-            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; take 'fused'")
+            raise ValueError("implementation = 'fused_opt_states_bf16': blockfp's optimizers keep moments in fp32; try 'fused'")
         super().__init__(config, model_parts=model_parts)
 
     @staticmethod
-    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        ours: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adam": Adam}
-        return ours.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return {"AdamW": AdamW, "Adam": Adam}.get(name) or OptimizersContainer._resolve_optimizer_factory(name)

@@ -6,9 +6,9 @@ Importing this module makes the quantization method "blockfp" known to transform
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BlockfpConfig("mxfp8"))
 
-Layers are converted on the meta device, and each weight is quantized as it is read, or made of the file's own codes and scales,
-so that no more than one weight is in memory in high precision. The model is an ordinary one then, for `Trainer`, PEFT and
-`save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them back.
+Layers are converted on the meta device. Each weight is quantized as it is read, or made of the file's own codes and scales, so
+that no more than one is in memory in high precision beside the originals that `keep_init` keeps. The model is an ordinary one
+then, for `Trainer`, PEFT and `save_pretrained`, which writes codes and a config.json by which `from_pretrained` reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from blockfp import recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
@@ -31,16 +31,18 @@ from ..modules.kinds import base_kind, quantized_names, weight_names
 from ..modules.quantized_layer import Weights
 from ..modules.stateful_layer import StatefulLayer
 from ..modules.summary import tied_elsewhere
+from ..quantized_tensor.tensor import QuantizedTensor
 
 try:
     from transformers.quantizers import auto
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
     from transformers.utils.quantization_config import QuantizationConfigMixin
-except ImportError as error:
-    raise ImportError(f"{__name__} needs transformers 5: pip install 'transformers>=5'") from error
 
-from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+    from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
+    from .transformers_writing import write_model
+except ModuleNotFoundError as error:
+    raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
@@ -50,7 +52,6 @@ METHOD = "blockfp"
 Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 
 
-@auto.register_quantization_config(METHOD)
 class BlockfpConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model that blockfp quantizes.
 
@@ -67,6 +68,10 @@ class BlockfpConfig(QuantizationConfigMixin):
     Raises:
         TypeError, ValueError: a recipe that isn't one, a pattern that is no regular expression, or an unknown keyword.
     """
+
+    quant_method: Any
+    weights: Weights
+    compute: Compute
 
     def __init__(
         self,
@@ -141,7 +146,6 @@ def _read(written: Mapping[str, Any]) -> Recipe:
         raise ValueError(f"recipe {dict(written)!r} is not what BlockfpConfig writes: {error!r}") from error
 
 
-@auto.register_quantizer(METHOD)
 class BlockfpHfQuantizer(HfQuantizer):
     """Converts a model on the meta device, and makes its weights as transformers reads them."""
 
@@ -164,8 +168,8 @@ class BlockfpHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         if getattr(model.config, "distributed_config", None) is not None:
             raise ValueError(
-                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized weights "
-                "don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
+                "transformers is to cut the model by a plan of its own (tp_plan or distributed_config), which quantized "
+                "weights don't follow: load it whole, then use fully_shard, accelerate's FSDP2, or blockfp.torch.parallelize"
             )
         config = self.quantization_config
         self.released = found = released_weights(model, checkpoint_files or [])
@@ -202,7 +206,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         formats = {one.format for one in there}
         if len(formats) > 1:
             raise ValueError(
-                f"{path} has weights in {', '.join(map(str, formats))}, and a layer has one format: requantize=True gives it one"
+                f"{path} has weights in {', '.join(map(str, formats))}, and a layer has one format: pass requantize=True"
             )
         for format in formats:
             recipe = recipe if recipe.weight.format is format else recipe.replace(weight=Cast(format))
@@ -222,6 +226,10 @@ class BlockfpHfQuantizer(HfQuantizer):
         """Says whether a parameter is quantized as it is read."""
         module, name = get_module_from_name(model, param_name)
         return name in quantized_names(module) and param_name not in self.released.params
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Returns the bytes that an element takes, its share of the scales included."""
+        return param.nbytes / param.numel() if isinstance(param, QuantizedTensor) else param.element_size()
 
     def get_quantize_ops(self) -> QuantizeOnLoad:
         """Returns what quantizes one weight."""
@@ -299,8 +307,6 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         ValueError: the layout isn't known, or a weight can't be taken apart into the release's without another scale.
         BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
     """
-    from .transformers_writing import write_model
-
     write_model(model, Path(folder), layout, file_bytes)
 
 
@@ -324,4 +330,6 @@ def _merging(theirs: Any) -> Any:
     return staticmethod(merge_quantization_configs)
 
 
+auto.register_quantization_config(METHOD)(BlockfpConfig)
+auto.register_quantizer(METHOD)(BlockfpHfQuantizer)
 auto.AutoHfQuantizer.merge_quantization_configs = _merging(auto.AutoHfQuantizer.merge_quantization_configs)

@@ -116,7 +116,7 @@ class FromFile:
         """Raises ValueError where weights that are laid end to end along an axis end within a block."""
         sources = [weights[0] for weights in self.weights.values()] if merged else self.all
         axis = dim if dim < 0 else dim - len(sources[0].shape) - merged
-        block = dict(zip((-2, -1), self.format.block or (1, 1), strict=True)).get(axis, 1)
+        block = (self.format.block or (1, 1))[axis] if axis >= -2 else 1
         # The last may end within a block, as the whole does.
         lengths = [weight.shape[axis] for weight in sources[:-1] if axis >= -2]
         if any(length % block for length in lengths):
@@ -207,7 +207,7 @@ def untranspose(module: Any, found: Sequence[FromFile]) -> None:
         return
     kind = base_kind(module)
     names = () if kind is None else weight_names(kind, module)
-    missing = {name for name in names} - {one.name.rpartition(".")[2] for one in found}
+    missing = set(names) - {one.name.rpartition(".")[2] for one in found}
     if missing:
         raise ValueError(f"{found[0].name} is quantized in the file, and {', '.join(missing)} beside it is not")
     for name in names:
@@ -290,7 +290,8 @@ class ReadQuantized(WeightConverter):
         if quantized and not self.config.requantize and self.config.weights == "quantized":
             q = found.quantized(model, param.dtype)
             _check_shape(name, q, param)
-            return nn.Parameter(q, param.requires_grad)
+            # transformers moves it to its device; whether it is trained is said behind that.
+            return nn.Parameter(q, requires_grad=False)
         values = found.values(model, param.dtype)
         was_transposed = bool(getattr(module, "is_transposed", False)) and not found.format.square
         values = values.mT.contiguous() if was_transposed else values

@@ -9,11 +9,16 @@ from torch import Tensor
 
 from blockfp.recipes import Recipe
 
+from ..custom_ops.quantize_plans import kept
 from ..quantized_tensor.tensor import DTYPES
 from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
+from .call import Call
 from .gated_function import GatedFunction, Gating, run_gated
-from .linear import LinearState, call_of, check_tensors
+from .linear import LinearState, call_of, check_tensors, known_by
 from .linear_function import NO_STATE
+
+# Calls whose arguments were checked, as `linear` keeps them.
+_calls: dict[Any, Call] = {}
 
 
 def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: LinearState | None) -> bool:
@@ -33,7 +38,8 @@ def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state
         return False
     if up is None:
         return True
-    return type(up) is Tensor and up.dtype is gate.dtype and up.shape == gate.shape and up.requires_grad == gate.requires_grad
+    alike = type(up) is Tensor and up.dtype is gate.dtype and up.shape == gate.shape and up.device == gate.device
+    return alike and up.requires_grad == gate.requires_grad
 
 
 def gated(
@@ -57,9 +63,16 @@ def gated(
     flat: list[Any] = [
         one if one is None or one.ndim == 2 else one.flatten(0, -2) if one.ndim > 1 else one[None] for one in (gate, up)
     ]
-    width = gate.shape[-1] if gating.layout == "apart" else gate.shape[-1] // 2
-    check_tensors(flat[0][:, :width], weight, bias, grouped=False, transposed=False)
-    call = call_of(flat[0], weight, bias, recipe, state, None, False, None)
+    known = call = None
+    if not torch.compiler.is_compiling():
+        known = (known_by(gate, weight, bias, recipe, state, None, False), gating.layout)
+        call = _calls.get(known)
+    if call is None:
+        width = gate.shape[-1] if gating.layout == "apart" else gate.shape[-1] // 2
+        check_tensors(flat[0][:, :width], weight, bias, grouped=False, transposed=False)
+        call = call_of(flat[0], weight, bias, recipe, state, None, False, None)
+        if known is not None:
+            kept(_calls, known, call)
     tensors: tuple[Tensor | None, ...] = ()
     if state is not None:
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)

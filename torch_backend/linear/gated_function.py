@@ -18,7 +18,7 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..custom_ops import gated_ops, linear_ops
-from ..custom_ops.activations import Activation, Layout, activate, gate_and_up
+from ..custom_ops.activations import Activation, Layout, activate, gate_and_up, gradients, joined
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix, multiply, multiply_parts
 from ..custom_ops.quantize_plans import part_count
@@ -61,16 +61,18 @@ class GatedFunction(torch.autograd.Function):
         row = recipe.input.format
         assert row is not None
         direct = call.direct and runs_now(gate)
-        made = _cast(gate, up, gating, recipe.input, HIGH_PRECISION, scale, recipe.eps, direct)
-        if scale is not None:
-            made, largest = made[:-1], made[-1]
-            if history is not None and call.training:
-                record(history, largest)
-        a, kept = Matrix(made, row), []
-        if call.traced and needs_weight:
+        column = recipe.input_columnwise if needs_weight else HIGH_PRECISION
+        # Another pass for the amax costs more than those few codes are worth.
+        at_once = column.format is row and row.scale.two_level
+        known = (scale, recipe.eps, direct)
+        made, amax = _cast(gate, up, gating, recipe.input, column if at_once else HIGH_PRECISION, None, *known)
+        if amax is not None and scale is not None and history is not None and call.training:
+            record(history, amax)
+        count = part_count(row)
+        a, kept = Matrix(made[:count], row), made[count:]
+        if call.traced and needs_weight and not at_once:
             # Compilers move it to the backward, which alone needs it.
-            column = recipe.input_columnwise
-            kept = _cast(gate, up, gating, HIGH_PRECISION, column, scale, recipe.eps, direct)[: part_count(column.format)]
+            kept, _ = _cast(gate, up, gating, HIGH_PRECISION, column, amax, *known)
         operand = weight_operand(weight, call.stored, recipe.weight, None)
         n, k = weight.shape[0], weight.shape[1]
         fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
@@ -84,7 +86,13 @@ class GatedFunction(torch.autograd.Function):
         ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
         # Of now: it may move on before the backward.
         ctx.input_scale = None if scale is None or call.traced or not needs_weight else scale.clone()
-        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = None, weight.shape, weight.dtype, None if bias is None else bias.dtype
+        ctx.input_amax = None if call.traced or not needs_weight else amax
+        ctx.counts, ctx.shape, ctx.dtype, ctx.bias_dtype = (
+            None,
+            weight.shape,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+        )
         # What gradients of gradients go to; else what is saved anyway.
         beside = (None, None) if call.traced else (weight, bias)
         ctx.save_for_backward(*kept, *parts, gate, up, *beside)
@@ -110,9 +118,8 @@ class GatedFunction(torch.autograd.Function):
         d_gate = d_up = d_weight = d_bias = None
         direct = call.direct and runs_now(gradient)
         if needs_weight and not kept:
-            column = recipe.input_columnwise
-            kept = _cast(gate, up, ctx.gating, HIGH_PRECISION, column, ctx.input_scale, recipe.eps, direct)
-            kept = kept[: part_count(column.format)]
+            known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
+            kept, _ = _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known)
         if needs_x or needs_weight:
             row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
             formats = (None if row is None else row.format, None if column is None else column.format)
@@ -132,11 +139,25 @@ class GatedFunction(torch.autograd.Function):
                 record(ctx.history, results[-1])
             d_weight = results[int(needs_x)] if needs_weight else None
             if needs_x:
-                of_gate = gated_ops.gated_gradient if direct else gated_ops.gradient_op
-                d_gate, d_up = [*of_gate(results[0], gate, up, *ctx.gating), None][:2]
+                # A compiler makes one kernel of the operations and of the amax that the cast behind them wants.
+                apart = compiled and ctx.scale is None and any(one is not None and one.per_tensor for one in formats)
+                d_gate, d_up = _through(results[0], gate, up, ctx.gating, apart, direct)
         if needs_bias:
             d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
         return d_gate, d_up, d_weight, d_bias, *rest
+
+
+def _through(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, gating: Gating, apart: bool, direct: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of gate and up, as they were given; `apart`: by PyTorch's operations."""
+    activation, layout = gating
+    if apart:
+        d_gate, d_up = gradients(gradient, *gate_and_up(gate, up, layout), activation)
+        return (d_gate, d_up) if d_up is None or layout == "apart" else (joined(d_gate, d_up, layout), None)
+    run = gated_ops.gated_gradient if direct else gated_ops.gradient_op
+    d_gate, *rest = run(gradient, gate, up, activation, layout)
+    return d_gate, rest[0] if rest else None
 
 
 def _cast(
@@ -145,16 +166,25 @@ def _cast(
     gating: Gating,
     row: Cast,
     column: Cast,
+    amax: Tensor | None,
     multiplier: Tensor | None,
     eps: float,
     direct: bool,
-) -> list[Tensor]:
-    """The parts of what the activation makes, rowwise or columnwise; with a multiplier its amax behind them."""
-    options = (multiplier, column.rotate, eps)
+) -> tuple[list[Tensor], Tensor | None]:
+    """The parts of what the activation makes, in the directions that have a format, and its amax where that has one scale.
+
+    An amax that is known is taken where it says all.
+    """
+    format = row.format or column.format
+    assert format is not None
+    amax = amax if format.per_tensor and multiplier is None else None
     if direct:
-        return gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
-    names = [None if cast.format is None else cast.format.name for cast in (row, column)]
-    return gated_ops.quantize_op(gate, up, *gating, *names, *options)
+        options = (amax, multiplier, column.rotate, eps)
+        parts = gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
+    else:
+        names = [None if cast.format is None else cast.format.name for cast in (row, column)]
+        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps)
+    return (parts[:-1], parts[-1]) if format.per_tensor else (parts, None)
 
 
 def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

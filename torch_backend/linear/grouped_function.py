@@ -86,8 +86,10 @@ class GroupedFunction(torch.autograd.Function):
             kept = kept[:-1]
         if call.needs[1] and columnwise.format is None:
             kept = [x]
-        parts = w.parts if call.needs[0] else []
-        ctx.call, ctx.kept, ctx.parts, ctx.format = call, len(kept), len(parts), w.format
+        # Codes that ranks made together are kept; one rank makes them again of the weight.
+        alone = call.parallel is None
+        parts = ([weight] if alone else w.parts) if call.needs[0] else []
+        ctx.call, ctx.kept, ctx.parts, ctx.format = call, len(kept), len(parts), call.stored if alone else w.format
         # `keys_of_gradient` asks how many groups there are.
         ctx.counts = range(weight.shape[0])
         ctx.shape, ctx.dtype, ctx.bias_dtype = weight.shape, weight.dtype, None if bias is None else bias.dtype
@@ -96,7 +98,7 @@ class GroupedFunction(torch.autograd.Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(words, *kept, *parts)
             return y
-        made = bool(parts) and call.stored is None and w.format is not None
+        made = bool(parts) and not alone and call.stored is None and w.format is not None
         return save_for_graph(ctx, y, x, weight, [words, *kept, *parts], made=made)
 
     @staticmethod
@@ -172,6 +174,7 @@ def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
         kept=len(kept),
         counts=counts,
         x_origin=(0, 0),
+        again=False,
         observed=None,
         waiting=getattr(ctx, "waiting", None),
     )

@@ -116,7 +116,7 @@ def apply(
     known = call = None
     grouped = counts is not None or offs is not None
     if not grouped and parallel is None and not transforms and not traced:
-        known = _known_by(x, weight, bias, recipe, state, key, transposed)
+        known = known_by(x, weight, bias, recipe, state, key, transposed)
         call = _calls.get(known)
     if call is None:
         check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
@@ -158,7 +158,7 @@ _calls: dict[Any, Call] = {}
 _wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _known_by(
+def known_by(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -4,8 +4,9 @@
     dgrad     dx = g w       g rowwise      weight columnwise: derived from the rowwise codes inside the product
     wgrad     dw = g^T x     g columnwise   x columnwise: made in the forward, from the same read as rowwise, and saved
 
-What it saves for the backward is the codes and scales of x columnwise, and the weight as it is. Layers that a tensor-parallel group
-shares have a function of their own (`shared_function`), with collectives between casts and products.
+What it saves for the backward is the codes and scales of x columnwise, or x where autograd keeps it anyway; and the weight as
+it is. Layers that a tensor-parallel group shares have a function of their own (`shared_function`), with collectives between
+casts and products.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import multiply
 from ..custom_ops.shared_casts import SharedCast, latest
-from ..torch_internals import apply_of
+from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
 from .operands import Scaling, amax_where_compiled, quantized, weight_operand
-from .second_order import backward_with_graph, plus, taken
+from .second_order import backward_with_graph, cast_again, plus, taken
 
 NO_STATE = (None,) * 7
 
@@ -42,10 +43,19 @@ class LinearFunction(torch.autograd.Function):
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         format = columnwise.format
+        ctx.again = again = False
+        if format is not None and not call.traced and ctx.observed is None:
+            node, number = x.grad_fn, x.output_nr
+            while type(node).__name__ in VIEWS:
+                node, number = node.next_functions[0]
+            # Codes would lie beside values that stay anyway.
+            ctx.again = again = number == 0 and type(node).__name__ in KEEPS_RESULT
+            if again:
+                columnwise = HIGH_PRECISION
         if call.direct and runs_now(x):
             multiplier = scale if recipe.input.format is not None or format is not None else None
             w = taken_apart([weight], call)
-            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight, w[3], shared)
+            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight and not again, w[3], shared)
             if multiplier is not None:
                 largest = made.pop()
                 if history is not None and call.training:
@@ -61,8 +71,10 @@ class LinearFunction(torch.autograd.Function):
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
             y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
             kept = [] if column is None else list(column.parts)
-        if needs_weight and format is None:
+        if again or (needs_weight and format is None):
             kept = [x]
+            # Of now: it may move on before the backward.
+            ctx.input_scale = scale.clone() if again and scale is not None else None
         parts = [weight] if needs_x else []
         ctx.call, ctx.counts, ctx.kept, ctx.parts, ctx.x_origin = call, None, len(kept), len(parts), (0, 0)
         ctx.format, ctx.weight_beside = call.stored, False
@@ -95,6 +107,8 @@ class LinearFunction(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
         del saved
+        if ctx.again:
+            kept = cast_again(ctx, kept)
         if not compiled:
             # From here on each copy lives until its product is done.
             ctx.maybe_clear_saved_tensors()

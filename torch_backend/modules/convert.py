@@ -47,9 +47,10 @@ def convert(
     names and shapes, each expert's rows are a tensor of their own as in `GroupedLinear`, and the module's forward multiplies
     by groups, whatever `config._experts_implementation` says.
 
-    MLPs whose forward is known exactly (transformers' LlamaMLP and those written like it, Phi3MLP, torchtitan's FeedForward, and
-    one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is quantized
-    as it is made. No bit changes, and where somebody looks (hooks, adapters in the layer's place) it is made as before.
+    MLPs whose forward is known exactly (transformers' LlamaMLP and those written like it, Phi3MLP, torchtitan's FeedForward,
+    and one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is
+    quantized as it is made. No bit changes, and where somebody looks (hooks, adapters in the layer's place) it is made as
+    before.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
@@ -99,7 +100,9 @@ def convert(
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     made = _made(chosen, weights, compute, keep_init)
-    fused = {mlp: cls for mlp in model.modules() if (cls := fused_class(mlp)) is not None and mlp._modules[cls.parts.down] in made}
+    fused = {
+        mlp: cls for mlp in model.modules() if (cls := fused_class(mlp)) is not None and mlp._modules[cls.parts.down] in made
+    }
     _commit(made)
     for mlp, cls in fused.items():
         become(mlp, cls)

@@ -6,11 +6,13 @@ import sys
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..experts.dispatch import combine
+from ..linear.activation_function import activation
+from ..linear.gated_function import Gating
 from .experts import Experts
+from .gated_mlp import activation_of
 
 
 class TransformersExperts(Experts):
@@ -69,7 +71,7 @@ class TransformersExperts(Experts):
         offs = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True, out_int32=True)
         first, last = self.biases
         y = self.multiply(first, hidden_states[order // k], offs)
-        y = self.multiply(last, self._apply_gate(y) if self.has_gate else self.act_fn(y), offs)
+        y = self.multiply(last, self._activated(y), offs)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         back = torch.empty_like(order)
@@ -81,10 +83,20 @@ class TransformersExperts(Experts):
         first, last = self.biases
         received = self.dispatched(hidden_states, top_k_index)
         y = self.multiply_received(first, received.tokens, received)
-        y = self.multiply_received(last, self._apply_gate(y) if self.has_gate else self.act_fn(y), received)
+        y = self.multiply_received(last, self._activated(y), received)
         if self.has_post_expert_norm:
             y = self.post_expert_norm(y)
         return combine(y, received, top_k_weights).to(hidden_states.dtype)
+
+    def _activated(self, y: Tensor) -> Tensor:
+        """What stands between the two products, of [rows, gate and up] or [rows, up]."""
+        library: Any = sys.modules["transformers.integrations.moe"]
+        name = activation_of(self.act_fn) if isinstance(getattr(self, "act_fn", None), nn.Module) else None
+        if name is not None and not self.has_gate:
+            return activation(y, None, Gating(name, "apart"))
+        if name is not None and type(self)._apply_gate is getattr(library, "_default_apply_gate", None):
+            return activation(y, None, Gating(name, "halves"))
+        return self._apply_gate(y) if self.has_gate else self.act_fn(y)
 
 
 class TitanExperts(Experts):
@@ -110,7 +122,8 @@ class TitanExperts(Experts):
         """Returns [tokens, dim] for rows that are sorted by expert, and how many each expert has."""
         offs = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         x, dtype = x_RD.bfloat16(), torch.bfloat16
-        h = F.silu(self.multiply("w1_EFD", x, offs, dtype)) * self.multiply("w3_EFD", x, offs, dtype)
+        gate, up = (self.multiply(name, x, offs, dtype) for name in ("w1_EFD", "w3_EFD"))
+        h = activation(gate, up, Gating("silu", "apart"))
         return self.multiply("w2_EDF", h, offs, dtype).type_as(x_RD)
 
 

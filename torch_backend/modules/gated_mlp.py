@@ -1,8 +1,8 @@
 """MLPs of other libraries, whose activation and cast `convert` makes one operation.
 
 An MLP is known by what its `forward` does, not by its name: its bytecode is that of one of the functions below, whatever its
-layers are called. So LlamaMLP and all that are written like it (Qwen, Mistral, Gemma, ..), Phi3MLP, torchtitan's FeedForward, and those with
-one activation between two layers are taken; a forward that differs in one instruction stays as it is.
+layers are called. So LlamaMLP and all that are written like it (Qwen, Mistral, Gemma, ..), Phi3MLP, torchtitan's FeedForward,
+and those with one activation between two layers are taken; a forward that differs in one instruction stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from blockfp.kernels.once import once
 
-from ..custom_ops.activations import Activation
+from ..custom_ops.activations import Activation, activate
 from ..linear.gated_function import Gating
 from .gated_product import fused_product, has_hooks
 
@@ -35,6 +35,26 @@ def _llama_at_once(self, x):
 
 def _torchtitan(self, x):
     return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def _plain(self, x):
+    return self.down(F.gelu(self.up(x)))
+
+
+def _plain_tanh(self, x):
+    return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def _plain_module(self, x):
+    return self.down(self.act(self.up(x)))
+
+
+def _plain_by_nn(self, x):
+    return self.down(nn.functional.gelu(self.up(x)))
+
+
+def _plain_tanh_by_nn(self, x):
+    return self.down(nn.functional.gelu(self.up(x), approximate="tanh"))
 
 
 def _phi3(self, hidden_states):
@@ -60,26 +80,33 @@ class _Roles(NamedTuple):
         down: the layer behind the activation.
         gate: the layer before it; of both halves, where there is no up.
         up: the layer that makes what is multiplied with, or None.
-        act: the activation's module; None where it is F.silu.
+        act: the activation's module, or the name of the function that stands there.
         halves: whether gate and up come from one layer.
-        others: further names, which must be these.
+        fixed: further names, which must be these, by their places. F and nn must be torch's.
     """
 
     down: int
     gate: int
     up: int | None
-    act: int | None
+    act: int | Activation
     halves: bool = False
-    others: tuple[tuple[int, str], ...] = ()
+    fixed: dict[int, str] = {}  # noqa: RUF012
 
 
 _FORWARDS: dict[Callable[..., Any], _Roles] = {
     _llama: _Roles(0, 2, 3, 1),
     _llama_at_once: _Roles(0, 2, 3, 1),
-    _torchtitan: _Roles(0, 3, 4, None, others=((1, "F"), (2, "silu"))),
-    _phi3: _Roles(3, 0, None, 2, halves=True, others=((1, "chunk"),)),
+    _torchtitan: _Roles(0, 3, 4, "silu", fixed={1: "F", 2: "silu"}),
+    _phi3: _Roles(3, 0, None, 2, halves=True, fixed={1: "chunk"}),
     _siglip: _Roles(2, 0, None, 1),
+    _plain_module: _Roles(0, 2, None, 1),
+    _plain: _Roles(0, 3, None, "gelu", fixed={1: "F", 2: "gelu"}),
+    _plain_tanh: _Roles(0, 3, None, "gelu_tanh", fixed={1: "F", 2: "gelu"}),
+    _plain_by_nn: _Roles(0, 4, None, "gelu", fixed={1: "nn", 2: "functional", 3: "gelu"}),
+    _plain_tanh_by_nn: _Roles(0, 4, None, "gelu_tanh", fixed={1: "nn", 2: "functional", 3: "gelu"}),
 }
+
+_GLOBALS = {"F": F, "nn": nn}
 
 
 _KINDS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -94,7 +121,9 @@ def _instructions(code: CodeType) -> tuple[Any, ...]:
     )
 
 
-_KNOWN = {_instructions(function.__code__): roles for function, roles in _FORWARDS.items() if isinstance(function, FunctionType)}
+_KNOWN = {
+    _instructions(function.__code__): roles for function, roles in _FORWARDS.items() if isinstance(function, FunctionType)
+}
 
 
 _TRANSFORMERS = "transformers.activations"
@@ -105,6 +134,7 @@ class Parts(NamedTuple):
 
     Attributes:
         down, gate, up, act, halves: as of `_Roles`.
+        function: the activation, where it is no module.
     """
 
     down: str
@@ -112,6 +142,7 @@ class Parts(NamedTuple):
     up: str | None
     act: str | None
     halves: bool
+    function: Activation | None = None
 
 
 def parts_of(cls: type[nn.Module]) -> Parts | None:
@@ -121,23 +152,19 @@ def parts_of(cls: type[nn.Module]) -> Parts | None:
         return None
     roles = _KNOWN.get(_instructions(forward.__code__))
     names = forward.__code__.co_names
-    if roles is None or any(names[place] != name for place, name in roles.others):
+    if roles is None or any(names[place] != name for place, name in roles.fixed.items()):
         return None
-    if roles.act is None and forward.__globals__.get("F") is not F:
+    if any(forward.__globals__.get(name) is not _GLOBALS[name] for name in roles.fixed.values() if name in _GLOBALS):
         return None
-    up, act = (None if place is None else names[place] for place in (roles.up, roles.act))
-    found = Parts(names[roles.down], names[roles.gate], up, act, roles.halves)
+    up = None if roles.up is None else names[roles.up]
+    act, function = (names[roles.act], None) if isinstance(roles.act, int) else (None, roles.act)
+    found = Parts(names[roles.down], names[roles.gate], up, act, roles.halves, function)
     # Their names as modules: each is one, and none is the MLP's own method.
     return found if all(name is None or not hasattr(cls, name) for name in found[:4]) else None
 
 
-def activation_of(module: nn.Module | None) -> Activation | None:
-    """Returns the name of the function that a module computes; None where it isn't known, or its calls are seen by hooks.
-
-    A module of None stands for F.silu.
-    """
-    if module is None:
-        return "silu"
+def activation_of(module: nn.Module) -> Activation | None:
+    """Returns the name of the function that a module computes; None where it isn't known, or its calls are seen by hooks."""
     if "forward" in vars(module) or has_hooks(module):
         return None
     if type(module) is nn.SiLU:
@@ -155,7 +182,9 @@ def activation_of(module: nn.Module | None) -> Activation | None:
     act: Any = module.act
     if act is F.gelu:
         return "gelu"
-    tanh = isinstance(act, functools.partial) and act.func is F.gelu and not act.args and act.keywords == {"approximate": "tanh"}
+    tanh = (
+        isinstance(act, functools.partial) and act.func is F.gelu and not act.args and act.keywords == {"approximate": "tanh"}
+    )
     return "gelu_tanh" if tanh else None
 
 
@@ -167,7 +196,8 @@ def fused_class(mlp: nn.Module) -> type[FusedMLP] | None:
     parts = parts_of(cls)
     if parts is None or not all(name is None or isinstance(mlp._modules.get(name), nn.Module) for name in parts[:4]):
         return None
-    if activation_of(None if parts.act is None else mlp._modules[parts.act]) is None:
+    act = None if parts.act is None else mlp._modules[parts.act]
+    if act is not None and activation_of(act) is None:
         return None
     return _derived(cls)
 
@@ -182,19 +212,20 @@ class FusedMLP(nn.Module):
     parts: ClassVar[Parts]
 
     def forward(self, x: Tensor) -> Tensor:
-        down, gate, up, act, halves = (self._modules[name] if isinstance(name, str) else name for name in self.parts)
+        parts = self.parts
+        down, gate, up, act = (None if name is None else self._modules[name] for name in parts[:4])
         assert down is not None
         assert gate is not None
         first = gate(x)
         second = None if up is None else up(x)
-        activation = activation_of(act)
+        activation = parts.function if act is None else activation_of(act)
         if activation is not None:
-            y = fused_product(down, first, second, Gating(activation, "halves" if halves else "apart"))
+            y = fused_product(down, first, second, Gating(activation, "halves" if parts.halves else "apart"))
             if y is not None:
                 return y
-        if halves:
+        if parts.halves:
             first, second = first.chunk(2, dim=-1)
-        made = F.silu(first) if act is None else act(first)
+        made = act(first) if act is not None else activate(first, None, parts.function or "")
         return down(made if second is None else made * second)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

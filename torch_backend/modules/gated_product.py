@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 
-from ..custom_ops.activations import activate, gate_and_up
+from ..linear.activation_function import activation
 from ..linear.gated import gated, takes
 from ..linear.gated_function import Gating
 from .linear import Linear
@@ -22,7 +22,7 @@ def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gat
         gating: the activation, and where gate and up lie.
     """
     found = fused_product(layer, gate, up, gating)
-    return layer(activate(*gate_and_up(gate, up, gating.layout), gating.activation)) if found is None else found
+    return layer(activation(gate, up, gating)) if found is None else found
 
 
 def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor | None:

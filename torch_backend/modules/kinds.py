@@ -44,7 +44,7 @@ def base_kind(layer: nn.Module) -> Kind | None:
 def adapter_layers(model: nn.Module) -> set[nn.Module]:
     """Returns the layers of PEFT's adapters in a model, which are trained beside the weights that are quantized."""
     tuner_layer: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", ())
-    adapted = (module for module in model.modules() if isinstance(module, tuner_layer))
+    adapted: list[Any] = [module for module in model.modules() if isinstance(module, tuner_layer)]
     held = (vars(module)["_modules"].get(name) for module in adapted for name in module.adapter_layer_names)
     return {layer for adapters in held if adapters is not None for layer in adapters.modules()}
 

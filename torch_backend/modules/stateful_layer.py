@@ -87,7 +87,7 @@ class StatefulLayer(RecipeLayer):
             self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
         self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
-        self._mark_buffers()
+        self.mark_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         state = [(name, self._buffers[name]) for name in chain(*LAYER_BUFFERS)]
@@ -101,10 +101,10 @@ class StatefulLayer(RecipeLayer):
             # Memory that nobody else may write into: initializers of other libraries know parameters alone.
             self.reset_buffers()
         # Others may be in their place now.
-        self._mark_buffers()
+        self.mark_buffers()
         return self
 
-    def _mark_buffers(self) -> None:
+    def mark_buffers(self) -> None:
         """Tells compilers that buffers stay where they are, which they take for granted in modules, but not in FSDP2's.
 
         A CUDA graph would write into copies of them otherwise.

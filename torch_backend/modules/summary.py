@@ -79,6 +79,7 @@ class Summary:
         other_bytes: of these.
         originals: bytes of the values that are kept on the CPU until an optimizer takes them (`keep_init`).
         states: bytes that an optimizer keeps for the model's parameters, by name: masters, moments.
+        buffers: bytes of buffers: amax histories and scales of delayed scaling, random keys, and those of other modules.
     """
 
     layers: tuple[QuantizedWeight, ...]
@@ -87,6 +88,7 @@ class Summary:
     other_bytes: int
     originals: int = 0
     states: tuple[tuple[str, int], ...] = ()
+    buffers: int = 0
 
     @property
     def parameters(self) -> int:
@@ -97,6 +99,11 @@ class Summary:
     def bytes(self) -> int:
         """Bytes of all parameters, as far as this rank holds them."""
         return sum(one.bytes for one in (*self.layers, *self.left)) + self.other_bytes
+
+    @property
+    def held(self) -> int:
+        """Bytes of all that this rank holds between steps: parameters, buffers, originals and the optimizer's; no gradients."""
+        return self.bytes + self.buffers + self.originals + sum(size for _, size in self.states)
 
     @property
     def quantized(self) -> int:
@@ -142,6 +149,8 @@ class Summary:
         if self.states:
             each = ", ".join(f"{name} {_number(size)}" for name, size in self.states)
             kept.append(f"optimizer: {each}; {_number(sum(size for _, size in self.states))} bytes")
+        if self.held > self.bytes:
+            kept.append(f"between steps: {_number(self.held)} bytes, buffers' {_number(self.buffers)} among them")
         return "\n".join([*lines, f"{quantized} ({self.share:.1%}; embeddings aside)", *kept, *notes])
 
     __repr__ = __str__
@@ -191,7 +200,8 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
         for name, kept in held.get(param, {}).items():
             if isinstance(kept, Tensor):
                 states[name] = states.get(name, 0) + nbytes(kept)
-    return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()))
+    buffers = sum(nbytes(buffer) for buffer in model.buffers())
+    return Summary(tuple(layers), tuple(left), others, other_bytes, originals, tuple(states.items()), buffers)
 
 
 def tied_elsewhere(model: nn.Module) -> dict[str, str]:

@@ -102,8 +102,7 @@ class LocalParameter:
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         self.one_pass = self.two_passes = False
         # A GPU's pass takes tiles, which know no amax of a whole row.
-        known = format is not None and not (format.per_row and local.is_cuda)
-        if known and (format.block is None or not self.cuts_blocks(format.block)):
+        if format is not None and not (format.per_row and local.is_cuda or self._cuts(format)):
             self.one_pass = step_table.one_pass(format)
             self.two_passes = not self.one_pass
         self._reduced_over: tuple[str, ...] | None = None
@@ -135,6 +134,9 @@ class LocalParameter:
     def origin(self) -> tuple[int, int]:
         """Returns (row, column) of the first element, matrices counted one below the other: random bytes count from there."""
         return (self.start[0] * self.whole[0] + self.start[1], self.start[2])
+
+    def _cuts(self, format: Format) -> bool:
+        return format.block is not None and self.cuts_blocks(format.block)
 
     def cuts_blocks(self, block: tuple[int, int]) -> bool:
         """Returns whether some rank's part, or this one's beginning, falls inside a block; the same on every rank of a mesh."""

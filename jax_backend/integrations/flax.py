@@ -1,0 +1,142 @@
+"""Flax (0.12): nnx and linen models whose dense layers hold quantized kernels.
+
+    model = convert(model, "mxfp8", lambda path, layer: path != "head")
+
+Gradients and updates are those of all trees with quantized leaves: `bfp.value_and_grad` and `bfp.adamw`, or optax's under
+`bfp.with_masters`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from jax import lax
+
+from blockfp import recipes
+from blockfp.recipes import ByPath, Recipe
+
+from ..arrays.array import is_quantized
+from ..linear.linear import linear
+from ..params.params import Filter, quantize_weight
+
+KEYS = "quantize"
+"""Name of the stream of random keys that a recipe with stochastic rounding draws from."""
+
+
+def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None = None, *, rngs: nnx.Rngs | None = None) -> Any:
+    """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
+
+    Layers are `nnx.Linear` and `linen.Dense` themselves, with lax's dot_general; all others stay as they are. An nnx layer is
+    changed where it stands. A linen module is wrapped: `init` makes quantized kernels, under the paths they had.
+
+    Args:
+        model: of nnx, or of linen and not bound yet.
+        recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
+            that stays as it is.
+        filter_fn: called with path and layer; False leaves the layer as it is.
+        rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model takes
+            `apply(.., rngs={"quantize": key})`.
+
+    Returns:
+        The nnx model; a linen module in the place of the one given.
+
+    Raises:
+        TypeError: model is neither.
+        ValueError: an nnx model without such a layer, a missing or needless rngs, or delayed scaling.
+    """
+    if isinstance(model, linen.Module):
+        if rngs is not None:
+            raise ValueError("rngs is for nnx models: a linen model takes rngs={'quantize': key} at apply")
+        return Quantized(model, recipe, filter_fn)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model must be a flax.nnx.Module or a flax.linen.Module, got {type(model).__name__}")
+    chosen = []
+    for path, layer in nnx.iter_modules(model):
+        if type(layer) is nnx.Linear and layer.dot_general is lax.dot_general:
+            one = _recipe_of(".".join(map(str, path)), layer, recipe, filter_fn)
+            chosen += [] if one is None else [(layer, one)]
+    if not chosen:
+        raise ValueError("model holds no flax.nnx.Linear to convert, or filter_fn and recipe leave all of them as they are")
+    if any(_draws(one) for _, one in chosen) is not (rngs is not None):
+        raise ValueError(f"rngs = {rngs}: a recipe that rounds stochastically needs one, such as nnx.Rngs(0), any other none")
+    for layer, one in chosen:
+        layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
+        layer.recipe, layer.keys = one, rngs.fork() if rngs is not None and _draws(one) else None
+        layer.__class__ = QuantizedLinear
+    return model
+
+
+class QuantizedLinear(nnx.Linear):
+    """What `convert` makes of `flax.nnx.Linear`."""
+
+    recipe: Recipe
+    keys: nnx.Rngs | None
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        bias = None if self.bias is None else self.bias.get_value()
+        key = None if self.keys is None else self.keys[KEYS]()
+        return _multiply(self, inputs, self.kernel.get_value(), bias, self.recipe, key, out_sharding)
+
+
+class Quantized(linen.Module):
+    """What `convert` makes of a linen module: the same parameters, of which the chosen kernels are quantized."""
+
+    module: linen.Module
+    recipe: Any
+    filter_fn: Filter | None = None
+
+    def setup(self):
+        linen.share_scope(self, self.module)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn)):
+            return self.module(*args, **options)
+
+
+def _intercept(recipe: Any, filter_fn: Any, forward: Any, args: Any, options: Any, context: Any) -> Any:
+    """Calls a method of a linen module, but for that of a chosen layer, whose kernel is quantized; see `intercept_methods`."""
+    layer: Any = context.module
+    if type(layer) is not linen.Dense or context.method_name != "__call__":
+        return forward(*args, **options)
+    own = layer.dot_general not in (None, lax.dot_general) or layer.dot_general_cls is not None
+    one = None if own else _recipe_of(".".join(layer.path), layer, recipe, filter_fn)
+    if one is None:
+        return forward(*args, **options)
+    if not layer.has_variable("params", "kernel"):
+        # Its own initializers draw the values, and codes take their place.
+        forward(*args, **options)
+    kernel = linen.meta.unbox(layer.get_variable("params", "kernel"))
+    if layer.is_initializing() and not is_quantized(kernel):
+        kernel = quantize_weight(kernel, one.weight.format)
+        layer.put_variable("params", "kernel", kernel)
+    bias = linen.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
+    key = layer.make_rng(KEYS) if _draws(one) else None
+    x = args[0] if args else options["inputs"]
+    return _multiply(layer, x, kernel, bias, one, key, options.get("out_sharding"))
+
+
+def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> Recipe | None:
+    one = recipes.resolve(recipe, path) if filter_fn is None or filter_fn(path, layer) else None
+    if one is None or one.weight.format is None:
+        return None
+    if one.delayed is not None:
+        raise ValueError(f"{path}: delayed scaling keeps a state for each layer: give the layer a dot_general that has it")
+    return one
+
+
+def _draws(recipe: Recipe) -> bool:
+    return recipe.gradient.stochastic or recipe.gradient_columnwise.stochastic
+
+
+def _multiply(layer: Any, x: Any, kernel: Any, bias: Any, recipe: Recipe, key: Any, out_sharding: Any) -> jax.Array:
+    """Computes in the dtype that flax would: the layer's, or what x, kernel and bias promote to."""
+    if out_sharding is not None:
+        raise ValueError(f"out_sharding = {out_sharding}: quantized products run inside shard_map, or where XLA lays them")
+    if layer.precision is not None or getattr(layer, "preferred_element_type", None) is not None:
+        raise ValueError("precision and preferred_element_type must be None: a recipe says how products accumulate")
+    dtype = layer.dtype or jnp.result_type(x, kernel.dtype, *([] if bias is None else [bias]))
+    return linear(x.astype(dtype), kernel.mT, None if bias is None else bias.astype(dtype), recipe=recipe, key=key)

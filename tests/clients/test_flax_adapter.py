@@ -1,0 +1,176 @@
+"""Flax models with quantized kernels: the numbers of a plain loop with blockfp's own functions, to the bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from blockfp.jax_backend.integrations.flax import QuantizedLinear, convert
+from flax import linen, nnx, serialization
+from same_trees import assert_same_tree
+
+import blockfp.jax as bfp
+from blockfp import recipes
+
+X = jax.random.normal(jax.random.key(0), (4, 16, 64))
+RECIPES = ("mxfp8", "fp8_block", "nvfp4")
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs, **options):
+        self.up = nnx.Linear(64, 96, rngs=rngs, **options)
+        self.down = nnx.Linear(96, 64, use_bias=False, rngs=rngs, **options)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(64, use_bias=False, name="down")(linen.gelu(linen.Dense(96, name="up")(x)))
+
+
+def plain(params, x, recipe, keys):
+    h = bfp.linear(x, params["up"]["kernel"].mT, params["up"]["bias"], recipe=recipe, key=keys and keys[0])
+    return x + bfp.linear(jax.nn.gelu(h), params["down"]["kernel"].mT, recipe=recipe, key=keys and keys[1])
+
+
+def loop(loss, params, optimizer, steps=3):
+    """Losses, and the parameters in the end; `loss` takes them and the number of the step."""
+    state = optimizer.init(params)
+    losses = []
+    for number in range(steps):
+        value, gradients = bfp.value_and_grad(loss)(params, number)
+        updates, state = optimizer.update(gradients, state, params)
+        params = bfp.apply_updates(params, updates)
+        losses.append(float(value))
+    return losses, params
+
+
+def quantized(params, recipe):
+    format = recipes.parse(recipe).weight.format
+    # A kernel [in, out] in square blocks is its own transpose's codes, turned.
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: bfp.quantize(leaf, format) if path[-1].key == "kernel" else leaf, params
+    )
+
+
+@pytest.mark.parametrize("make", [lambda: bfp.adamw(1e-2), lambda: bfp.with_masters(optax.lion(1e-2))], ids=["adamw", "lion"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nnx_trains_as_a_plain_loop(recipe, make):
+    draws = recipe == "nvfp4"
+    model = convert(Nnx(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(quantize=1) if draws else None)
+    before = nnx.to_pure_dict(nnx.state(Nnx(nnx.Rngs(0)), nnx.Param))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    streams = [nnx.clone(layer.keys)["quantize"] if draws else None for layer in (model.up, model.down)]
+    keys = [tuple(stream() for stream in streams) if draws else None for _ in range(3)]
+
+    def loss(params, number):
+        model = nnx.merge(graph, params, rest, copy=True)
+        for layer in (model.up, model.down) if draws else ():
+            for _ in range(number):
+                layer.keys["quantize"]()
+        return jnp.square(model(X) - 1).mean()
+
+    losses, params = loop(loss, params, make())
+    expected, wanted = loop(
+        lambda params, number: jnp.square(plain(params, X, recipe, keys[number]) - 1).mean(), quantized(before, recipe), make()
+    )
+    assert losses == expected
+    nnx.update(model, params)
+    ends = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert_same_tree(ends, wanted)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), bfp.dequantize_params(ends), bfp.dequantize_params(before))
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linen_trains_as_a_plain_loop(recipe):
+    model = convert(Linen(), recipe)
+    streams = {"params": jax.random.key(1), "quantize": jax.random.key(2)}
+    variables = model.init(streams, X)
+    before = Linen().init(streams, X)["params"]
+    assert_same_tree(variables["params"], quantized(before, recipe))
+
+    def loss(variables, number):
+        return jnp.square(model.apply(variables, X, rngs={"quantize": jax.random.key(number)}) - 1).mean()
+
+    losses, ends = loop(loss, variables, bfp.adamw(1e-2))
+    if recipe != "nvfp4":
+        expected, wanted = loop(
+            lambda params, _: jnp.square(plain(params, X, recipe, None) - 1).mean(), variables["params"], bfp.adamw(1e-2)
+        )
+        assert losses == expected
+        assert_same_tree(ends["params"], wanted)
+    assert losses[-1] < losses[0]
+    restored = serialization.from_bytes(ends, serialization.to_bytes(ends))
+    assert_same_tree(restored, ends)
+    assert loss(restored, 0) == loss(ends, 0)
+
+
+def test_random_keys_of_linen_count():
+    model = convert(Linen(), "nvfp4")
+    variables = model.init({"params": jax.random.key(1), "quantize": jax.random.key(2)}, X)
+    gradient = lambda seed: bfp.grad(  # noqa: E731
+        lambda v: jnp.square(model.apply(v, X, rngs={"quantize": jax.random.key(seed)})).mean()
+    )(variables)["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(gradient(0), gradient(0))
+    assert (gradient(0) != gradient(1)).any()
+
+
+def test_filters_recipes_by_path_and_what_stays():
+    seen = []
+    model = convert(Nnx(nnx.Rngs(0)), lambda path: "mxfp8" if path == "up" else None, lambda path, layer: not seen.append(path))
+    assert sorted(seen) == ["down", "up"]
+    assert type(model.up) is QuantizedLinear
+    assert type(model.down) is nnx.Linear
+    variables = convert(Linen(), "mxfp8", lambda path, layer: path == "down").init(jax.random.key(0), X)["params"]
+    assert isinstance(variables["down"]["kernel"], bfp.QuantizedArray)
+    assert isinstance(variables["up"]["kernel"], jax.Array)
+
+
+def test_plain_kernels_are_quantized_at_each_use():
+    params = Linen().init(jax.random.key(1), X)
+    model = convert(Linen(), "mxfp8")
+    value, gradients = jax.value_and_grad(lambda v: jnp.square(model.apply(v, X)).mean())(params)
+    expected, wanted = bfp.value_and_grad(lambda v: jnp.square(model.apply(v, X)).mean())(
+        {"params": quantized(params["params"], "mxfp8")}
+    )
+    assert value == expected
+    assert_same_tree(gradients, wanted)
+
+
+def test_a_stack_under_scan():
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            return Linen()(x), None
+
+    stack = linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    model = convert(stack(), "mxfp8")
+    variables = model.init(jax.random.key(0), X, None)
+    assert variables["params"]["Linen_0"]["up"]["kernel"].shape == (3, 64, 96)
+    y, _ = jax.jit(model.apply)(variables, X, None)
+    x = X
+    for i in range(3):
+        x = plain(jax.tree.map(lambda leaf: leaf[i], variables["params"]["Linen_0"]), x, "mxfp8", None)  # noqa: B023
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_calls():
+    with pytest.raises(TypeError, match=r"must be a flax\.nnx\.Module or a flax\.linen\.Module, got dict"):
+        convert({}, "mxfp8")
+    with pytest.raises(ValueError, match="delayed scaling keeps a state"):
+        convert(Nnx(nnx.Rngs(0)), "fp8_delayed")
+    with pytest.raises(ValueError, match=r"holds no flax\.nnx\.Linear"):
+        convert(Nnx(nnx.Rngs(0)), "mxfp8", lambda path, layer: False)
+    for recipe, rngs in (("nvfp4", None), ("mxfp8", nnx.Rngs(0))):
+        model = Nnx(nnx.Rngs(0))
+        with pytest.raises(ValueError, match="rngs = "):
+            convert(model, recipe, rngs=rngs)
+        assert type(model.up) is nnx.Linear
+    with pytest.raises(ValueError, match="rngs is for nnx models"):
+        convert(Linen(), "nvfp4", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="precision and preferred_element_type must be None"):
+        convert(Nnx(nnx.Rngs(0), precision="highest"), "mxfp8")(X)

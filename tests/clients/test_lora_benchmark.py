@@ -1,0 +1,34 @@
+"""benchmarks/lora_gpu.py with models of a few thousand parameters, on this CPU."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import gloo
+import pytest
+import torch
+
+pytest.importorskip("peft")
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def rows(rank):
+    warnings.simplefilter("ignore")
+    sys.path.append(str(BENCHMARKS))
+    # What `gloo` calls this file; the benchmarks have one of that name.
+    del sys.modules["ranks"]
+    import lora_gpu
+
+    given = ["--tiny", "--layers", "1", "--tokens", "16", "--steps", "1", "--warm", "1"]
+    found = lora_gpu.rows(lora_gpu.arguments(given), torch.device("cpu"))
+    assert [row["contender"] for row in found] == list(lora_gpu.CONTENDERS)
+    *figures, last = found
+    assert "left_out" in last
+    # The same adapters everywhere, and losses of one model.
+    assert len({row["adapters"] for row in figures}) == 1, found
+    assert all(abs(row["loss"][0] - figures[0]["loss"][0]) < 0.1 for row in figures), found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_contender_runs(world):
+    gloo.run(world, __file__, "rows", timeout=240)

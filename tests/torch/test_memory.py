@@ -1,0 +1,236 @@
+"""What the backward keeps, counted: bytes of memory that autograd saves, each once, beside parameters, buffers and input."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from arrays import values
+from blockfp.torch_backend.linear import grouped_function, linear_function, operands
+from blockfp.torch_backend.torch_internals import KEEPS_RESULT, VIEWS
+from torch import nn
+
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.definition import layout
+
+NAMES = tuple(recipes.RECIPES)
+T, D, F_ = 128, 64, 128
+NORM = 2 * 2 * T
+"""Bytes of the mean and the deviation of each token, which a LayerNorm keeps."""
+COMPILER = "aot_eager_decomp_partition"
+
+
+def parts_of(tensor):
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+    return [part for name in names for part in parts_of(getattr(tensor, name))] or [tensor]
+
+
+def held(tensors):
+    return {part.untyped_storage()._cdata: part for tensor in tensors for part in parts_of(tensor)}
+
+
+def kept(module, x, run=None):
+    """Bytes by dtype that a forward keeps, and the result."""
+    found = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.update(held([tensor])) or tensor, lambda tensor: tensor):
+        y = (module if run is None else run)(x)
+    own = held([x, *module.parameters(), *module.buffers()])
+    sizes = Counter()
+    for address, part in found.items():
+        if address not in own:
+            sizes[part.dtype] += part.untyped_storage().nbytes()
+    return sizes, y
+
+
+def code_bytes(name, *inputs):
+    """Bytes of uint8 in the columnwise parts of inputs [tokens, features]."""
+    format = recipes.parse(name).input_columnwise.format
+    parts = [part for tokens, features in inputs for part in layout.parts((features, tokens), format)]
+    return sum(math.prod(shape) for shape, dtype in parts if dtype == "uint8")
+
+
+def transformer(name, dtype=torch.bfloat16, **options):
+    torch.manual_seed(0)
+    return bfp.TransformerLayer(D, F_, 4, recipe=name, norm="rms_norm", activation="swiglu", dtype=dtype, **options)
+
+
+class Mlp(nn.Module):
+    """An MLP of operations that autograd sees one by one, as models of others have it."""
+
+    def __init__(self, name, activation, weights="quantized"):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"recipe": name, "dtype": torch.bfloat16, "weights": weights}
+        self.activation = activation
+        self.norm = nn.LayerNorm(D, dtype=torch.bfloat16)
+        self.up, self.down = bfp.Linear(D, F_, **options), bfp.Linear(F_, D, **options)
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(self.norm(x))))
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def gradients(module, y, x, seed=5):
+    wanted = [x, *module.parameters()]
+    return torch.autograd.grad(y, wanted, values(y.shape, seed, y.dtype))
+
+
+def assert_equal(ours, theirs):
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def x_of(*batch):
+    return values((*batch, T, D), 0, torch.bfloat16).requires_grad_()
+
+
+# ---- eager
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_transformer_layer_keeps_codes_of_what_nothing_else_keeps(name):
+    layer, x = transformer(name), x_of(1)
+    sizes, y = kept(layer, x)
+    # Of what the norms make. Attention keeps its own output, gate and up are kept for the activation.
+    assert sizes[torch.uint8] == code_bytes(name, (T, D), (T, D))
+    # Query, key and value as they lie, the attention's output, gate and up.
+    assert sizes[torch.bfloat16] == 2 * T * (3 * D + D + 2 * F_)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_mlp_keeps_codes_instead_of_values(name):
+    sizes, _ = kept(*(Mlp(name, gelu), x_of()))
+    assert sizes[torch.uint8] == code_bytes(name, (T, D), (T, F_))
+    # What gelu reads, and nothing that a layer does.
+    assert sizes[torch.bfloat16] == 2 * T * F_ + NORM
+
+
+@pytest.mark.parametrize("activation", [torch.relu, torch.sigmoid, torch.tanh, lambda x: x[:, None].relu().flatten(1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_that_another_operation_keeps_have_no_codes_beside_them(name, activation, monkeypatch):
+    results = []
+    for keeps in (KEEPS_RESULT, ()):
+        monkeypatch.setattr(linear_function, "KEEPS_RESULT", keeps)
+        module, x = Mlp(name, activation), x_of()
+        sizes, y = kept(module, x)
+        assert sizes[torch.bfloat16] == 2 * T * F_ + NORM
+        assert sizes[torch.uint8] == code_bytes(name, (T, D), *([] if keeps else [(T, F_)]))
+        for buffer, moved in module.named_buffers():
+            if buffer.endswith("_scale"):
+                # Delayed scaling's, moved on before the backward: the forward's own counts.
+                moved.mul_(2)
+        results.append([y, *gradients(module, y, x)])
+    assert_equal(*results)
+
+
+def test_gradients_of_gradients_where_values_are_kept(monkeypatch):
+    results = []
+    for keeps in (KEEPS_RESULT, ()):
+        monkeypatch.setattr(linear_function, "KEEPS_RESULT", keeps)
+        module, x = Mlp("mxfp8", torch.tanh), x_of()
+        (first,) = torch.autograd.grad(module(x).float().square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.float().square().sum(), [x, *module.parameters()]))
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        torch.relu,
+        torch.sigmoid,
+        torch.tanh,
+        torch.exp,
+        lambda x: x.softmax(-1),
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+    ],
+)
+def test_operations_that_keep_their_result(operation):
+    x, found = values((2, 4, 16, 8), 0).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.append(tensor) or tensor, lambda tensor: tensor):
+        y = operation(x)
+    assert type(y.grad_fn).__name__ in KEEPS_RESULT
+    assert y.untyped_storage()._cdata in held(found)
+
+
+def test_views():
+    x = values((4, 6), 0).requires_grad_() * 1
+    for view in (x.view(2, 2, 6), x.mT, x.permute(1, 0), x[None], x.flatten(), x.unsqueeze(0).flatten(0, 1)):
+        assert type(view.grad_fn).__name__ in VIEWS
+        assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+    copy = x.mT.reshape(-1)
+    assert type(copy.grad_fn.next_functions[0][0]).__name__ not in VIEWS
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_that_is_cast_at_use_is_kept_once(name, compiled):
+    results = []
+    for weights in ("high_precision", "quantized"):
+        torch._dynamo.reset()
+        module, x = Mlp(name, gelu, weights), x_of()
+        sizes, y = kept(module, x, torch.compile(module, fullgraph=True, backend=COMPILER) if compiled else None)
+        assert sizes[torch.uint8] == (0 if compiled else code_bytes(name, (T, D), (T, F_)))
+        results.append([y, *gradients(module, y, x)])
+    assert_equal(*results)
+
+
+# ---- compiled
+
+
+def run_compiled(module, x, backend=COMPILER):
+    torch._dynamo.reset()
+    sizes, y = kept(module, x, torch.compile(module, fullgraph=True, backend=backend))
+    return sizes, [y, *gradients(module, y, x)]
+
+
+def swiglu(name):
+    torch.manual_seed(0)
+    return bfp.LayerNormMLP(D, F_, recipe=name, activation="swiglu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("make", [swiglu, lambda name: Mlp(name, gelu)], ids=["layer", "operations"])
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_code_makes_casts_again_of_what_is_kept_anyway(name, make, monkeypatch):
+    sizes, found = run_compiled(make(name), x_of())
+    assert sizes[torch.uint8] == 0
+    monkeypatch.setattr(operands, "apart", lambda x: x)
+    more, wanted = run_compiled(make(name), x_of())
+    assert more[torch.uint8] >= code_bytes(name, (T, D))
+    assert sum(sizes.values()) < sum(more.values())
+    assert_equal(found, wanted)
+
+
+def test_inductor_makes_them_again():
+    sizes, _ = run_compiled(transformer("fp8_block"), x_of(1), "inductor")
+    assert sizes[torch.uint8] == 0
+    # Query, key and value, the attention's output, what the residual adds it to, gate and up.
+    assert sizes[torch.bfloat16] == 2 * T * (3 * D + D + D + 2 * F_)
+
+
+def test_compiled_code_keeps_codes_where_it_has_nothing_to_make_them_of():
+    layer = bfp.Linear(D, F_, recipe="mxfp8", dtype=torch.bfloat16)
+    sizes, _ = run_compiled(layer, x_of())
+    assert sizes[torch.uint8] == code_bytes("mxfp8", (T, D))
+
+
+@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp8", "nvfp4"])
+def test_compiled_experts(name, monkeypatch):
+    def experts():
+        torch.manual_seed(0)
+        layer = bfp.GroupedLinear(3, D, F_, recipe=name, dtype=torch.bfloat16)
+        module = nn.Sequential(nn.LayerNorm(D, dtype=torch.bfloat16), layer)
+        module.forward = lambda x: layer(module[0](x), ends)
+        return module
+
+    ends = torch.tensor([40, 8, 80])
+    sizes, found = run_compiled(experts(), x_of())
+    assert sizes[torch.uint8] == sizes[torch.bfloat16] == 0
+    monkeypatch.setattr(grouped_function, "apart", lambda x: x)
+    more, wanted = run_compiled(experts(), x_of())
+    assert sum(sizes.values()) < sum(more.values())
+    assert_equal(found, wanted)
