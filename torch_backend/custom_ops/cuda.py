@@ -322,9 +322,7 @@ def aligned_columns(columns: int) -> int:
     return -(-columns // 16) * 16
 
 
-def align(
-    codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False
-) -> tuple[Array, Array]:
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
     """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
 
     Args:

@@ -71,7 +71,11 @@ def plan_of(
     rows, columns = gate.shape
     bits = format.element.bits
     # Codes of whole rows and columns must be vectors.
-    fits = rows % {4: 32, 6: 64, 8: 16}[bits] == 0 and (bits != 6 or columns % 16 == 0) if column is not None else columns % (length or 1) == 0
+    fits = (
+        rows % {4: 32, 6: 64, 8: 16}[bits] == 0 and (bits != 6 or columns % 16 == 0)
+        if column is not None
+        else columns % (length or 1) == 0
+    )
     if not fits or not agrees(gate, activation, up is not None):
         return None
     device, run = gate.device, library().quantize_gated
