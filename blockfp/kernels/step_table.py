@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -41,7 +42,10 @@ _ROW = np.dtype(
     + [(name, "u4") for name in ("parameter", "key0", "key1", "reserved")]
     + [("coefficients", "f4", (len(Coefficients._fields),))]
 )
-_ADDRESSES = len(ARRAYS) + 2
+ADDRESSES = len(ARRAYS) + 2
+"""Addresses of a row: those of its arrays, of its constants and of its step number."""
+
+_DLPACK = {"float32": 0x220, "float16": 0x210, "bfloat16": 0x410, "uint8": 0x108}
 
 
 class Row(NamedTuple):
@@ -121,6 +125,57 @@ def row(
     return Row(tuple(arrays), content.tobytes())
 
 
+class Table:
+    """The table of some parameters: what stays from step to step is filled in once.
+
+    Attributes:
+        expected: int64 [parameters * ADDRESSES, 2], what stands at each address of a row: 256 times DLPack's code of the dtype
+            plus its bits, and the number of elements; a negative code where nothing may.
+    """
+
+    def __init__(self, rows: Sequence[Row], parameters: Sequence[int], known: Sequence[bool], key: tuple[int, int]):
+        """
+        Args:
+            rows: of the parameters.
+            parameters: their positions in the optimizer.
+            known: whether each one's constants and step number are known here, rather than on the device alone.
+            key: the optimizer's key, which rounds moments in fewer bits.
+        """
+        self._made_of = (rows, parameters, known, key)
+        content = np.frombuffer(bytearray(b"".join([one.content for one in rows])), _ROW)
+        content["parameter"], (content["key0"], content["key1"]) = parameters, key
+        self._content = content
+        constants = {True: (None, None), False: (("float32", len(Coefficients._fields)), ("float32", 1))}
+        arrays = [array for one, own in zip(rows, known, strict=True) for array in (*one.arrays, *constants[own])]
+        codes = [(-1, 0) if array is None else (_DLPACK[array[0]], array[1]) for array in arrays]
+        self.expected = np.array(codes, np.int64).reshape(-1, 2)
+
+    def is_of(self, rows: Sequence[Row], parameters: Sequence[int], known: Sequence[bool], key: tuple[int, int]) -> bool:
+        """Tells whether it was made of these very rows, and of equal others."""
+        own, *others = self._made_of
+        return others == [parameters, known, key] and len(own) == len(rows) and all(map(operator.is_, own, rows))
+
+    def filled(
+        self, addresses: np.ndarray | Sequence[Sequence[int]], coefficients: Sequence[Coefficients], steps: Sequence[int]
+    ) -> np.ndarray:
+        """The table of one step, int64 [parameters, words].
+
+        Args:
+            addresses: for each parameter those of its arrays, 0 where there is none, then those of constants and step number,
+                float32 on the device, or 0 where they are known here.
+            coefficients: the step's constants; `NO_COEFFICIENTS` where they have an address.
+            steps: numbers of the step, from 1; 0 where it has an address.
+        """
+        table = self._content.copy()
+        words = table.view(np.int64).reshape(len(table), _ROW.itemsize // 8)
+        words[:, :ADDRESSES] = addresses
+        # Most parameters have made as many steps as the first.
+        table["step"] = steps[0] if steps.count(steps[0]) == len(steps) else steps
+        alike = coefficients.count(coefficients[0]) == len(coefficients)
+        table["coefficients"] = coefficients[0] if alike else coefficients
+        return words
+
+
 def pack(
     rows: Sequence[Row],
     addresses: Sequence[Sequence[int]],
@@ -129,23 +184,8 @@ def pack(
     steps: Sequence[int],
     key: tuple[int, int],
 ) -> np.ndarray:
-    """The table of one step of some parameters, int64 [parameters, words].
-
-    Args:
-        rows: of the parameters.
-        addresses: for each parameter those of its arrays, 0 where there is none, then those of constants and step number,
-            float32 on the device, or 0 where they are known here.
-        parameters: positions in the optimizer.
-        coefficients: the step's constants; `NO_COEFFICIENTS` where they have an address.
-        steps: numbers of the step, from 1; 0 where it has an address.
-        key: the optimizer's key, which rounds moments in fewer bits.
-    """
-    table = np.frombuffer(bytearray(b"".join([one.content for one in rows])), _ROW)
-    words = table.view(np.int64).reshape(len(rows), _ROW.itemsize // 8)
-    words[:, :_ADDRESSES] = addresses
-    table["parameter"], table["step"], table["coefficients"] = parameters, steps, coefficients
-    table["key0"], table["key1"] = key
-    return words
+    """The table of one step of some parameters, int64 [parameters, words]; arguments as for `Table` and its `filled`."""
+    return Table(rows, parameters, [True] * len(rows), key).filled(addresses, coefficients, steps)
 
 
 def second_pass(table: np.ndarray, places: Sequence[int], tensor_scales: Sequence[int]) -> np.ndarray:

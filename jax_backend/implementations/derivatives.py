@@ -10,7 +10,8 @@ either       a function, or another one with derivatives where they are taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -91,23 +92,21 @@ def linear_map(
     return _linear_p.bind(*known, *points, count=len(known), forward=map_forward, backward=map_backward, avals=avals)
 
 
-def either(plain: Callable[..., Any], differentiable: Callable[..., Any], *args: Any) -> Any:
-    """Computes plain(*args); where a derivative is taken, differentiable(*args), which gives the same."""
+def either(plain: Callable[..., Any], differentiable: Callable[..., Any], static: Hashable, *args: Any) -> Any:
+    """Computes plain(static, *args); where a derivative is taken, differentiable(static, *args), which gives the same."""
     leaves, structure = jax.tree.flatten(args)
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
-        return plain(*args)
-    of_results: Any = None
+        return plain(static, *args)
+    jaxpr, results = jax.make_jaxpr(_of_leaves(plain, static, structure), return_shape=True)(*leaves)
+    of_leaves = _of_leaves(differentiable, static, structure)
+    made = _either_p.bind(*leaves, jaxpr=jaxpr, differentiable=lambda *leaves: jax.tree.leaves(of_leaves(*leaves)))
+    return jax.tree.structure(results).unflatten(made)
 
-    def of_leaves(function):
-        def run(*leaves):
-            nonlocal of_results
-            results, of_results = jax.tree.flatten(function(*structure.unflatten(leaves)))
-            return results
 
-        return run
-
-    jaxpr = jax.make_jaxpr(of_leaves(plain))(*leaves)
-    return of_results.unflatten(_either_p.bind(*leaves, jaxpr=jaxpr, differentiable=of_leaves(differentiable)))
+@lru_cache(maxsize=1024)
+def _of_leaves(function: Callable[..., Any], static: Hashable, structure: Any) -> Callable[..., Any]:
+    """A function of the leaves of its arguments; one and the same for equal arguments, so that JAX traces it once for each shape."""
+    return lambda *leaves: function(static, *structure.unflatten(leaves))
 
 
 # attach

@@ -62,7 +62,7 @@ class Layer(ABC):
             # Operation by operation it would cost the host many times as much.
             y, state = _jitted(self, x, weight, sizes, state)
             return self.with_bias(y, bias, None if bias is None else self.tiles(x, sizes)), state
-        return either(partial(_plain, self), partial(_differentiable, self), x, weight, carrier, bias, sizes, key, state)
+        return either(_plain, _differentiable, self, x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
     def tiles(self, x: Matrix, sizes: Any) -> Any:

@@ -6,11 +6,14 @@ import warnings
 
 import numpy as np
 import pytest
+import threaded
 import torch
 from blockfp.torch_backend.integrations.peft import merged, register
+from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from documented import run_documented
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear
 from transformers import (
     DeepseekV3Config,
@@ -449,6 +452,46 @@ def test_codes_that_were_loaded_since_are_not_undone():
     model.load_state_dict(loaded)
     with pytest.raises(ValueError, match="was overwritten after a merge"):
         model.unmerge_adapter()
+
+
+def ranks_without_rows(rank, made):
+    # Threads share torch's generator, so the model is made before.
+    whole, model = copy.deepcopy(made), copy.deepcopy(made)
+    fully_shard(model)
+    before = [[part.clone() for part in local_of(param).parts] for name, param in model.named_parameters() if is_base(name)]
+    whole.merge_adapter()
+    model.merge_adapter()
+    assert [each.sqnr for each in merged(model)] == pytest.approx([each.sqnr for each in merged(whole)])
+    model.unmerge_adapter()
+    after = [local_of(param).parts for name, param in model.named_parameters() if is_base(name)]
+    assert all(all(map(torch.equal, one, other)) for one, other in zip(before, after, strict=True))
+    return local_of(model.base_model.model[1].get_base_layer().weight).shape[0]
+
+
+def is_base(name):
+    return name.endswith("base_layer.weight")
+
+
+def test_a_rank_without_rows_merges_with_the_others():
+    torch.manual_seed(0)
+    model = bfp.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), "mxfp8", keep_init=False)
+    model = get_peft_model(model, register(LoraConfig(target_modules=["0", "1"], r=4)))
+    spread(model)
+    assert threaded.run(3, ranks_without_rows, model) == [1, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_the_same():
+    """Experts and their adapters compile into the graph around them."""
+    model = adapted("gpt-oss").train()
+    other = copy.deepcopy(model)
+    loss, expected = gradients(model)
+    for layer in other.base_model.model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    compiled_loss, found = gradients(other)
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    for (name, one), two in zip(expected.items(), found.values(), strict=True):
+        assert off(two, one) < 1e-5, name
 
 
 def test_a_bias_of_adapters_is_merged_and_given_back():

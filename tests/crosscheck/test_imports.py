@@ -30,6 +30,14 @@ def test_a_face_does_not_bring_the_other(tmp_path, face, other):
     assert other not in found
 
 
+@pytest.mark.parametrize("face", ["jax", "torch"])
+def test_a_face_brings_no_adapter(tmp_path, face):
+    pytest.importorskip(face)
+    script = f"import blockfp.{face}, sys; print([name for name in sys.modules if 'integrations' in name])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("library", ["jax", "torch", "typer"])
 def test_the_core_needs_nothing_optional(tmp_path, library):
     absent = f"import sys; sys.modules['{library}'] = None; import blockfp, numpy; "

@@ -265,3 +265,38 @@ def test_many_steps_need_no_more_memory():
         optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_steps_count_and_arrays_are_checked_in_one_call():
+    """Errors are those of a CPU, and come before anything is changed; memory and dtypes may change between steps."""
+    from blockfp.torch import AdamW
+
+    params = parameters()
+    optimizer = AdamW(params)
+    for number in range(1, 4):
+        optimizer.step()
+        assert all(state["step"].item() == number for state in optimizer.state.values())
+    (table,) = optimizer._tables.values()
+    state = optimizer.state[params[1]]
+    for name, change, error, message in (
+        ("exp_avg", lambda x: x[:4].clone(), ValueError, "exp_avg of parameter 1.*hold 61440 elements"),
+        ("exp_avg_sq", lambda x: x.t().contiguous().t(), ValueError, "exp_avg_sq of parameter 1.*contiguous"),
+        ("exp_avg_sq", lambda x: x.bfloat16(), TypeError, "exp_avg_sq of parameter 1.*float32"),
+        ("exp_avg", lambda x: x.cpu(), ValueError, "exp_avg of parameter 1.*on cuda"),
+        ("exp_avg", lambda x: x.to("meta"), ValueError, "exp_avg of parameter 1.*on cuda"),
+    ):
+        kept, before = state[name], [x.clone() for p in params for x in parts(p) if x is not None]
+        state[name] = change(kept)
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        state[name] = kept
+        after = [x for p in params for x in parts(p) if x is not None]
+        assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
+    for one in optimizer.state.values():
+        one.update({name: x.clone() for name, x in one.items()})
+    optimizer.step()
+    assert next(iter(optimizer._tables.values())) is table
+    params[5].data = params[5].data.bfloat16()
+    params[5].grad = torch.randn(77, device="cuda", dtype=torch.bfloat16)
+    optimizer.step()
+    assert next(iter(optimizer._tables.values())) is not table

@@ -36,7 +36,9 @@ def adapted(device, recipe, compute):
 
 
 def codes(model):
-    return {name: [part.cpu() for part in q.parts] for name, q in model.named_parameters() if isinstance(q, bfp.QuantizedTensor)}
+    return {
+        name: [part.cpu() for part in q.parts] for name, q in model.named_parameters() if isinstance(q, bfp.QuantizedTensor)
+    }
 
 
 @pytest.mark.parametrize("compute", ["quantized", "high_precision"])

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from blockfp.jax_backend.linear import layer
+
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition.rotation import rotate
@@ -311,3 +313,17 @@ def test_what_is_kept_for_the_backward(arrays):
     # Of each of the eight layers' x the forward stores one array of codes, and no values but what tanh wants.
     assert "u8[8,64,512]" in text
     assert "u8[8,512,64]" not in text, "rowwise codes are for forward mode"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_derivatives_outside_of_jit_trace_a_layer_once(monkeypatch, stored):
+    """Equal calls run one program; another shape is traced once more."""
+    traced = []
+    plain = layer._plain
+    monkeypatch.setattr(layer, "_plain", lambda *args: traced.append(1) or plain(*args))
+    w = jnp.ones((32, 64))
+    weight = bfp.quantize(w, "mxfp8_e4m3_32x32") if stored else w
+    for times, rows in ((3, 16), (2, 48)):
+        for _ in range(times):
+            jax.value_and_grad(lambda x: bfp.linear(x, weight, recipe="mxfp8").sum())(jnp.ones((rows, 64)))
+    assert len(traced) == 2

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import two_pass_kernels
 from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
@@ -300,11 +301,14 @@ def test_a_step_calls_no_more_functions_than_a_parameter_has_tensors(make):
         pytest.skip(native.status())
     one, many = (calls_of_a_step([make() for _ in range(count)]) for count in (1, 11))
     assert many - one <= 10 * 8
-    assert one <= 50
+    assert one <= 52
 
 
-def test_whatever_changes_between_steps_is_seen(route):
+@pytest.mark.parametrize("of_a_gpu", [False, True])
+def test_whatever_changes_between_steps_is_seen(route, of_a_gpu, monkeypatch):
     """Memory, dtypes, formats and states: a step goes by what is there, not by what was there before."""
+    if of_a_gpu and native.available():
+        two_pass_kernels.install(monkeypatch)
     params = [
         weight((64, 96), "mxfp8_e4m3_32x32"),
         nn.Parameter(values((64, 96), 1)),
@@ -317,6 +321,7 @@ def test_whatever_changes_between_steps_is_seen(route):
         give_gradients(reference, step)
         optimizer.step()
         other.step()
+        assert len(optimizer._tables) <= 1
         if step == 0:  # other memory
             for p in params:
                 p.data = p.detach().clone()
@@ -346,9 +351,12 @@ def test_whatever_changes_between_steps_is_seen(route):
         ("master", lambda x: x.to("meta"), ValueError, "master of parameter 1.*on cpu"),
     ],
 )
-def test_arrays_that_do_not_fit(name, change, error, message):
+@pytest.mark.parametrize("of_a_gpu", [False, True])
+def test_arrays_that_do_not_fit(name, change, error, message, of_a_gpu, monkeypatch):
     if not native.available():
         pytest.skip(native.status())
+    if of_a_gpu:
+        two_pass_kernels.install(monkeypatch)
     params = [weight((8, 40), "mxfp8_e4m3") for _ in range(2)]
     optimizer = bfp.AdamW(params)
     give_gradients(params, 0)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from blockfp.definition import bits, layout
@@ -224,7 +225,8 @@ def quantize_rows(
         made.append(Quantized(codes, scales, None))
         if largest_of_all is None and own.blocks.numel():
             largest_of_all = own.blocks.amax().view(1)
-    return Both(*made, largest_of_all)
+    row, column = made
+    return Both(row, column, largest_of_all)
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
@@ -387,6 +389,26 @@ def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1
     out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
     library().interleave(scales.contiguous(), out, lines, repeat)
     return out
+
+
+def addresses(arrays: Sequence[Array | None], expected: np.ndarray) -> tuple[np.ndarray, int]:
+    """Finds the addresses of arrays on one CUDA device, in a small part of the time that it takes to ask each of them.
+
+    Args:
+        arrays: torch tensors, or None.
+        expected: of `step_table.Table`, for as many.
+
+    Returns:
+        int64, 0 for None; and the index of the first that is not contiguous, on the device of the first and as expected, or -1.
+    """
+    found = np.empty(len(arrays), np.int64)
+    return found, library().addresses(found, expected, *arrays)
+
+
+def count_steps(steps: Sequence[Array]) -> list[int] | None:
+    """Raises step numbers by one, in place: float32 CPU tensors of shape (). None, with nothing changed, if one is no such."""
+    found = np.empty(len(steps), np.int64)
+    return None if library().count_steps(found, *steps) >= 0 else found.tolist()
 
 
 def adamw(table: Any, on: Any) -> None:

@@ -138,7 +138,7 @@ class MergesCodes(peft_layers.LoraLayer):
     """A layer of PEFT's that merges into a weight that is codes, or values that will be."""
 
     _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
-    """Of a merged weight: codes and scales (or values) as they were, hashes of those it has now, and the bias as it was."""
+    """Of a merged weight: codes and scales (or values) as they were, sums of those it has now, and the bias as it was."""
 
     merged_adapters: list[str]
 
@@ -192,7 +192,7 @@ class MergesCodes(peft_layers.LoraLayer):
         if bias is not None:
             old_bias = base.bias.detach().clone() if old_bias is None else old_bias
             base.bias.copy_(bias)
-        self._kept = before, [torch.hash_tensor(part) for part in _parts(param)], old_bias
+        self._kept = before, _sums(_parts(param)), old_bias
         self.merged_adapters[:] = adapters
         report = Merged(name, tuple(adapters), _decibels(signal, noise), _decibels(change, noise))
         vars(base).setdefault(_REPORT, {})[name] = report
@@ -240,12 +240,11 @@ class MergesCodes(peft_layers.LoraLayer):
             super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
             return
         name, param = self.held()
-        before, hashes, bias = self._kept
+        before, sums, bias = self._kept
         parts = _parts(param)
         if [part.shape for part in parts] != [part.shape for part in before]:
             raise ValueError(f"{name} was sharded after adapters were merged into it: unmerge before fully_shard")
-        now = [torch.hash_tensor(part) for part in parts]
-        if not all(torch.equal(one, other.to(one.device)) for one, other in zip(now, hashes, strict=True)):
+        if not all(torch.equal(now, then.to(now.device)) for now, then in zip(_sums(parts), sums, strict=True)):
             raise ValueError(f"{name} was overwritten after a merge, and unmerge would undo that: load the weight again")
         base: Any = self.get_base_layer()
         with torch.no_grad():
@@ -456,6 +455,12 @@ def _parts(param: Tensor) -> list[Tensor]:
     assert isinstance(local, QuantizedTensor)
     check_writable(local)
     return local.parts
+
+
+def _sums(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the sums of codes, scales or values, read as integers, along each axis: what overwrites them changes some."""
+    integers = [part.view((torch.uint8, torch.int16, torch.int32)[part.element_size() // 2]) for part in parts]
+    return [each.sum(axis, dtype=torch.int64) for each in integers for axis in range(max(each.ndim, 1))]
 
 
 def _float32(param: Tensor, parts: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,10 @@ from torch.optim import Optimizer
 from blockfp.definition import adamw
 from blockfp.definition.adamw import Coefficients
 from blockfp.definition.rounding import Key, key_words
+from blockfp.kernels.step_table import Table
 
+from ..custom_ops import cuda
+from ..custom_ops.kernels import kernels_for
 from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
@@ -50,6 +53,7 @@ class _Adam(Optimizer):
 
     def _prepare(self) -> None:
         self._known: dict[int, LocalParameter] = {}
+        self._tables: dict[torch.device, Table] = {}
         self.register_state_dict_post_hook(_show, prepend=True)
         self.register_load_state_dict_pre_hook(_make)
         self.register_load_state_dict_post_hook(_take, prepend=True)
@@ -127,18 +131,19 @@ class _Adam(Optimizer):
             for group in self.param_groups:
                 first = len(todo)
                 for param in group["params"]:
-                    if param.grad is not None:
+                    gradient = param.grad
+                    if gradient is not None:
                         # By its number in memory: what is known of one goes for any other that lies alike.
                         one = self._known.get(id(param)) or self._known.setdefault(id(param), LocalParameter())
                         todo.append(one)
                         one.find(param)
-                        one.take_gradient()
+                        one.take_gradient(gradient)
                         one.number, one.state = number, self._state_of(one, group)
                     number += 1
                 if len(todo) > first and not self._begin(group, todo[first:], found, scale):
                     return
             # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
-            carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])))
+            carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
         finally:
             LocalParameter.forget(todo)
 
@@ -166,14 +171,16 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        foreach_add_(steps, 1)
+        numbers = cuda.count_steps(steps) if kernels_for(todo[0].gradient) is cuda else None
+        if numbers is None:
+            foreach_add_(steps, 1)
+            numbers = [int(step.item()) for step in steps]
         known: dict[int, Coefficients] = {}
-        for one, step in zip(todo, steps, strict=True):
-            one.step = int(step.item())
-            if one.step not in known:
-                c = adamw.coefficients(one.step, lr, *settings, decoupled=self._decoupled)
-                known[one.step] = c._replace(unscale=unscale)
-            one.coefficients = known[one.step]
+        for one, number in zip(todo, numbers, strict=True):
+            if number not in known:
+                c = adamw.coefficients(number, lr, *settings, decoupled=self._decoupled)
+                known[number] = c._replace(unscale=unscale)
+            one.step, one.coefficients = number, known[number]
         return True
 
 

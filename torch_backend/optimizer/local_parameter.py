@@ -57,6 +57,7 @@ class LocalParameter:
         gradient: local, contiguous.
         coefficients: the step's constants: numbers, or where only the device knows them float32 of their order.
         step: the step's number, likewise.
+        row: what stays of its row of the table, or None before the arrays are known.
     """
 
     param: Tensor
@@ -73,11 +74,11 @@ class LocalParameter:
     gradient: Tensor
     coefficients: Coefficients | Tensor
     step: int | Tensor
-    row: step_table.Row
 
     def __init__(self, param: Tensor | None = None):
         self._found: tuple | None = None
         self._arrays: tuple | None = None
+        self.row: step_table.Row | None = None
         if param is not None:
             self.find(param)
 
@@ -92,30 +93,29 @@ class LocalParameter:
         self.param, self.local, self.placements, format, origin = param, local, placements, None, None
         if isinstance(local, QuantizedTensor):
             format, origin = local.format, local.geometry.origin or local.geometry.start
-        found = (mesh, placements, param.shape, local.shape, local.dtype, local.device, format, origin)
+        whole = None if mesh is None else param.shape
+        found = (mesh, placements, whole, local.shape, local.dtype, local.device, format, origin)
         if found == self._found:
             return
-        self._found = self._arrays = None  # until all is known
+        self._found = self._arrays = self.row = None  # until all is known
         self.lies = _lying(param)
         row, column = origin or (0, 0)
         self.start = (0, row, column) if mesh is None else _start(self.lies, sharding.rank_in(param, self.lies))
         self.whole, self.format = (self.lies.shape[-2], self.lies.shape[-1]), format
         self.one_pass = self.two_passes = False
         # A GPU's pass takes tiles, which know no amax of a whole row.
-        if format is not None and not (format.per_row and local.is_cuda or self._cuts(format)):
+        if format is not None and not ((format.per_row and local.is_cuda) or self._cuts(format)):
             self.one_pass = step_table.one_pass(format)
             self.two_passes = not self.one_pass
         self._reduced_over: tuple[str, ...] | None = None
         self._found = found
 
-    def take_gradient(self) -> None:
-        """Takes this rank's part of the parameter's gradient.
+    def take_gradient(self, gradient: Any) -> None:
+        """Takes this rank's part of the parameter's gradient, `param.grad`.
 
         Raises:
             TypeError: it is sparse.
         """
-        gradient: Any = self.param.grad
-        assert gradient is not None
         if gradient.layout is not torch.strided:
             raise TypeError(f"gradients must be dense, got layout {gradient.layout}: use sparse=False in the embedding")
         if self.placements is not None and (dtensor := sharding.as_dtensor(gradient)) is not None:
@@ -187,7 +187,7 @@ class LocalParameter:
         return adamw.rounding_key(torch.stack(words[:2]), self.step.to(torch.int32), words[2], words[3])
 
     def addresses(self, arrays: tuple[Tensor | None, ...], *, again: bool = False) -> list[int]:
-        """Returns the addresses of the row's arrays (`step_table.ARRAYS`), constants and step number, 0 where there is none.
+        """Returns the addresses of a row (`step_table.ADDRESSES`), 0 where there is none.
 
         Sets `row`, anew where dtypes have changed.
 
@@ -195,7 +195,7 @@ class LocalParameter:
             TypeError, ValueError: an array is not contiguous, or has another dtype, size or device than it must have.
         """
         device, found = self.local.device, []
-        for x, expected in zip(arrays, self._arrays or self._expected(arrays), strict=True):
+        for x, expected in zip(arrays[: len(step_table.ARRAYS)], self._arrays or self._expected(arrays), strict=True):
             if x is None and expected is None:
                 found.append(0)
                 continue
@@ -222,7 +222,7 @@ class LocalParameter:
 
     def _expected(self, arrays: tuple[Tensor | None, ...]) -> tuple:
         """Sets `row`, and returns (dtype, number of elements, alignment) of each of its arrays, or None."""
-        gradient, _, first, _, _, _, out, _ = arrays
+        gradient, _, first, _, _, _, out, *_ = arrays
         assert gradient is not None
         assert first is not None
         shape = tuple(self.local.shape)

@@ -25,6 +25,7 @@ from torch import Tensor
 from blockfp.definition import adamw, numerics
 from blockfp.definition.adamw import FIRST, WEIGHT, Coefficients
 from blockfp.kernels import step_table
+from blockfp.kernels.step_table import Table
 
 from ..custom_ops import cuda
 from ..custom_ops.collectives import max_reduce
@@ -39,12 +40,18 @@ from .optimizer_state import load_moment, matrices, store_moment
 _TRANSIENT = 1 << 26
 
 
-def carry_out(todo: list[LocalParameter], key: tuple[int, int]) -> None:
+Tables = dict[torch.device, Table]
+Arrays = tuple[Tensor | None, ...]
+"""Of a parameter: `step_table.ARRAYS`, and constants and step number where the device alone knows them."""
+
+
+def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) -> None:
     """Takes the steps of all parameters, in place.
 
     Args:
         todo: the parameters, in the same order on every rank.
         key: the optimizer's.
+        tables: those of the step before, of each device; kept for the next one.
     """
     with_master, without, plain = [], [], []
     for one in todo:
@@ -56,19 +63,22 @@ def carry_out(todo: list[LocalParameter], key: tuple[int, int]) -> None:
             with_master.append((one, one.local))  # it is its own
         else:
             plain.append(one)
-    later = _update(with_master, key, whole_step=True)
+    later = _update(with_master, key, tables, whole_step=True)
     _requantize(later, [one.state["master"] for one in later], None)
     for one in plain:
         _round_in_place(one, key)
     _step_without_masters(without, key)
 
 
-def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int], *, whole_step: bool) -> list[LocalParameter]:
+def _update(
+    todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int], tables: Tables, *, whole_step: bool
+) -> list[LocalParameter]:
     """Updates fp32 weights and moments: those of a device in one call of its kernels.
 
     Args:
         todo: parameters, and the weight of each: its master, or values for the length of a step.
         key: the optimizer's.
+        tables: as for `carry_out`.
         whole_step: writes the parameters too, as far as the same pass can.
 
     Returns:
@@ -76,7 +86,7 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
     """
     first, second = MOMENT_NAMES
     first_scales, second_scales = SCALE_NAMES
-    by_device: dict[torch.device, tuple[Any, list[LocalParameter], list[list[int]]]] = {}
+    by_device: dict[torch.device, tuple[Any, list[LocalParameter], list[Arrays]]] = {}
     by_definition, later = [], []
     copies: list[tuple[Tensor, Tensor]] = []
     for one, weight in todo:
@@ -84,7 +94,7 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
         device = local.device
         if device not in by_device:
             by_device[device] = (kernels_for(one.gradient), [], [])
-        kernels, together, addresses = by_device[device]
+        kernels, together, arrays = by_device[device]
         copied = whole_step and one.format is None and "master" in state
         by_kernels = kernels is not numerics and weight.is_contiguous() and (not copied or local.is_contiguous())
         out, out_scales = local if copied else None, None
@@ -100,14 +110,16 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
             else:
                 later.append(one)
         if by_kernels:
-            arrays = (one.gradient, weight, state[first], state[second], state.get(first_scales), state.get(second_scales))
-            addresses.append(one.addresses((*arrays, out, out_scales)))
+            scales, known = (state.get(first_scales), state.get(second_scales)), isinstance(one.step, int)
+            constants = (None, None) if known else (one.coefficients, one.step)
+            arrays.append((one.gradient, weight, state[first], state[second], *scales, out, out_scales, *constants))
             together.append(one)
         else:
             by_definition.append((one, weight.detach(), copied))
-    for kernels, together, addresses in by_device.values():
+    for device, (kernels, together, arrays) in by_device.items():
         if together:
-            _by_kernels(kernels, together, addresses, key, whole_step)
+            table = _filled(kernels, together, arrays, key, tables, device)
+            _by_kernels(kernels, together, table, whole_step)
     for part, written in copies:
         part.copy_(written)
     for one, weight, copied in by_definition:
@@ -117,11 +129,9 @@ def _update(todo: Iterable[tuple[LocalParameter, Tensor]], key: tuple[int, int],
     return later
 
 
-def _by_kernels(
-    kernels: Any, todo: list[LocalParameter], addresses: list[list[int]], key: tuple[int, int], whole_step: bool
-) -> None:
+def _by_kernels(kernels: Any, todo: list[LocalParameter], table: Any, whole_step: bool) -> None:
     """Calls the kernels of a device: for the step, and again for codes that need the amaxes which it finds."""
-    table, on = _table(todo, addresses, key), todo[0].gradient
+    on = todo[0].gradient
     waiting: dict[tuple[str, ...], list[int]] = {}
     if whole_step and kernels is cuda:
         for place, one in enumerate(todo):
@@ -143,16 +153,49 @@ def _by_kernels(
     cuda.adamw_codes(codes, on)
 
 
-def _table(todo: list[LocalParameter], addresses: list[list[int]], key: tuple[int, int]) -> Any:
-    constants = [one.coefficients for one in todo]
-    return step_table.pack(
-        [one.row for one in todo],
-        addresses,
-        [one.number for one in todo],
-        [c if isinstance(c, Coefficients) else step_table.NO_COEFFICIENTS for c in constants],
-        [one.step if isinstance(one.step, int) else 0 for one in todo],
-        key,
-    )
+def _filled(
+    kernels: Any, todo: list[LocalParameter], arrays: list[Arrays], key: tuple[int, int], tables: Tables, device: torch.device
+) -> Any:
+    """The table of this step, all of whose arrays are checked.
+
+    Raises:
+        TypeError, ValueError: an array is not as it must be.
+    """
+    if kernels is not cuda:
+        addresses = [one.addresses(own) for one, own in zip(todo, arrays, strict=True)]
+        table = _table(todo, key, tables, device)
+    else:
+        for one, own in zip(todo, arrays, strict=True):
+            if one.row is None:
+                one.addresses(own)
+        flat = list(chain.from_iterable(arrays))
+        while True:
+            table = _table(todo, key, tables, device)
+            try:
+                addresses, misfit = cuda.addresses(flat, table.expected)
+            except Exception:  # of something without memory, such as what lies on meta
+                for one, own in zip(todo, arrays, strict=True):
+                    one.addresses(own)
+                raise
+            if misfit < 0:
+                break
+            place = misfit // step_table.ADDRESSES
+            before = todo[place].row
+            # Raises, unless the gradient or the moments have got another dtype.
+            todo[place].addresses(arrays[place])
+            assert todo[place].row is not before
+        addresses = addresses.reshape(len(todo), -1)
+    constants = [c if isinstance(c := one.coefficients, Coefficients) else step_table.NO_COEFFICIENTS for one in todo]
+    return table.filled(addresses, constants, [one.step if isinstance(one.step, int) else 0 for one in todo])
+
+
+def _table(todo: list[LocalParameter], key: tuple[int, int], tables: Tables, device: torch.device) -> Table:
+    rows, numbers = [one.row for one in todo], [one.number for one in todo]
+    known = [isinstance(one.step, int) for one in todo]
+    table = tables.get(device)
+    if table is None or not table.is_of(rows, numbers, known, key):
+        table = tables[device] = Table(rows, numbers, known, key)
+    return table
 
 
 def _check_not_gathered(geometry: Geometry) -> None:
@@ -211,7 +254,7 @@ def _step_without_masters(todo: list[LocalParameter], key: tuple[int, int]) -> N
     elements = 0
     for one in chain(todo, (None,)):
         if batch and (one is None or elements + one.param.numel() > _TRANSIENT):
-            _update(batch, key, whole_step=False)
+            _update(batch, key, {}, whole_step=False)
             _requantize([x for x, _ in batch], [weight for _, weight in batch], [x.key(key, WEIGHT) for x, _ in batch])
             batch, elements = [], 0
         if one is not None:
@@ -223,7 +266,7 @@ def _round_in_place(one: LocalParameter, key: tuple[int, int]) -> None:
     """Updates a bfloat16 parameter that has no master."""
     local = one.local.detach()
     weight = local.to(torch.float32, copy=True).contiguous()
-    _update([(one, weight)], key, whole_step=False)
+    _update([(one, weight)], key, {}, whole_step=False)
     place = {"origin": one.origin, "shape": one.whole}
     rounded = adamw.round_to_bfloat16(matrices(weight), one.key(key, WEIGHT), **place)
     _copy_where(one.moves, local, rounded.reshape(local.shape))

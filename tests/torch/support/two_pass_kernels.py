@@ -4,6 +4,7 @@ import ctypes
 import math
 
 import numpy as np
+import torch
 from blockfp.torch_backend.optimizer import optimizer_step
 
 from blockfp.definition import layout, numerics
@@ -12,6 +13,8 @@ from blockfp.kernels import native
 from blockfp.kernels.format_numbers import format_numbers
 from blockfp.kernels.step_table import _AMAX, _NONE, _ROW, one_pass
 
+# DLPack's: code * 256 + bits.
+CODES = {torch.float32: 0x220, torch.float16: 0x210, torch.bfloat16: 0x410, torch.uint8: 0x108}
 _BY_NUMBERS = {format_numbers(format): format for format in FORMATS if not one_pass(format)}
 
 
@@ -19,7 +22,21 @@ class Kernels:
     """Stands where `custom_ops.cuda` does in the optimizer's step; counts its calls."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.tables = [], []
+
+    def addresses(self, arrays, expected):
+        """As kernels/cuda/adamw/step_arrays.cu says."""
+        self.tables.append(expected)
+        found = np.zeros(len(arrays), np.int64)
+        for i, (x, (code, count)) in enumerate(zip(arrays, expected, strict=True)):
+            if x is None:
+                if code >= 0:
+                    return found, i
+                continue
+            if code != CODES.get(x.dtype) or x.numel() != count or not x.is_contiguous() or x.device != arrays[0].device:
+                return found, i
+            found[i] = x.data_ptr()
+        return found, -1
 
     def adamw(self, table, on):
         rows = table.view(_ROW).reshape(-1).copy()

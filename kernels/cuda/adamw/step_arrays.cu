@@ -1,0 +1,81 @@
+// What an optimizer step asks of its arrays, all of them in one call: a question of each from Python would cost the host more than the step.
+//
+//   addresses(out, expected, arrays..) -> index
+//       out: int64 [n], the addresses of n arrays, 0 where there is none. expected: int64 [n, 2], for each the code of its dtype (DLPack's
+//       code * 256 + bits) and its number of elements; a negative code where there must be none. All are contiguous and on the device of
+//       the first array. Returns the index of the first that is not as expected, -1 where all are.
+//   count_steps(out, steps..) -> index
+//       Raises float32 numbers of one element, in host memory, by one, and writes them to out, int64 [n]. Returns the index of the first
+//       that is no such number, -1 where all are; nothing is changed otherwise.
+#include "on_device.h"
+
+namespace blockfp {
+namespace cuda {
+namespace {
+
+using tvm::ffi::AnyView;
+
+int64_t* numbers_of(const AnyView& array, const char* name, int64_t count) {
+  const TensorView numbers = array.cast<TensorView>();
+  check_array(numbers, name, {kDLCPU, 0}, count, 64, "an int64 for each array");
+  return data_of<int64_t>(numbers);
+}
+
+bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
+
+int64_t addresses(const AnyView* arguments, int32_t count) {
+  check(count >= 2, "addresses takes out, expected and arrays");
+  const int64_t arrays = count - 2;
+  int64_t* out = numbers_of(arguments[0], "out", arrays);
+  const int64_t* expected = numbers_of(arguments[1], "expected", 2 * arrays);
+  DLDevice device{kDLCPU, -1};
+  for (int64_t i = 0; i < arrays; ++i) {
+    const AnyView& argument = arguments[2 + i];
+    const int64_t code = expected[2 * i], elements = expected[2 * i + 1];
+    out[i] = 0;
+    if (argument == nullptr) {
+      if (code >= 0) return i;
+      continue;
+    }
+    const TensorView x = argument.cast<TensorView>();
+    if (device.device_id < 0) device = x.device();
+    const DLDataType dtype = x.dtype();
+    const int64_t address = reinterpret_cast<int64_t>(data_of<char>(x));
+    if (code != dtype.code * 256 + dtype.bits || dtype.lanes != 1 || x.numel() != elements || !x.IsContiguous() ||
+        !same_device(x.device(), device) || address % (dtype.bits / 8) != 0) {
+      return i;
+    }
+    out[i] = address;
+  }
+  return -1;
+}
+
+int64_t count_steps(const AnyView* arguments, int32_t count) {
+  check(count >= 1, "count_steps takes out and numbers");
+  int64_t* out = numbers_of(arguments[0], "out", count - 1);
+  for (int64_t i = 0; i + 1 < count; ++i) {
+    const TensorView step = arguments[1 + i].cast<TensorView>();
+    if (step.device().device_type != kDLCPU || step.dtype().code != kDLFloat || step.dtype().bits != 32 || step.numel() != 1) return i;
+  }
+  for (int64_t i = 0; i + 1 < count; ++i) {
+    float* step = data_of<float>(arguments[1 + i].cast<TensorView>());
+    *step += 1.0f;
+    out[i] = static_cast<int64_t>(*step);
+  }
+  return -1;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace blockfp
+
+// Functions of as many arguments as there are arrays, which the macros for typed functions don't make.
+#define BLOCKFP_EXPORT_PACKED(name)                                                                                           \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {   \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                                                \
+    *reinterpret_cast<tvm::ffi::Any*>(result) = blockfp::cuda::name(reinterpret_cast<const tvm::ffi::AnyView*>(arguments), count); \
+    TVM_FFI_SAFE_CALL_END();                                                                                                  \
+  }
+
+BLOCKFP_EXPORT_PACKED(addresses)
+BLOCKFP_EXPORT_PACKED(count_steps)
