@@ -29,7 +29,7 @@ cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
   const bool keys = (a.row.codes != nullptr && a.row.key != nullptr) || (a.column.codes != nullptr && a.column.key != nullptr);
-  const bool fits = a.x.columns % kColumnUnit<E> == 0 && vectors_fit(a.x) && aligned(a.row.codes);
+  const bool fits = a.x.columns % 8 == 0 && vectors_fit(a.x) && aligned(a.row.codes);
   return fits && !keys ? groups<E, Block, T, Square, Rounding::kGroups>(a, stream)
                        : groups<E, Block, T, Square, Rounding::kGroupsGeneral>(a, stream);
 }
