@@ -59,7 +59,7 @@ class LinearFunction(torch.autograd.Function):
             if multiplier is not None:
                 largest = made.pop()
                 if history is not None and call.training:
-                    record(history, largest)
+                    record(history, largest, now=True)
             if ctx.observed is not None:
                 observe_again(ctx.observed, "input", x, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
             kept = made[count:]
@@ -132,7 +132,7 @@ class LinearFunction(torch.autograd.Function):
             options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
             results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
             if multiplier is not None and ctx.history is not None:
-                record(ctx.history, results[-1])
+                record(ctx.history, results[-1], now=run is linear_ops.backward)
             d_weight = results[int(needs_x)] if needs_weight else None
             d_x = results[0] if needs_x else None
             if d_x is not None and carried is not None:

@@ -73,6 +73,16 @@ cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotate
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
 }
 
+// Raises the newest entry of a history to an amax that is finite.
+__global__ void record_amax_in_history(const int32_t* amax, float* history) {
+  if (*amax < kInfinity && __int_as_float(*amax) > *history) *history = __int_as_float(*amax);
+}
+
+cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream) {
+  record_amax_in_history<<<1, 1, 0, stream>>>(amax, history);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream) {
   if (a.tensor != nullptr) {
     if (cudaError_t error = cudaMemsetAsync(a.tensor, 0, sizeof(int32_t), stream); error != cudaSuccess) return error;
