@@ -54,7 +54,7 @@ struct Gated {
 
 // Rows in groups (blockfp/groups.h).
 struct Groups {
-  const GroupTile* tiles;  // of the kernel's tile height; null: no groups
+  const GroupTile* tiles;  // null: no groups
   int32_t* overflows;      // of each group, kInfinity where it holds an Inf: its amax, or a word of its own; or null
   int overflow_stride;
   int64_t count, tokens;

@@ -92,13 +92,14 @@ __device__ __forceinline__ uint32_t e2m1_pair(uint32_t y) {
   const uint32_t least = 0x38003800u;
   const uint32_t magnitude = bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<__nv_bfloat162>(y)), bit_cast<__nv_bfloat162>(least)));
   const __half2 h = bit_cast<__half2>(magnitude * 8 - least * 8);
-  const __half2 first = __hmul2_sat(h, half(0.5f)), second = __hfma2_sat(h, half(0.5f), half(-1.0f)), third = __hfma2_sat(h, half(0.5f), half(-2.0f));
+  const __half2 first = __hmul2_sat(h, half(0.5f)), second = __hfma2_sat(h, half(0.5f), half(-1.0f));
+  const __half2 third = __hfma2_sat(h, half(0.5f), half(-2.0f));
   const __half2 sum = __hadd2_rn(__hfma2(second, half(2.0f), __hfma2(first, half(4.0f), half(1536.0f))), third);
   return bit_cast<uint32_t>(sum) | ((y >> 12) & 0x00080008u);
 }
 
 // The low bytes of both halves of four words, as eight nibbles: of the lower halves in `low`, of the upper ones in `high`.
-__device__ __forceinline__ void low_bytes(const uint32_t a, const uint32_t b, const uint32_t c, const uint32_t d, uint32_t& low, uint32_t& high) {
+__device__ __forceinline__ void low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t& low, uint32_t& high) {
   const uint32_t ab = __byte_perm(a, b, 0x6240), cd = __byte_perm(c, d, 0x6240);
   low = __byte_perm(ab, cd, 0x5410), high = __byte_perm(ab, cd, 0x7632);
 }

@@ -67,8 +67,8 @@ struct RunEnds {
 //
 // Each thread writes the vectors of memory that begin in its own bytes or just before; what the last one has left the first one writes.
 template <int Unit, int Words, int Threads>
-__device__ __forceinline__ void store_run(const RunEnds<Words, Threads>& ends, uint8_t* out, const uint32_t (&word)[Words], int index, int count,
-                                          int first, int last) {
+__device__ __forceinline__ void store_run(const RunEnds<Words, Threads>& ends, uint8_t* out, const uint32_t (&word)[Words], int index,
+                                          int count, int first, int last) {
   constexpr int kGranule = kRunGranule<Words>, kOfGranule = kGranule / 4;
   const uint32_t turn = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(out)) % kGranule;  // alike in all threads
   uint32_t all[kOfGranule + Words];
@@ -159,7 +159,8 @@ __device__ __forceinline__ void copy_runs(uint8_t* out, int64_t pitch, int first
         const bool low = at >= first && at < last, high = at + 1 >= first && at + 1 < last;
         if (!low && !high) continue;
         const int lower = max(at, 0), upper = min(at + 1, Bytes - 1);
-        const uint32_t bytes[2] = {word_at(line, lower / 4) >> (8 * (lower % 4)) & 0xFF, word_at(line, upper / 4) >> (8 * (upper % 4)) & 0xFF};
+        const uint32_t bytes[2] = {word_at(line, lower / 4) >> (8 * (lower % 4)) & 0xFF,
+                                   word_at(line, upper / 4) >> (8 * (upper % 4)) & 0xFF};
         if (low && high) {
           *reinterpret_cast<uint16_t*>(own + at) = bytes[0] | bytes[1] << 8;
         } else {

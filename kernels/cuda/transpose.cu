@@ -112,7 +112,10 @@ __global__ void __launch_bounds__(kTransposeThreads)
     for (int r = 0; r < 8; ++r) {
       if constexpr (Bits == 8) eight[r] = {words[r][2 * g], words[r][2 * g + 1]};
       if constexpr (Bits == 4) eight[r] = {words[r][g], 0};
-      if constexpr (Bits == 6) eight[r] = g == 0 ? uint2{words[r][0], words[r][1]} : uint2{__funnelshift_r(words[r][1], words[r][2], 16), words[r][2] >> 16};
+      if constexpr (Bits == 6) {
+        const uint2 second = {__funnelshift_r(words[r][1], words[r][kWords - 1], 16), words[r][kWords - 1] >> 16};
+        eight[r] = g == 0 ? uint2{words[r][0], words[r][1]} : second;
+      }
     }
     turn_eight<Bits>(eight, turned);
 #pragma unroll
@@ -151,8 +154,8 @@ cudaError_t codes(const void* in, void* out, int64_t batches, int64_t rows, int6
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   const bool vectors_in = Packing<Bits>::row_bytes(columns) % 16 == 0 && aligned(in);
   const bool vectors_out = Packing<Bits>::row_bytes(rows) % 16 == 0 && aligned(out);
-  transpose_codes<Bits><<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows, columns,
-                                                                  across, down, vectors_in, vectors_out);
+  transpose_codes<Bits><<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows,
+                                                                  columns, across, down, vectors_in, vectors_out);
   return cudaGetLastError();
 }
 
@@ -160,8 +163,8 @@ cudaError_t words(const void* in, void* out, int64_t batches, int64_t rows, int6
   const int64_t across = ceil_div(columns, kTransposeTile), down = ceil_div(rows, kTransposeTile), blocks = batches * across * down;
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  transpose_words<<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint32_t*>(in), static_cast<uint32_t*>(out), rows, columns, across,
-                                                            down);
+  transpose_words<<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint32_t*>(in), static_cast<uint32_t*>(out), rows, columns,
+                                                            across, down);
   return cudaGetLastError();
 }
 

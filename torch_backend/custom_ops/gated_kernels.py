@@ -69,13 +69,7 @@ def plan_of(
     if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):
         return None
     rows, columns = gate.shape
-    bits = format.element.bits
-    # Codes of whole rows and columns must be vectors.
-    fits = (
-        rows % {4: 32, 6: 64, 8: 16}[bits] == 0 and (bits != 6 or columns % 16 == 0)
-        if column is not None
-        else columns % (length or 1) == 0
-    )
+    fits = rows % (32 if format.element.bits == 4 else 16) == 0 if column is not None else columns % (length or 1) == 0
     if not fits or not agrees(gate, activation, up is not None):
         return None
     device, run = gate.device, library().quantize_gated

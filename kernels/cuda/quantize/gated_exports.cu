@@ -70,11 +70,10 @@ void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTens
   a.format = checked_format(element, block_rows, block_columns, rule);
   const bool whole = a.format.per_tensor(), two_levels = a.format.two_levels();
   check(whole || !a.format.square(), "square blocks are for weights; the format has ", block_rows, "x", block_columns);
-  const int64_t rows = a.x.rows, columns = a.x.columns, unit = element == E2M1::kId ? 32 : (element == E3M2::kId ? 64 : 16);
+  const int64_t rows = a.x.rows, columns = a.x.columns, unit = element == E2M1::kId ? 32 : 16;
   check(gate.numel() > 0 && (has(codes) || has(codes_t)), "gate must not be empty, and codes or codes_t be wanted");
   if (has(codes_t)) {
     check(rows % unit == 0, "along the columns rows come in multiples of ", unit, "; there are ", rows);
-    check(element != E3M2::kId || columns % 16 == 0, "columns of MXFP6 come in multiples of 16; there are ", columns);
   } else {
     check(whole || columns % block_columns == 0, "along rows alone columns come in whole blocks of ", block_columns, "; there are ", columns);
   }

@@ -11,8 +11,9 @@ namespace {
 
 template <class E, int Block, class T, bool Square, Rounding R>
 cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
+  static_assert(kTileRows == kGroupUnit, "a tile lies in one group, of which each has at least one");
   const int64_t across = std::max(ceil_div(a.x.columns, kTileColumns), int64_t{1});
-  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count, kTileRows);
+  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   const bool vectors = vectors_fit(a.x);
   if constexpr (Square) {
@@ -28,7 +29,7 @@ cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
   const bool keys = (a.row.codes != nullptr && a.row.key != nullptr) || (a.column.codes != nullptr && a.column.key != nullptr);
-  const bool fits = a.x.columns % kColumnUnit<E> == 0 && vectors_fit(a.x) && aligned(a.row.codes);
+  const bool fits = a.x.columns % 8 == 0 && vectors_fit(a.x) && aligned(a.row.codes);
   return fits && !keys ? groups<E, Block, T, Square, Rounding::kGroups>(a, stream)
                        : groups<E, Block, T, Square, Rounding::kGroupsGeneral>(a, stream);
 }
@@ -39,7 +40,7 @@ template <>
 cudaError_t launch_groups<BLOCKFP_ELEMENT>(QuantizeArguments a, const int32_t* words, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
   if (a.groups.count == 0) return cudaSuccess;
-  a.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kTileRows);
+  a.groups.tiles = tiles_of_groups(words, a.groups.count);
   return with_kernel<E>(a, [&](auto block, auto dtype, auto square) {
     return with_rounding<E, decltype(block)::value, decltype(dtype), decltype(square)::value>(a, stream);
   });

@@ -8,8 +8,8 @@ namespace {
 template <class E, int Block, class T, bool Square>
 cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
   const Window& w = a.window;
-  const int row_unit = E::kBits == 8 ? 16 : (E::kBits == 4 ? 32 : 64);  // whose codes are vectors
-  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % kColumnUnit<E> == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
+  const int row_unit = E::kBits == 4 ? 32 : 16;
+  const bool fits = w.row_phase == 0 && w.column_phase == 0 && a.x.columns % 8 == 0 && a.x.rows % row_unit == 0 && vectors_fit(a.x) &&
                     aligned(a.row.codes) && aligned(a.column.codes);
   const bool row_key = a.row.codes != nullptr && a.row.key != nullptr;
   const bool column_key = a.column.codes != nullptr && a.column.key != nullptr;

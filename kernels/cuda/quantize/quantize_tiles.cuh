@@ -1,8 +1,9 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 //
-// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale (tile_scales.cuh): one scale
-// serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as the tile. Each goes load, scales
-// and codes of the rows, scales and codes of the columns, which leave through shared memory (tile_codes.cuh).
+// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale
+// (tile_scales.cuh): one scale serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as
+// the tile. Each goes load, scales and codes of the rows, scales and codes of the columns, which leave through shared memory
+// (tile_codes.cuh).
 #pragma once
 
 #include "hadamard.cuh"
@@ -22,9 +23,10 @@ __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
-// Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them.
+// Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them; random
+// bytes take registers.
 template <class E, class T, Rounding R>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (E::kBits < 8 && R != Rounding::kStochastic ? 4 : 3) : 2;
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 ? 4 : 3);
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {

@@ -41,9 +41,9 @@ struct Staging {
     }
     const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows), first = tile.row / 8 * E::kBits;
     uint8_t* out = a.column.codes + (tile.batch * a.x.columns + tile.column) * pitch + first;
-    if constexpr (P::kWhole) {
+    if (P::kWhole && (E::kBits != 6 || pitch % 16 == 0)) {
       copy_vectors(out, pitch, a.x.rows - tile.row, a.x.columns - tile.column);
-    } else {
+    } else if constexpr (!P::kWhole || E::kBits == 6) {
       const LinesOfTile lines(tile.column, kTileColumns, a.x.columns), bytes(first, kBytes, pitch);
       copy_runs<kBytes, kTileColumns, kTileThreads>(
           out, pitch, lines.first, lines.last, bytes.first, bytes.last,
@@ -107,10 +107,6 @@ union StagedCodes {
   std::conditional_t<kVectorRows<R>, Nothing, RowStaging<E>> rows;
 };
 
-// Columns that kVectorRows come in multiples of.
-template <class E>
-constexpr int kColumnUnit = E::kBits == 6 ? 16 : 8;
-
 // Codes of a piece's rows: straight to memory, or by way of shared memory where rows begin at any address.
 template <class E, class T, Rounding R>
 class RowOutput {
@@ -129,7 +125,7 @@ class RowOutput {
   // To be called for one row after the other, by every lane of the warp.
   __device__ __forceinline__ void put(int r, uint2 codes) {
     constexpr bool kWhole = Piece<E, T, R>::kWhole;
-    if constexpr (kVectorRows<R> && E::kBits == 6) {
+    if (kVectorRows<R> && E::kBits == 6 && piece_.a.x.columns % 16 == 0) {
       // Lanes side by side trade, so that one has sixteen codes of a row, the other of the row below: three words.
       if (r % 2 == 0) {
         above_ = codes;
