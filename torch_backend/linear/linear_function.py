@@ -45,7 +45,8 @@ class LinearFunction(torch.autograd.Function):
         format = columnwise.format
         ctx.again = again = False
         if format is not None and not call.traced and ctx.observed is None:
-            node, number = x.grad_fn, x.output_nr
+            node: Any = x.grad_fn
+            number = x.output_nr
             while type(node).__name__ in VIEWS:
                 node, number = node.next_functions[0]
             # Codes would lie beside values that stay anyway.
