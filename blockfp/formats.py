@@ -142,8 +142,12 @@ def block_name(block: tuple[int, int] | None) -> str:
     return "per row" if block[1] == WHOLE_ROW else f"{block[0]}x{block[1]}"
 
 
+_FORMATS: dict[str, Format] = {}
+"""The one format of each name, in the order in which they were made."""
+
+
 class _Known:
-    """What follows from a format's fields, of which compilers make formats. Every call asks for it, so these are no properties."""
+    """What follows from a format's fields. Every call asks for it, so these are no properties."""
 
     per_tensor: bool
     per_row: bool
@@ -151,7 +155,7 @@ class _Known:
     square: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Format(_Known):
     """Element format, block shape and scale format of a quantized array, known by its name.
 
@@ -173,15 +177,28 @@ class Format(_Known):
     block: tuple[int, int] | None = field(repr=False)
     scale: ScaleFormat = field(repr=False)
 
-    def __post_init__(self):
-        known = {
-            "per_tensor": self.block is None,
-            "per_row": self.block == (1, WHOLE_ROW),
-            "has_tensor_scale": self.block is None or self.scale.two_level,
-            "square": self.block is None or self.block[0] == self.block[1],
+    # torch.compile copies frozen dataclasses, by calling them with their fields.
+    def __new__(cls, name: str, element: ElementFormat, block: tuple[int, int] | None, scale: ScaleFormat) -> Format:
+        return _FORMATS.get(name) or super().__new__(cls)
+
+    def __init__(self, name: str, element: ElementFormat, block: tuple[int, int] | None, scale: ScaleFormat):
+        if name in _FORMATS:
+            if (self.element, self.block, self.scale) != (element, block, scale):
+                raise ValueError(f"format {name!r} is known, and is another")
+            return
+        values = {
+            "name": name,
+            "element": element,
+            "block": block,
+            "scale": scale,
+            "per_tensor": block is None,
+            "per_row": block == (1, WHOLE_ROW),
+            "has_tensor_scale": block is None or scale.two_level,
+            "square": block is None or block[0] == block[1],
         }
-        for name, value in known.items():
-            object.__setattr__(self, name, value)
+        for field_name, value in values.items():
+            object.__setattr__(self, field_name, value)
+        _FORMATS[name] = self
 
     @staticmethod
     def parse(name: Format | str) -> Format:
@@ -223,16 +240,18 @@ class Format(_Known):
         return self
 
 
-def _named_formats() -> dict[str, Format]:
-    formats = []
+def _name_formats() -> None:
     for element in (E4M3, E5M2):
         fp8 = f"fp8_{element}"
-        formats += [Format(fp8, element, None, FP32_SCALE), Format(f"{fp8}_pow2", element, None, POW2_SCALE)]
+        Format(fp8, element, None, FP32_SCALE)
+        Format(f"{fp8}_pow2", element, None, POW2_SCALE)
         row = (1, WHOLE_ROW)
-        formats += [Format(f"{fp8}_row", element, row, FP32_SCALE), Format(f"{fp8}_row_pow2", element, row, POW2_SCALE)]
+        Format(f"{fp8}_row", element, row, FP32_SCALE)
+        Format(f"{fp8}_row_pow2", element, row, POW2_SCALE)
         for block in ((1, 128), (128, 128)):
             name = f"{fp8}_{block[0]}x{block[1]}"
-            formats += [Format(name, element, block, POW2_SCALE), Format(f"{name}_fp32", element, block, FP32_SCALE)]
+            Format(name, element, block, POW2_SCALE)
+            Format(f"{name}_fp32", element, block, FP32_SCALE)
     for family, element in (
         ("mxfp8", E4M3),
         ("mxfp8", E5M2),
@@ -243,15 +262,13 @@ def _named_formats() -> dict[str, Format]:
     ):
         name = "mxint8" if element is INT8 else f"{family}_{element}"
         for block, suffix in (((1, 32), ""), ((32, 32), "_32x32")):
-            formats += [
-                Format(name + suffix, element, block, E8M0_CEIL),
-                Format(f"{name}{suffix}_floor", element, block, E8M0_FLOOR),
-            ]
-    formats += [Format("nvfp4", E2M1, (1, 16), E4M3_SCALE), Format("nvfp4_16x16", E2M1, (16, 16), E4M3_SCALE)]
-    return {f.name: f for f in formats}
+            Format(name + suffix, element, block, E8M0_CEIL)
+            Format(f"{name}{suffix}_floor", element, block, E8M0_FLOOR)
+    Format("nvfp4", E2M1, (1, 16), E4M3_SCALE)
+    Format("nvfp4_16x16", E2M1, (16, 16), E4M3_SCALE)
 
 
-_FORMATS = _named_formats()
+_name_formats()
 
 NAMES: tuple[str, ...] = tuple(_FORMATS)
 """The names of all formats, family by family."""
