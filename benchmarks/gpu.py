@@ -28,6 +28,9 @@ from blockfp.kernels.format_numbers import format_numbers
 
 SHAPES = ((16384, 8192), (4096, 4096), (8190, 4094))
 
+ODD_GOAL = 0.7
+"""Share of the copy to reach with the last of the shapes, whose rows begin where no vector does."""
+
 # name, format, directions (r, c, rc; p: rotated column), stochastic, share of the copy to reach at 16384 x 8192.
 CASES = (
     ("FP8 per tensor, given scale", "fp8_e4m3", "r", False, 0.97),
@@ -47,16 +50,16 @@ CASES = (
     ("MXFP8 32x32", "mxfp8_e4m3_32x32", "rc", False, None),
     ("NVFP4, amax given", "nvfp4", "r", False, 0.75),
     ("NVFP4, amax given", "nvfp4", "r", True, None),
-    ("NVFP4, amax given", "nvfp4", "rc", False, None),
+    ("NVFP4, amax given", "nvfp4", "rc", False, 0.75),
     ("NVFP4 16x16, amax given", "nvfp4_16x16", "rc", False, 0.70),
-    ("NVFP4 rotated column", "nvfp4", "rp", False, None),
-    ("NVFP4 rotated column", "nvfp4", "rp", True, 0.35),
+    ("NVFP4 rotated column", "nvfp4", "rp", False, 0.60),
+    ("NVFP4 rotated column", "nvfp4", "rp", True, 0.42),
     ("MXFP6 E3M2", "mxfp6_e3m2", "r", False, 0.75),
     ("MXFP6 E2M3", "mxfp6_e2m3", "r", False, 0.75),
     ("MXFP4", "mxfp4_e2m1", "r", False, 0.75),
     ("MXINT8", "mxint8", "r", False, 0.75),
-    ("MXFP6 E3M2", "mxfp6_e3m2", "rc", False, None),
-    ("MXFP4", "mxfp4_e2m1", "rc", False, None),
+    ("MXFP6 E3M2", "mxfp6_e3m2", "rc", False, 0.75),
+    ("MXFP4", "mxfp4_e2m1", "rc", False, 0.75),
 )
 
 
@@ -95,11 +98,12 @@ class Case:
         self.key = torch.tensor([1, 2, 3, 4], dtype=torch.int32, device="cuda") if mode is True else None
         self.row = self._outputs(x.shape) if "r" in directions else (None, None)
         self.column = self._outputs((x.shape[1], x.shape[0])) if {"c", "p"} & set(directions) else (None, None)
-        self.amax = self.tensor_scale = None
+        self.amax = None
+        self.tensor_scales: tuple = (None, None)
         if format.has_tensor_scale:
             self.amax = torch.zeros(2 if self.rotate else 1, dtype=torch.int32, device="cuda")
         if format.scale.two_level:
-            self.tensor_scale = torch.zeros(2 if self.rotate else 1, device="cuda")
+            self.tensor_scales = (torch.zeros((), device="cuda"), torch.zeros((), device="cuda"))
         self._run(True)
 
     def _outputs(self, shape):
@@ -111,8 +115,8 @@ class Case:
 
     def _run(self, measure: bool):
         cuda_library.library().quantize(
-            self.x, self.amax, None, self.key, *self.row, self.tensor_scale, *self.column, *format_numbers(self.format),
-            measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate, 0, 0, 0, 0,
+            self.x, self.amax, None, self.key, *self.row, self.tensor_scales[0], *self.column, self.tensor_scales[1],
+            *format_numbers(self.format), measure, 0, bits.LARGEST_FINITE["bfloat16"], self.rotate, False, 0, 0, 0, 0,
         )  # fmt: skip
 
     def __call__(self):
@@ -153,7 +157,8 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
         speed = count / ms / 1e6
         if speed > 2 * copy:
             raise RuntimeError(f"{name} at {speed:.0f} GB/s is beyond the memory (copy {copy:.0f}): its timing is wrong")
-        goal = goal if shape == SHAPES[0] else None
+        if shape != SHAPES[0]:
+            goal = ODD_GOAL if shape == SHAPES[-1] and source == "blockfp" else None
         rows.append(
             {"kernel": name, "format": format, "directions": directions, "mode": str(mode), "shape": shape, "source": source,
              "us": round(ms * 1e3, 2), "gb_per_s": round(speed, 1), "of_copy": round(speed / copy, 4), "goal": goal}
@@ -197,7 +202,7 @@ def bench_shape(shape, rows: list, only: str, quick: bool):
             def turn(q=q, flipped=flipped, format=format):
                 cuda_library.library().transpose(q.codes, flipped, format.element.bits, *shape)
 
-            note(f"transpose {format}", format.name, "t", "", byte_count(q.codes, flipped), milliseconds(turn), None)
+            note(f"transpose {format}", format.name, "t", "", byte_count(q.codes, flipped), milliseconds(turn), 0.6)
         del q
     if not only:
         for name, ms, count in peers(x, milliseconds):

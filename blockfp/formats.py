@@ -8,7 +8,6 @@ constant and a dictionary key as it is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 
@@ -152,6 +151,10 @@ class Format:
         element: format of the codes.
         block: (rows, columns) that share a scale, or None where the whole tensor does; (1, `WHOLE_ROW`) where a row does.
         scale: format of the scales.
+        per_tensor: True where the whole tensor shares one scale.
+        per_row: True where each row, of any length up to `WHOLE_ROW`, has one scale.
+        has_tensor_scale: True where the whole tensor shares a scale: its only one, or the one above those of its blocks.
+        square: True where a transposed array has the transposed codes and scales: square blocks, or one scale per tensor.
 
     Use `Format.parse(name)` to get one; `blockfp.formats.NAMES` lists the names.
     """
@@ -160,6 +163,21 @@ class Format:
     element: ElementFormat = field(repr=False)
     block: tuple[int, int] | None = field(repr=False)
     scale: ScaleFormat = field(repr=False)
+    # Asked for in every call, and so no properties.
+    per_tensor: bool = field(init=False, repr=False)
+    per_row: bool = field(init=False, repr=False)
+    has_tensor_scale: bool = field(init=False, repr=False)
+    square: bool = field(init=False, repr=False)
+
+    def __post_init__(self):
+        known = {
+            "per_tensor": self.block is None,
+            "per_row": self.block == (1, WHOLE_ROW),
+            "has_tensor_scale": self.block is None or self.scale.two_level,
+            "square": self.block is None or self.block[0] == self.block[1],
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def parse(name: Format | str) -> Format:
@@ -180,26 +198,6 @@ class Format:
             hint = f"did you mean {' or '.join(repr(n) for n in near)}?" if near else "see blockfp.formats.NAMES"
             raise ValueError(f"format {name!r} is not known; {hint}")
         return _FORMATS[name]
-
-    @cached_property
-    def per_tensor(self) -> bool:
-        """True where the whole tensor shares one scale."""
-        return self.block is None
-
-    @cached_property
-    def per_row(self) -> bool:
-        """True where each row, of any length up to `WHOLE_ROW`, has one scale."""
-        return self.block == (1, WHOLE_ROW)
-
-    @cached_property
-    def has_tensor_scale(self) -> bool:
-        """True where the whole tensor shares a scale: its only one, or the one above those of its blocks."""
-        return self.per_tensor or self.scale.two_level
-
-    @cached_property
-    def square(self) -> bool:
-        """True where a transposed array has the transposed codes and scales: square blocks, or one scale per tensor."""
-        return self.block is None or self.block[0] == self.block[1]
 
     @property
     def bytes_per_element(self) -> float:

@@ -43,9 +43,8 @@ def columns_for(tokens: int, groups: int) -> int:
 
 
 def words_for(tokens: int, groups: int) -> int:
-    """Length of what the CUDA library's `group_rows` writes: ends, their counterparts along the columns, tables of tiles."""
-    tiles = tokens // 128 + tokens // 256 + 2 * groups
-    return -(-2 * groups // _TILE_WORDS) * _TILE_WORDS + _TILE_WORDS * tiles
+    """Length of what the CUDA library's `group_rows` writes: ends, their counterparts along the columns, a table of tiles."""
+    return -(-2 * groups // _TILE_WORDS) * _TILE_WORDS + _TILE_WORDS * (tokens // UNIT + groups)
 
 
 class Group(NamedTuple):

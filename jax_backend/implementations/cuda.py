@@ -37,7 +37,7 @@ _ATTRIBUTES = {
     "dequantize": _DEQUANTIZE,
     "product": _PRODUCT,
     "product_by_cublas": _PRODUCT,
-    "align": ("element", "block_rows", "columns"),
+    "align": ("element", "block_rows", "columns", "turned"),
     "group_rows": ("tokens",),
     "quantize_groups": _QUANTIZE_GROUPS,
 }
@@ -224,6 +224,7 @@ def align(x: Quantized, format: Format, columns: int) -> Quantized:
         element=numbers[0],
         block_rows=numbers[1],
         columns=columns,
+        turned=False,
     )
     return Quantized(codes, scales, None)
 

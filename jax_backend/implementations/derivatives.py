@@ -105,7 +105,7 @@ def either(plain: Callable[..., Any], differentiable: Callable[..., Any], static
 
 @lru_cache(maxsize=1024)
 def _of_leaves(function: Callable[..., Any], static: Hashable, structure: Any) -> Callable[..., Any]:
-    """A function of the leaves of its arguments; one and the same for equal arguments, so that JAX traces it once for each shape."""
+    """A function of the leaves of its arguments, the same one for equal arguments: JAX traces it once for each shape."""
     return lambda *leaves: function(static, *structure.unflatten(leaves))
 
 

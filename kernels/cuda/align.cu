@@ -1,14 +1,17 @@
 // MX operands aligned to one power of two for each 128 contracted elements, bit for bit as blockfp/definition/alignment.py says.
 //
-//   align(codes, scales, out, out_scales, element, block_rows, columns)
+//   align(codes, scales, out, out_scales, element, block_rows, columns, turned)
 //       codes: uint8 [.., rows, bytes], of `columns` packed codes a row; scales: E8M0, in blocks of 1x32 or 32x32. out: FP8 codes, uint8
 //       [.., rows, columns filled up to a multiple of 16 with zeros]; out_scales: float32 [.., columns / 128, rows filled up to a multiple
-//       of 4], as `product` takes them ordered (products/product_exports.cu).
+//       of 4], as `product` takes them ordered (products/product_exports.cu). turned: the same of the transposed matrix, of blocks of
+//       32x32: out [.., columns, rows filled up], out_scales [.., rows / 128, columns filled up].
 #include <type_traits>
 
 #include "blockfp/elements.h"
 #include "blockfp/packing.h"
+#include "codes.cuh"
 #include "on_device.h"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -89,28 +92,26 @@ __device__ __forceinline__ uint32_t shifted(uint32_t codes, const Power& by) {
 #endif
 }
 
-// Sixteen codes as bytes, those from `count` on zero.
+// Sixteen codes, packed; of rows that are no vectors those in the first `bytes` bytes.
 template <class E>
-__device__ __forceinline__ void load_codes(const uint8_t* from, int64_t bytes_left, int count, bool vectors, uint32_t (&words)[4]) {
-  constexpr int kWords = E::kBits * kChunk / 32;
-  uint32_t packed[kWords] = {};
-  if (vectors && count == kChunk) {
-    if constexpr (kWords == 4) {
-      const uint4 all = __ldg(reinterpret_cast<const uint4*>(from));
-      packed[0] = all.x, packed[1] = all.y, packed[2] = all.z, packed[3] = all.w;
-    } else if constexpr (kWords == 2) {
-      const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
-      packed[0] = both.x, packed[1] = both.y;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) packed[i] = __ldg(reinterpret_cast<const uint32_t*>(from) + i);
-    }
+__device__ __forceinline__ void load_packed(const uint8_t* from, int bytes, bool vectors, uint32_t (&packed)[E::kBits / 2]) {
+  if (!vectors) {
+    load_run<E::kBits / 2, 4, 1>(from, bytes, packed);
+  } else if constexpr (E::kBits == 8) {
+    const uint4 all = bytes > 0 ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};
+    packed[0] = all.x, packed[1] = all.y, packed[2] = all.z, packed[3] = all.w;
+  } else if constexpr (E::kBits == 4) {
+    const uint2 both = bytes > 0 ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{};
+    packed[0] = both.x, packed[1] = both.y;
   } else {
 #pragma unroll
-    for (int i = 0; i < 4 * kWords; ++i) {
-      if (i < bytes_left && count > 0) packed[i / 4] |= static_cast<uint32_t>(__ldg(from + i)) << (8 * (i % 4));
-    }
+    for (int i = 0; i < 3; ++i) packed[i] = bytes > 0 ? __ldg(reinterpret_cast<const uint32_t*>(from) + i) : 0;
   }
+}
+
+// They as bytes, those from `count` on zero.
+template <class E>
+__device__ __forceinline__ void unpack(const uint32_t (&packed)[E::kBits / 2], int count, uint32_t (&words)[4]) {
   if constexpr (E::kBits == 8) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = packed[i];
@@ -156,9 +157,11 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_const
   const int64_t count64 = row < a.rows ? a.columns - column : 0;
   const int count = static_cast<int>(count64 < 0 ? 0 : (count64 < kChunk ? count64 : kChunk));
 
-  uint32_t words[4];
+  uint32_t packed[E::kBits / 2], words[4];
   const int64_t first_byte = column / 8 * E::kBits;
-  load_codes<E>(a.codes + (batch * a.rows + row) * a.bytes + first_byte, a.bytes - first_byte, count, a.vectors, words);
+  const int bytes = count == 0 ? 0 : static_cast<int>(min(a.bytes - first_byte, int64_t{2 * E::kBits}));
+  load_packed<E>(a.codes + (batch * a.rows + row) * a.bytes + first_byte, bytes, a.vectors, packed);
+  unpack<E>(packed, count, words);
   uint32_t most = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -207,34 +210,134 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_const
   }
 }
 
+constexpr int kTurnedRows = 256, kTurnedColumns = kAlignColumns, kTurnedGroups = kTurnedRows / 128;
+
+// The transposed matrix, aligned: a block of threads has a tile, a thread eight rows of sixteen codes, a warp 32 rows.
 template <class E>
-cudaError_t launch_align(const AlignArguments& a, bool square, int64_t batches, cudaStream_t stream) {
-  const int64_t blocks = batches * a.bands * a.groups;
+__global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_constant__ AlignArguments a) {
+  using Target = std::conditional_t<E::kId == E5M2::kId, E5M2, E4M3>;
+  constexpr int kLift = Target::kBias - E::kBias, kWarps = kAlignThreads / 32, kBlocks = kTurnedColumns / 32;
+  // A vector more for each thread's lines keeps threads side by side out of one another's banks.
+  constexpr int kBytes = kTurnedRows, kPad = 16;
+  __shared__ __align__(16) uint8_t lines[kTurnedColumns * kBytes + kChunks * kPad];
+  __shared__ int highest[kWarps][kBlocks];
+  const auto place = [](int column) { return column * kBytes + column / kChunk * kPad; };
+  const int64_t across = (a.columns + kTurnedColumns - 1) / kTurnedColumns, down = (a.rows + kTurnedRows - 1) / kTurnedRows;
+  const int64_t batch = blockIdx.x / (across * down), in_matrix = blockIdx.x % (across * down);
+  const int64_t row0 = in_matrix / across * kTurnedRows, column0 = in_matrix % across * kTurnedColumns;
+  const int chunk = threadIdx.x % kChunks, eighth = threadIdx.x / kChunks, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t row = row0 + 8 * eighth, column = column0 + chunk * kChunk;
+  const int count = static_cast<int>(max(min(a.columns - column, int64_t{kChunk}), int64_t{0}));
+  const int64_t first_byte = column / 8 * E::kBits;
+  const int bytes = count == 0 ? 0 : static_cast<int>(min(a.bytes - first_byte, int64_t{2 * E::kBits}));
+  uint32_t packed[8][E::kBits / 2], words[8][4];
+  const auto load = [&](bool vectors) {
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const uint8_t* from = a.codes + (batch * a.rows + row + r) * a.bytes + first_byte;
+      load_packed<E>(from, row + r < a.rows ? bytes : 0, vectors, packed[r]);
+    }
+  };
+  // One or the other without branches, so that many loads are under way at once.
+  a.vectors ? load(true) : load(false);
+  uint32_t most = 0;
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    unpack<E>(packed[r], count, words[r]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[r][i] = widened<E>(words[r][i]);
+      most = __vmaxu4(most, words[r][i] & 0x7F7F7F7Fu);
+    }
+  }
+  most = __vmaxu4(most, most >> 16);
+  int magnitude = __vmaxu4(most, most >> 8) & 0xFF;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance = distance == 1 ? 8 : 2 * distance) {
+    magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, distance));
+  }
+  // NaN and Inf count as the largest number.
+  magnitude = min(magnitude, static_cast<int>(Target::kMaxCode));
+  const int64_t band = row / 32;
+  const int scale = count > 0 && band < a.bands ? __ldg(a.scales + (batch * a.bands + band) * a.blocks + column / 32) : 0;
+  if (lane < kChunks && lane % 2 == 0) highest[warp][lane / 2] = scale == 0xFF ? kNone : exponent_of<Target>(magnitude) + kLift + scale;
+  __syncthreads();
+  const auto shared_by = [&](int group, int block) {
+    int most = kNone;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most = max(most, highest[4 * group + i][block]);
+    return max(most - Target::kEmax, 0);
+  };
+  const Power power(scale - shared_by(warp / 4, chunk / 2) + kLift);
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[r][i] = shifted<Target>(words[r][i], power);
+      if (scale == 0xFF) words[r][i] = row + r < a.rows ? 0x7F7F7F7Fu : 0;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint2 rows[8], columns[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) rows[r] = {words[r][2 * half], words[r][2 * half + 1]};
+    transpose_eight<8>(rows, columns);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(lines + place(chunk * kChunk + 8 * half + j) + 8 * eighth) = columns[j];
+  }
+  __syncthreads();
+  const int columns_left = static_cast<int>(min(a.columns - column0, int64_t{kTurnedColumns}));
+  const int bytes_left = static_cast<int>(min(a.out_columns - row0, int64_t{kBytes}));
+  constexpr int kVectors = kBytes / 16, kStep = kAlignThreads / kVectors;
+  const int vector = threadIdx.x % kVectors;
+  uint8_t* out = a.out + (batch * a.columns + column0) * a.out_columns + row0 + 16 * vector;
+  if (16 * vector < bytes_left) {
+#pragma unroll 8
+    for (int line = threadIdx.x / kVectors; line < columns_left; line += kStep) {
+      *reinterpret_cast<uint4*>(out + line * a.out_columns) = *reinterpret_cast<const uint4*>(lines + place(line) + 16 * vector);
+    }
+  }
+  static_assert(kAlignThreads == kTurnedGroups * kTurnedColumns, "a thread has a scale");
+  const int group = threadIdx.x / kTurnedColumns, line = threadIdx.x % kTurnedColumns;
+  if (row0 / 128 + group < a.groups && column0 + line < a.out_rows) {
+    const int shared = shared_by(group, line / 32);
+    a.out_scales[(batch * a.groups + row0 / 128 + group) * a.out_rows + column0 + line] =
+        __uint_as_float(shared == 0 ? 0x400000u : static_cast<uint32_t>(shared) << 23);
+  }
+}
+
+template <class E>
+cudaError_t launch_align(const AlignArguments& a, bool square, bool turned, int64_t batches, cudaStream_t stream) {
+  const int64_t tiles = turned ? ceil_div(a.rows, kTurnedRows) * ceil_div(a.columns, kTurnedColumns) : a.bands * a.groups;
+  const int64_t blocks = batches * tiles;
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  const auto kernel = square ? align_kernel<E, true> : align_kernel<E, false>;
+  const auto kernel = turned ? align_turned<E> : (square ? align_kernel<E, true> : align_kernel<E, false>);
   kernel<<<static_cast<unsigned>(blocks), kAlignThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
 void align(TensorView codes, TensorView scales, TensorView out, TensorView out_scales, int64_t element, int64_t block_rows,
-           int64_t columns) {
+           int64_t columns, bool turned) {
   const OnDevice on(codes, "codes");
   check(element >= E4M3::kId && element <= E2M1::kId && (block_rows == 1 || block_rows == 32),
         "only MXFP8, MXFP6 and MXFP4 in blocks of 1x32 and 32x32 are aligned; the format has element ", element, " and blocks of ",
         block_rows, " rows");
+  check(!turned || block_rows == 32, "only matrices in blocks of 32x32 are aligned turned; the blocks have ", block_rows, " rows");
   check(codes.ndim() >= 2 && columns >= 0, "codes must be [.., rows, bytes]; they are ", describe(codes));
   AlignArguments a{};
   a.rows = codes.size(-2), a.columns = columns;
   a.bytes = code_row_bytes(static_cast<int>(element), columns), a.blocks = ceil_div(columns, 32);
-  a.bands = ceil_div(a.rows, kAlignRows), a.groups = ceil_div(columns, kAlignColumns);
-  a.out_columns = ceil_div(columns, kChunk) * kChunk, a.out_rows = ceil_div(a.rows, 4) * 4;
+  const int64_t lines = turned ? columns : a.rows, length = turned ? a.rows : columns;
+  a.bands = ceil_div(a.rows, kAlignRows), a.groups = ceil_div(length, kAlignColumns);
+  a.out_columns = ceil_div(length, kChunk) * kChunk, a.out_rows = ceil_div(lines, 4) * 4;
   int64_t batches = 1;
   for (int axis = 0; axis < codes.ndim() - 2; ++axis) batches *= codes.size(axis);
   check_array(codes, "codes", on.device, batches * a.rows * a.bytes, 8, "packed codes");
   check_array(scales, "scales", on.device, batches * ceil_div(a.rows, block_rows) * a.blocks, 8, "an E8M0 byte for each block");
-  check_array(out, "out", on.device, batches * a.rows * a.out_columns, 8, "FP8 codes, in rows of a multiple of 16");
-  check_array(out_scales, "out_scales", on.device, batches * a.groups * a.out_rows, 32, "a float32 for every row and 128 columns");
+  check_array(out, "out", on.device, batches * lines * a.out_columns, 8, "FP8 codes, in rows of a multiple of 16");
+  check_array(out_scales, "out_scales", on.device, batches * a.groups * a.out_rows, 32, "a float32 for every line and 128 of its codes");
   a.codes = data_of<const uint8_t>(codes), a.scales = data_of<const uint8_t>(scales);
   a.out = data_of<uint8_t>(out), a.out_scales = data_of<float>(out_scales);
   check(aligned(a.out), "out must begin on a multiple of 16 bytes");
@@ -245,7 +348,7 @@ void align(TensorView codes, TensorView scales, TensorView out, TensorView out_s
     if constexpr (E::kComplement) {
       return cudaErrorInvalidValue;
     } else {
-      return launch_align<E>(a, square, batches, on.stream);
+      return launch_align<E>(a, square, turned, batches, on.stream);
     }
   }));
 }

@@ -54,7 +54,7 @@ struct Gated {
 
 // Rows in groups (blockfp/groups.h).
 struct Groups {
-  const GroupTile* tiles;  // of the kernel's tile height; null: no groups
+  const GroupTile* tiles;  // null: no groups
   int32_t* overflows;      // of each group, kInfinity where it holds an Inf: its amax, or a word of its own; or null
   int overflow_stride;
   int64_t count, tokens;
@@ -151,6 +151,8 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream);
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream);
 // The same of what an activation makes, in one call: the second of the two with `rotated` alone.
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream);
+// history[0]: raised to the amax, unless that is Inf.
+cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream);
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream);
 cudaError_t launch_encode(const EncodeArguments& a, cudaStream_t stream);
 cudaError_t launch_dequantize(const DequantizeArguments& a, cudaStream_t stream);

@@ -4,6 +4,7 @@
 // and E2M3 of E4M3, spacing below the smallest normal included, once the number is multiplied with 2^-12 or 2^-6.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "blockfp/elements.h"
@@ -83,6 +84,26 @@ __device__ __forceinline__ uint2 encode_eight(const float (&y)[8]) {
   }
 }
 
+// Two bfloat16 numbers below 8 in magnitude as E2M1 codes, signs and all, each in the low bits of its half; above the low byte it is
+// arbitrary. The function of e2m1_magnitude, in fp16, which holds all that matters of such numbers, and whose last place from 1024 on is 1.
+__device__ __forceinline__ uint32_t e2m1_pair(uint32_t y) {
+  const auto half = [](float x) { return __float2half2_rn(x); };
+  // The exponents' bias falls by 112; what is less than 2^-15 counts as 2^-15.
+  const uint32_t least = 0x38003800u;
+  const uint32_t magnitude = bit_cast<uint32_t>(__hmax2(__habs2(bit_cast<__nv_bfloat162>(y)), bit_cast<__nv_bfloat162>(least)));
+  const __half2 h = bit_cast<__half2>(magnitude * 8 - least * 8);
+  const __half2 first = __hmul2_sat(h, half(0.5f)), second = __hfma2_sat(h, half(0.5f), half(-1.0f));
+  const __half2 third = __hfma2_sat(h, half(0.5f), half(-2.0f));
+  const __half2 sum = __hadd2_rn(__hfma2(second, half(2.0f), __hfma2(first, half(4.0f), half(1536.0f))), third);
+  return bit_cast<uint32_t>(sum) | ((y >> 12) & 0x00080008u);
+}
+
+// The low bytes of both halves of four words, as eight nibbles: of the lower halves in `low`, of the upper ones in `high`.
+__device__ __forceinline__ void low_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t& low, uint32_t& high) {
+  const uint32_t ab = __byte_perm(a, b, 0x6240), cd = __byte_perm(c, d, 0x6240);
+  low = __byte_perm(ab, cd, 0x5410), high = __byte_perm(ab, cd, 0x7632);
+}
+
 // Two numbers in fp16, rounded toward zero: `low` in the lower half.
 __device__ __forceinline__ uint32_t halves_toward_zero(float low, float high) {
   uint32_t out;
@@ -157,6 +178,8 @@ template <Rounding R>
 constexpr bool kToNearest = R == Rounding::kNearest || R == Rounding::kGroups;
 template <Rounding R>
 constexpr bool kTold = R == Rounding::kGeneral || R == Rounding::kGroupsGeneral;
+template <Rounding R>
+constexpr bool kVectorRows = R != Rounding::kGeneral && R != Rounding::kGroupsGeneral;  // rows of codes that begin where vectors do
 template <Rounding R>
 constexpr bool kOfGroups = R == Rounding::kGroups || R == Rounding::kGroupsGeneral;
 
@@ -241,25 +264,26 @@ __device__ __forceinline__ void store_eight(uint8_t* out, uint2 codes) {
   }
 }
 
-// A group of eight 8-bit codes, or two groups of smaller ones, to memory aligned to 8, 8 or 4 bytes.
-template <class E>
-__device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
-  if constexpr (E::kBits == 8) {
-    *reinterpret_cast<uint2*>(out) = codes[0];
-  } else if constexpr (E::kBits == 4) {
-    *reinterpret_cast<uint2*>(out) = {codes[0].x, codes[1].x};
-  } else {
-    uint32_t* words = reinterpret_cast<uint32_t*>(out);
-    words[0] = codes[0].x, words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
-  }
+// A group of eight 8-bit codes, or two groups of smaller ones, as 2, 2 or 3 words.
+template <class E, int Words>
+__device__ __forceinline__ void pack_groups(const uint2* codes, uint32_t (&words)[Words]) {
+  static_assert(Words == (E::kBits == 6 ? 3 : 2), "eight or sixteen codes");
+  words[0] = codes[0].x;
+  if constexpr (E::kBits == 8) words[1] = codes[0].y;
+  if constexpr (E::kBits == 4) words[1] = codes[1].x;
+  if constexpr (E::kBits == 6) words[1] = codes[0].y | (codes[1].x << 16), words[2] = (codes[1].x >> 16) | (codes[1].y << 16);
 }
 
-// Bytes first .. last - 1 of eight codes.
-template <int Bits>
-__device__ __forceinline__ void store_some(uint8_t* out, uint2 codes, int first, int last) {
+// The same to memory aligned to 8, 8 or 4 bytes.
+template <class E>
+__device__ __forceinline__ void store_groups(uint8_t* out, const uint2* codes) {
+  uint32_t words[E::kBits == 6 ? 3 : 2];
+  pack_groups<E>(codes, words);
+  if constexpr (E::kBits == 6) {
 #pragma unroll
-  for (int i = 0; i < Bits; ++i) {
-    if (i >= first && i < last) out[i] = (i < 4 ? codes.x : codes.y) >> (8 * (i % 4));
+    for (int i = 0; i < 3; ++i) reinterpret_cast<uint32_t*>(out)[i] = words[i];
+  } else {
+    *reinterpret_cast<uint2*>(out) = {words[0], words[1]};
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include "block_scale.cuh"
 #include "eight_elements.cuh"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -68,22 +69,22 @@ __device__ __forceinline__ void decode_eight(uint2 codes, float (&out)[8]) {
   }
 }
 
-// Codes first .. last - 1 of a group of eight, zeros elsewhere.
+// Eight codes that begin where vectors do.
 template <int Bits>
-__device__ __forceinline__ uint2 load_codes(const uint8_t* codes, int count, bool vectors) {
-  uint2 out{};
-  if (vectors && count == 8) {
-    if constexpr (Bits == 8) return __ldg(reinterpret_cast<const uint2*>(codes));
-    if constexpr (Bits == 4) return {__ldg(reinterpret_cast<const uint32_t*>(codes)), 0};
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes);
-    return {__ldg(halves) | (static_cast<uint32_t>(__ldg(halves + 1)) << 16), __ldg(halves + 2)};
-  }
-  const int bytes = packed_bytes<Bits>(count);
-#pragma unroll
-  for (int i = 0; i < Bits; ++i) {
-    if (i < bytes) (i < 4 ? out.x : out.y) |= static_cast<uint32_t>(codes[i]) << (8 * (i % 4));
-  }
-  return out;
+__device__ __forceinline__ uint2 load_codes(const uint8_t* codes) {
+  if constexpr (Bits == 8) return __ldg(reinterpret_cast<const uint2*>(codes));
+  if constexpr (Bits == 4) return {__ldg(reinterpret_cast<const uint32_t*>(codes)), 0};
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(codes);
+  return {__ldg(halves) | (static_cast<uint32_t>(__ldg(halves + 1)) << 16), __ldg(halves + 2)};
+}
+
+// The first `count` of eight codes that begin at any byte; what stands behind them is arbitrary.
+template <int Bits>
+__device__ __forceinline__ uint2 load_codes_anywhere(const uint8_t* codes, int count) {
+  constexpr int kWords = Bits == 4 ? 1 : 2;
+  uint32_t words[kWords];
+  load_run<kWords, 4, 1>(codes, packed_bytes<Bits>(count), words);
+  return {words[0], kWords == 2 ? words[kWords - 1] : 0};
 }
 
 // Values as they are stored, two 16-bit ones in a word.
@@ -135,27 +136,22 @@ struct StoredValues {
       reinterpret_cast<uint4*>(out)[i / 4] = {word[i], word[i + 1], word[i + 2], word[i + 3]};
     }
   }
-
-  __device__ __forceinline__ void store_some(typename T::Raw* out, int count) const {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      if (i < count) out[i] = static_cast<typename T::Raw>(word[i / kPerWord] >> (16 * (i % kPerWord)));
-    }
-  }
 };
 
-__device__ __forceinline__ float stored_value(const DequantizeArguments& a, int64_t block) {
-  switch (a.format.rule) {
-    case ScaleRule::kFp32:
-    case ScaleRule::kPow2:
-      return __ldg(static_cast<const float*>(a.scales) + block);
-    case ScaleRule::kE4m3: {
-      const float whole = a.tensor_scale == nullptr ? 1.0f : __ldg(a.tensor_scale);
-      return multiply(e4m3_value(__ldg(static_cast<const uint8_t*>(a.scales) + block)), whole);
-    }
-    default:
-      return decode_scale<ScaleRule::kE8m0Ceil, float>(__ldg(static_cast<const uint8_t*>(a.scales) + block), 1.0f);
+__device__ __forceinline__ bool has_wide_scales(const DequantizeArguments& a) { return a.format.rule <= ScaleRule::kPow2; }
+
+// The stored scale of a block: fp32 bits, or a byte.
+__device__ __forceinline__ uint32_t stored_scale(const DequantizeArguments& a, int64_t block) {
+  if (has_wide_scales(a)) return __ldg(static_cast<const uint32_t*>(a.scales) + block);
+  return __ldg(static_cast<const uint8_t*>(a.scales) + block);
+}
+
+__device__ __forceinline__ float value_of_scale(const DequantizeArguments& a, uint32_t stored) {
+  if (has_wide_scales(a)) return __uint_as_float(stored);
+  if (a.format.rule == ScaleRule::kE4m3) {
+    return multiply(e4m3_value(stored), a.tensor_scale == nullptr ? 1.0f : __ldg(a.tensor_scale));
   }
+  return decode_scale<ScaleRule::kE8m0Ceil, float>(stored, 1.0f);
 }
 
 // As in the general kernel of quantize_rows.cuh: 2^shift threads side by side, each with kDequantizeRows rows. Eights: each group of
@@ -177,44 +173,74 @@ __global__ void __launch_bounds__(kDequantizeThreads)
 #pragma unroll
   for (int u = 0; u < kDequantizeRows; ++u) {
     const int64_t line = first_row + u * rows_below;
-    codes[u] = {};
-    scale[u] = 0.0f;
-    block_row[u] = 0;
-    if (line >= lines || in_row == 0) continue;
-    codes[u] = load_codes<E::kBits>(a.codes + line * pitch + column / 8 * E::kBits, in_row, vectors);
-    if (a.format.block_rows > 1) {
-      const int64_t batch = a.batches == 1 ? 0 : line / a.rows, row = line - batch * a.rows;
-      block_row[u] = batch * grid_rows + ((a.window.row_phase + row) >> row_shift);
-    } else if (a.format.block_rows == 1) {
-      block_row[u] = line;
-    }
-    if constexpr (Eights) {
-      const int64_t across = a.format.block_rows == 0 ? 0 : (a.window.column_phase + column) >> column_shift;
-      scale[u] = stored_value(a, block_row[u] * grid_columns + across);
+    const bool inside = line < lines && in_row != 0;
+    const uint8_t* from = a.codes + line * pitch + column / 8 * E::kBits;
+    if (vectors) {
+      codes[u] = inside ? load_codes<E::kBits>(from) : uint2{};
+    } else {
+      codes[u] = load_codes_anywhere<E::kBits>(from, inside ? in_row : 0);
     }
   }
 #pragma unroll
   for (int u = 0; u < kDequantizeRows; ++u) {
     const int64_t line = first_row + u * rows_below;
-    const int count = line < lines ? in_row : 0;
-    if (count == 0) continue;
+    block_row[u] = 0;
+    if (a.format.block_rows > 1) {
+      const int64_t batch = a.batches == 1 || line >= lines ? 0 : line / a.rows, row = line - batch * a.rows;
+      block_row[u] = batch * grid_rows + ((a.window.row_phase + row) >> row_shift);
+    } else if (a.format.block_rows == 1) {
+      block_row[u] = line;
+    }
+  }
+  if constexpr (Eights) {
+    const int64_t across = a.format.block_rows == 0 ? 0 : (a.window.column_phase + column) >> column_shift;
+    uint32_t stored[kDequantizeRows];
+#pragma unroll
+    for (int u = 0; u < kDequantizeRows; ++u) {
+      const bool inside = first_row + u * rows_below < lines && in_row != 0;
+      stored[u] = inside ? stored_scale(a, block_row[u] * grid_columns + across) : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kDequantizeRows; ++u) scale[u] = value_of_scale(a, stored[u]);
+  }
+  __shared__ RunEnds<8 * sizeof(Raw) / 4, kDequantizeThreads> ends[kDequantizeRows];
+  uint32_t words[kDequantizeRows][8 * sizeof(Raw) / 4];
+#pragma unroll
+  for (int u = 0; u < kDequantizeRows; ++u) {
+    const int64_t line = first_row + u * rows_below;
+    const bool inside = line < lines && in_row != 0;
+    if (vectors && !inside) continue;
     float y[8];
     decode_eight<E>(codes[u], y);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if constexpr (!Eights) {
+        if (!inside) continue;
         const int64_t at = min(column + i, a.columns - 1);
-        scale[u] = stored_value(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift));
+        scale[u] = value_of_scale(a, stored_scale(a, block_row[u] * grid_columns + ((a.window.column_phase + at) >> column_shift)));
       }
       y[i] = multiply(y[i], scale[u]);
     }
     const StoredValues<T, 8> values(y);
-    Raw* out = static_cast<Raw*>(a.out) + line * a.columns + column;
-    if (vectors && count == 8) {
-      values.store_vectors(out);
-    } else {
-      values.store_some(out, count);
+    if (vectors) {
+      values.store_vectors(static_cast<Raw*>(a.out) + line * a.columns + column);
+      continue;
     }
+#pragma unroll
+    for (int i = 0; i < 8 * sizeof(Raw) / 4; ++i) words[u][i] = values.word[i];
+    ends[u].put(words[u]);
+  }
+  if (vectors) return;
+  __syncthreads();
+  const int count = 1 << shift, index = threadIdx.x & (count - 1);
+  const int64_t begin = span * count * 8;
+  const int last = static_cast<int>(min(a.columns - begin, int64_t{8 * count})) * static_cast<int>(sizeof(Raw));
+#pragma unroll
+  for (int u = 0; u < kDequantizeRows; ++u) {
+    const int64_t line = first_row + u * rows_below;
+    if (line >= lines) continue;
+    uint8_t* out = reinterpret_cast<uint8_t*>(static_cast<Raw*>(a.out) + line * a.columns + begin);
+    store_run<sizeof(Raw)>(ends[u], out, words[u], index, count, 0, last);
   }
 }
 

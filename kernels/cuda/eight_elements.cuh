@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "blockfp/dtypes.h"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -37,15 +38,30 @@ __device__ __forceinline__ Eight<T> zeros() {
   return out;
 }
 
-// Elements first .. last - 1 of x[0 .. 7], zeros elsewhere.
+// Zeros from element `count` on.
 template <class T>
-__device__ __forceinline__ Eight<T> load_some(const typename T::Raw* x, int first, int last) {
-  Eight<T> out = zeros<T>();
+__device__ __forceinline__ void keep_first(Eight<T>& x, int count) {
   constexpr int kPerWord = 8 / kWords<T>;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i >= first && i < last) out.word[i / kPerWord] |= static_cast<uint32_t>(x[i]) << (16 * (i % kPerWord));
+  for (int i = 0; i < kWords<T>; ++i) {
+    const int left = count - i * kPerWord;
+    if (left < kPerWord) x.word[i] &= left > 0 ? 0xFFFFu : 0;
   }
+}
+
+// The first `count` elements of x[0 .. 7], which may begin at any of them; what stands behind them is arbitrary, but zeros if count is 0.
+template <class T>
+__device__ __forceinline__ Eight<T> load_unmasked(const typename T::Raw* x, int count) {
+  Eight<T> out;
+  load_run<kWords<T>, 16, sizeof(typename T::Raw)>(x, count * static_cast<int>(sizeof(typename T::Raw)), out.word);
+  return out;
+}
+
+// The same, and zeros behind.
+template <class T>
+__device__ __forceinline__ Eight<T> load_anywhere(const typename T::Raw* x, int count) {
+  Eight<T> out = load_unmasked<T>(x, count);
+  if (count < 8) keep_first(out, count);
   return out;
 }
 

@@ -3,6 +3,8 @@
 //   amax(x, out)
 //       out: int32, one element: fp32 bits of the largest magnitude of x, NaN ignored; a second one is that of x after the random
 //       Hadamard transform of its columns.
+//   record_amax(amax, history)
+//       amax: int32, one element; history: float32 [n], whose first entry is raised to it unless it is Inf.
 //   amax_blocks(x, blocks, nan?, tensor?, FORMAT, row, column)
 //       blocks, nan: int32, one for each block; tensor: int32, one element.
 //   quantize(x, amax?, recorded?, key?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, FORMAT,
@@ -34,10 +36,10 @@
 //       their rows; `second`: their tensor_scale, of formats of two levels.
 //
 // FORMAT is four integers: element, block_rows, block_columns (0, 0: the tensor), rule, as elements.h and scales.h number them. FP8 with
-// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or
-// an array without elements where it is absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows
-// stand for as far as x goes. Outputs are the caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in
-// products/product_exports.cu, what is done group by group in quantize/group_exports.cu.
+// a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or an array without elements where it is
+// absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows stand for as far as x goes. Outputs are the
+// caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in products/product_exports.cu, what is done
+// group by group in quantize/group_exports.cu.
 #include "on_device.h"
 
 namespace blockfp {
@@ -72,6 +74,13 @@ void amax(TensorView x, TensorView out) {
   const Matrices m = matrices_of(x, "x");
   int32_t* largest = data_of<int32_t>(out);
   on.done(rotated ? launch_amax_rotated(m, largest, on.stream) : launch_amax(m, largest, on.stream));
+}
+
+void record_amax(TensorView amax, TensorView history) {
+  const OnDevice on(history, "history");
+  check_array(amax, "amax", on.device, 1, 32, "one int32");
+  check_array(history, "history", on.device, std::max(history.numel(), int64_t{1}), 32, "float32, newest first");
+  on.done(launch_record_amax(data_of<const int32_t>(amax), data_of<float>(history), on.stream));
 }
 
 void amax_blocks(TensorView x, TensorView blocks, MaybeTensor nan, MaybeTensor tensor, int64_t element, int64_t block_rows,
@@ -279,6 +288,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw, adamw);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(adamw_codes, adamw_codes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax, amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(amax_blocks, amax_blocks);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(record_amax, record_amax);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode, encode);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(dequantize, dequantize);

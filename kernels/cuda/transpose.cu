@@ -1,6 +1,7 @@
-// Transposes codes and scales, packed codes too: a square tile through shared memory, one code an entry.
-#include "blockfp/packing.h"
+// Transposes codes and scales, packed codes too: a tile through shared memory.
+#include "codes.cuh"
 #include "launch.h"
+#include "runs.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -8,148 +9,162 @@ namespace cuda {
 constexpr int kTransposeThreads = 256;
 constexpr int kTransposeTile = 64;
 
-// Bits 8, 6, 4: codes of that many bits in rows of bytes. Bits 32: words. A thread moves a unit of eight codes (or one word) at a time.
-template <int Bits>
-struct TransposeEntry {
-  using Type = uint8_t;
-  static constexpr int kUnit = 8;
-};
-template <>
-struct TransposeEntry<32> {
-  using Type = uint32_t;
-  static constexpr int kUnit = 1;
-};
-
-template <int Bits>
-__host__ __device__ inline int64_t transpose_pitch(int64_t columns) {
-  if constexpr (Bits == 32) return 4 * columns;
-  else return Packing<Bits>::row_bytes(columns);
-}
-
-template <int Bits>
-__global__ void __launch_bounds__(kTransposeThreads) transpose(const uint8_t* in, uint8_t* out, int64_t rows, int64_t columns,
-                                                               int64_t across, int64_t down, bool vectors) {
-  using Entry = typename TransposeEntry<Bits>::Type;
-  constexpr int kUnit = TransposeEntry<Bits>::kUnit, kUnits = kTransposeTile / kUnit;
-  // One more entry a row keeps the columns of the tile out of one another's banks.
-  __shared__ Entry tile[kTransposeTile][kTransposeTile + (Bits == 32 ? 1 : 4)];
+// fp32 scales, [rows, columns].
+__global__ void __launch_bounds__(kTransposeThreads) transpose_words(const uint32_t* in, uint32_t* out, int64_t rows, int64_t columns,
+                                                                     int64_t across, int64_t down) {
+  // One more a row keeps the columns of the tile out of one another's banks.
+  __shared__ uint32_t tile[kTransposeTile][kTransposeTile + 1];
   const int64_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
   const int64_t row0 = in_matrix / across * kTransposeTile, column0 = in_matrix % across * kTransposeTile;
-  const int64_t in_pitch = transpose_pitch<Bits>(columns), out_pitch = transpose_pitch<Bits>(rows);
-  in += batch * rows * in_pitch;
-  out += batch * columns * out_pitch;
+  in += batch * rows * columns;
+  out += batch * rows * columns;
 #pragma unroll
-  for (int i = threadIdx.x; i < kTransposeTile * kUnits; i += kTransposeThreads) {
-    const int r = i / kUnits, unit = i % kUnits;
-    const int64_t row = row0 + r, column = column0 + unit * kUnit;
-    if (row >= rows || column >= columns) {
-      for (int k = 0; k < kUnit; ++k) tile[r][unit * kUnit + k] = 0;
-      continue;
-    }
-    if constexpr (Bits == 32) {
-      tile[r][unit] = reinterpret_cast<const uint32_t*>(in + row * in_pitch)[column];
-    } else {
-      const uint8_t* at = in + row * in_pitch + column / 8 * Bits;
-      const int64_t left = in_pitch - column / 8 * Bits;
-      uint64_t word = 0;
-      if (vectors && Bits == 8 && left >= 8) {
-        word = *reinterpret_cast<const uint64_t*>(at);
-      } else {
-        for (int k = 0; k < Bits && k < left; ++k) word |= static_cast<uint64_t>(at[k]) << (8 * k);
-      }
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        // Whatever the last group holds beyond the row must not reach the transposed one.
-        tile[r][unit * 8 + k] = column + k < columns ? (word >> (Bits * k)) & ((1u << Bits) - 1) : 0;
-      }
-    }
+  for (int i = threadIdx.x; i < kTransposeTile * kTransposeTile; i += kTransposeThreads) {
+    const int r = i / kTransposeTile, c = i % kTransposeTile;
+    if (row0 + r < rows && column0 + c < columns) tile[r][c] = in[(row0 + r) * columns + column0 + c];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = threadIdx.x; i < kTransposeTile * kUnits; i += kTransposeThreads) {
-    const int c = i / kUnits, unit = i % kUnits;
-    const int64_t column = column0 + c, row = row0 + unit * kUnit;
-    if (row >= rows || column >= columns) continue;
-    if constexpr (Bits == 32) {
-      reinterpret_cast<uint32_t*>(out + column * out_pitch)[row] = tile[unit][c];
-    } else {
-      uint64_t word = 0;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) word |= static_cast<uint64_t>(tile[unit * 8 + k][c]) << (Bits * k);
-      uint8_t* at = out + column * out_pitch + row / 8 * Bits;
-      const int64_t left = out_pitch - row / 8 * Bits;
-      if (vectors && Bits == 8 && left >= 8) {
-        *reinterpret_cast<uint64_t*>(at) = word;
-      } else {
-        for (int k = 0; k < Bits && k < left; ++k) at[k] = word >> (8 * k);
-      }
-    }
+  for (int i = threadIdx.x; i < kTransposeTile * kTransposeTile; i += kTransposeThreads) {
+    const int c = i / kTransposeTile, r = i % kTransposeTile;
+    if (row0 + r < rows && column0 + c < columns) out[(column0 + c) * rows + row0 + r] = tile[r][c];
   }
 }
 
-constexpr int kByteTile = 128;
+// Codes: eight threads side by side have eight rows each, of so many columns, and 32 of them lie below each other.
+template <int Bits>
+struct CodeTile {
+  static constexpr int kOfThread = Bits == 4 ? 32 : 16;         // columns
+  static constexpr int kWords = kOfThread * Bits / 32;          // of a thread's row
+  static constexpr int kRows = 256, kColumns = 8 * kOfThread;
+  static constexpr int kBytes = kRows * Bits / 8;               // of a transposed line
+  // A vector more for each thread's lines keeps threads side by side out of one another's banks.
+  static constexpr int kPad = 16;
+  __align__(16) uint8_t bytes[kColumns * kBytes + 8 * kPad];
 
-// Bytes in whole tiles of 128 x 128: a thread turns 4 rows of 16 bytes in registers, so that shared memory sees words only.
-__global__ void __launch_bounds__(kTransposeThreads) transpose_bytes(const uint8_t* in, uint8_t* out, int64_t rows,
-                                                                     int64_t columns) {
-  // Columns of words; 33 and 4 more for every 16 columns keep all lanes in banks of their own, writing and reading.
-  __shared__ uint32_t tile[kByteTile * 33 + kByteTile / 16 * 4];
-  const auto at = [](int column, int word) { return column * 33 + column / 16 * 4 + word; };
-  const int64_t across = columns / kByteTile, down = rows / kByteTile, matrix = across * down;
-  const int64_t batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
-  const int64_t row0 = in_matrix / across * kByteTile, column0 = in_matrix % across * kByteTile;
-  in += batch * rows * columns;
-  out += batch * rows * columns;
-  const int eighth = threadIdx.x % 8, four = threadIdx.x / 8;
-  uint4 line[4];
+  __device__ __forceinline__ static int place(int column) { return column * kBytes + column / kOfThread * kPad; }
+};
+
+// Four 6-bit codes, 24 bits, as bytes; what stands above them is dropped.
+__device__ __forceinline__ uint32_t spread_six(uint32_t codes) {
+  const uint32_t twelve = (codes & 0xFFFu) | ((codes << 4) & 0xFFF0000u);
+  return (twelve & 0x003F003Fu) | ((twelve << 2) & 0x3F003F00u);
+}
+
+__device__ __forceinline__ uint32_t gather_six(uint32_t bytes) {
+  const uint32_t twelve = (bytes & 0x003F003Fu) | ((bytes & 0x3F003F00u) >> 2);
+  return (twelve & 0xFFFu) | ((twelve >> 4) & 0xFFF000u);
+}
+
+// Eight rows of eight codes each, packed, transposed.
+template <int Bits>
+__device__ __forceinline__ void turn_eight(uint2 (&rows)[8], uint2 (&columns)[8]) {
+  if constexpr (Bits == 6) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    line[i] = *reinterpret_cast<const uint4*>(in + (row0 + four * 4 + i) * columns + column0 + eighth * 16);
+    for (int r = 0; r < 8; ++r) rows[r] = {spread_six(rows[r].x), spread_six(__funnelshift_r(rows[r].x, rows[r].y, 24))};
+    transpose_eight<8>(rows, columns);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      const uint32_t low = gather_six(columns[c].x), high = gather_six(columns[c].y);
+      columns[c] = {low | (high << 24), high >> 8};
+    }
+  } else {
+    transpose_eight<Bits>(rows, columns);
   }
-  const uint32_t* words[4] = {&line[0].x, &line[1].x, &line[2].x, &line[3].x};
+}
+
+template <int Bits>
+__global__ void __launch_bounds__(kTransposeThreads)
+    transpose_codes(const uint8_t* in, uint8_t* out, int64_t rows, int64_t columns, int64_t across, int64_t down, bool vectors_in,
+                    bool vectors_out) {
+  using Tile = CodeTile<Bits>;
+  constexpr int kWords = Tile::kWords;
+  __shared__ Tile tile;
+  const int64_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
+  const int64_t row0 = in_matrix / across * Tile::kRows, column0 = in_matrix % across * Tile::kColumns;
+  const int64_t in_pitch = Packing<Bits>::row_bytes(columns), out_pitch = Packing<Bits>::row_bytes(rows);
+  const int across_tile = threadIdx.x % 8, down_tile = threadIdx.x / 8;
+  const int64_t row = row0 + 8 * down_tile, byte = column0 / 8 * Bits + across_tile * 4 * kWords;
+  const int left = static_cast<int>(max(min(in_pitch - byte, int64_t{4 * kWords}), int64_t{0}));
+  const uint8_t* at = in + (batch * rows + row) * in_pitch + byte;
+  uint32_t words[8][kWords];
+  // Zeros fill up what is packed of the last rows; columns that are not there become lines that are not written.
+  if (vectors_in && left == 4 * kWords) {
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const uint32_t a = words[0][w], b = words[1][w], c = words[2][w], d = words[3][w];
-    const uint32_t ab0 = __byte_perm(a, b, 0x5140), ab2 = __byte_perm(a, b, 0x7362);
-    const uint32_t cd0 = __byte_perm(c, d, 0x5140), cd2 = __byte_perm(c, d, 0x7362);
-    const int column = eighth * 16 + w * 4;
-    tile[at(column, four)] = __byte_perm(ab0, cd0, 0x5410);
-    tile[at(column + 1, four)] = __byte_perm(ab0, cd0, 0x7632);
-    tile[at(column + 2, four)] = __byte_perm(ab2, cd2, 0x5410);
-    tile[at(column + 3, four)] = __byte_perm(ab2, cd2, 0x7632);
+    for (int r = 0; r < 8; ++r, at += in_pitch) {
+      if constexpr (kWords == 4) {
+        const uint4 all = row + r < rows ? __ldg(reinterpret_cast<const uint4*>(at)) : uint4{};
+        words[r][0] = all.x, words[r][1] = all.y, words[r][2] = all.z, words[r][3] = all.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words[r][i] = row + r < rows ? __ldg(reinterpret_cast<const uint32_t*>(at) + i) : 0;
+      }
+    }
+  } else {
+    // Without branches, so that many loads are under way at once.
+#pragma unroll
+    for (int r = 0; r < 8; ++r, at += in_pitch) load_run<kWords, kWords == 4 ? 16 : 4, 1>(at, row + r < rows ? left : 0, words[r]);
+  }
+#pragma unroll
+  for (int g = 0; g < Tile::kOfThread / 8; ++g) {
+    uint2 eight[8], turned[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      if constexpr (Bits == 8) eight[r] = {words[r][2 * g], words[r][2 * g + 1]};
+      if constexpr (Bits == 4) eight[r] = {words[r][g], 0};
+      if constexpr (Bits == 6) {
+        const uint2 second = {__funnelshift_r(words[r][1], words[r][kWords - 1], 16), words[r][kWords - 1] >> 16};
+        eight[r] = g == 0 ? uint2{words[r][0], words[r][1]} : second;
+      }
+    }
+    turn_eight<Bits>(eight, turned);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      store_eight<Bits>(tile.bytes + Tile::place(across_tile * Tile::kOfThread + 8 * g + c) + down_tile * Bits, turned[c]);
+    }
   }
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int column = four + i * 32;
-    uint4 turned;
-    turned.x = tile[at(column, eighth * 4)];
-    turned.y = tile[at(column, eighth * 4 + 1)];
-    turned.z = tile[at(column, eighth * 4 + 2)];
-    turned.w = tile[at(column, eighth * 4 + 3)];
-    *reinterpret_cast<uint4*>(out + (column0 + column) * rows + row0 + eighth * 16) = turned;
+  const int64_t first = row0 / 8 * Bits;
+  out += (batch * columns + column0) * out_pitch + first;
+  const int lines = static_cast<int>(min(columns - column0, int64_t{Tile::kColumns}));
+  const int bytes = static_cast<int>(min(out_pitch - first, int64_t{Tile::kBytes}));
+  if (!vectors_out) {
+    copy_runs<Tile::kBytes, Tile::kColumns, kTransposeThreads>(
+        out, out_pitch, 0, lines, 0, bytes,
+        [&](int line, int word) { return *reinterpret_cast<const uint32_t*>(tile.bytes + Tile::place(line) + 4 * word); });
+    return;
+  }
+  constexpr int kVectors = Tile::kBytes / 16, kStep = kTransposeThreads / kVectors;
+  const int line0 = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
+  if (16 * vector >= bytes || line0 >= kStep) return;
+  out += line0 * out_pitch + 16 * vector;
+#pragma unroll 8
+  for (int line = line0; line < lines; line += kStep, out += kStep * out_pitch) {
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(tile.bytes + Tile::place(line) + 16 * vector);
   }
 }
 
 namespace {
 
 template <int Bits>
-cudaError_t with_bits(const void* in, void* out, int64_t batches, int64_t rows, int64_t columns, cudaStream_t stream) {
-  if (Bits == 8 && rows % kByteTile == 0 && columns % kByteTile == 0 && aligned(in, 16) && aligned(out, 16)) {
-    const int64_t tiles = batches * (rows / kByteTile) * (columns / kByteTile);
-    if (tiles == 0) return cudaSuccess;
-    if (tiles > kMostBlocks) return cudaErrorInvalidConfiguration;
-    transpose_bytes<<<tiles, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows,
-                                                             columns);
-    return cudaGetLastError();
-  }
-  const int64_t across = ceil_div(columns, kTransposeTile), down = ceil_div(rows, kTransposeTile);
-  const int64_t blocks = batches * across * down;
+cudaError_t codes(const void* in, void* out, int64_t batches, int64_t rows, int64_t columns, cudaStream_t stream) {
+  using Tile = CodeTile<Bits>;
+  const int64_t across = ceil_div(columns, Tile::kColumns), down = ceil_div(rows, Tile::kRows), blocks = batches * across * down;
   if (blocks == 0) return cudaSuccess;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  const bool vectors = rows % 8 == 0 && columns % 8 == 0 && aligned(in, 8) && aligned(out, 8);
-  transpose<Bits><<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows,
-                                                           columns, across, down, vectors);
+  const bool vectors_in = Packing<Bits>::row_bytes(columns) % 16 == 0 && aligned(in);
+  const bool vectors_out = Packing<Bits>::row_bytes(rows) % 16 == 0 && aligned(out);
+  transpose_codes<Bits><<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), rows,
+                                                                  columns, across, down, vectors_in, vectors_out);
+  return cudaGetLastError();
+}
+
+cudaError_t words(const void* in, void* out, int64_t batches, int64_t rows, int64_t columns, cudaStream_t stream) {
+  const int64_t across = ceil_div(columns, kTransposeTile), down = ceil_div(rows, kTransposeTile), blocks = batches * across * down;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
+  transpose_words<<<blocks, kTransposeThreads, 0, stream>>>(static_cast<const uint32_t*>(in), static_cast<uint32_t*>(out), rows, columns,
+                                                            across, down);
   return cudaGetLastError();
 }
 
@@ -159,13 +174,13 @@ cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batche
                              cudaStream_t stream) {
   switch (bits) {
     case 4:
-      return with_bits<4>(in, out, batches, rows, columns, stream);
+      return codes<4>(in, out, batches, rows, columns, stream);
     case 6:
-      return with_bits<6>(in, out, batches, rows, columns, stream);
+      return codes<6>(in, out, batches, rows, columns, stream);
     case 8:
-      return with_bits<8>(in, out, batches, rows, columns, stream);
+      return codes<8>(in, out, batches, rows, columns, stream);
     default:
-      return with_bits<32>(in, out, batches, rows, columns, stream);
+      return words(in, out, batches, rows, columns, stream);
   }
 }
 

@@ -19,9 +19,10 @@ def rows(rank):
     del sys.modules["ranks"]
     import lora_gpu
 
-    given = ["--tiny", "--layers", "1", "--tokens", "16", "--steps", "1", "--warm", "1"]
+    contenders = lora_gpu.CONTENDERS if torch.distributed.get_world_size() == 1 else ["bf16", "mxfp4", "bitsandbytes"]
+    given = ["--tiny", "--layers", "1", "--tokens", "16", "--steps", "1", "--warm", "1", "--contenders", *contenders]
     found = lora_gpu.rows(lora_gpu.arguments(given), torch.device("cpu"))
-    assert [row["contender"] for row in found] == list(lora_gpu.CONTENDERS)
+    assert [row["contender"] for row in found] == list(contenders)
     *figures, last = found
     assert "left_out" in last
     # The same adapters everywhere, and losses of one model.

@@ -9,7 +9,7 @@ if torch.cuda.is_available():
 
     import blockfp.torch as bfp
     from blockfp import recipes
-    from blockfp.definition import alignment, layout
+    from blockfp.definition import alignment, layout, numerics
     from blockfp.formats import FORMATS, Format
 
     if torch.cuda.get_device_capability() != (9, 0):
@@ -30,6 +30,22 @@ def assert_same_bits(codes, scales, format, columns):
     np.testing.assert_array_equal(powers[:, :rows].T, wanted.scales)
     np.testing.assert_array_equal(got[:, :columns], wanted.codes)
     assert not got[:, columns:].any()
+    if format.square:
+        assert_same_turned(codes, scales, format, columns)
+
+
+def assert_same_turned(codes, scales, format, columns):
+    """The same of the transposed matrix, in one pass."""
+    rows = codes.shape[0]
+    turned = numerics.transpose(codes, scales, format, columns=columns)
+    wanted = alignment.align(*turned, format, columns=rows)
+    arrays = (torch.from_numpy(x).cuda() for x in (codes, scales))
+    got, powers = (x.cpu().numpy() for x in cuda.align(*arrays, format, columns=columns, transposed=True))
+    assert got.shape == (columns, -(-rows // 16) * 16)
+    assert powers.shape == (-(-rows // 128), -(-columns // 4) * 4)
+    np.testing.assert_array_equal(powers[:, :columns].T, wanted.scales)
+    np.testing.assert_array_equal(got[:, :rows], wanted.codes)
+    assert not got[:, rows:].any()
 
 
 def random_codes(format, rows, columns, rng):
@@ -105,6 +121,13 @@ def test_a_stack_is_aligned_matrix_by_matrix(format):
         alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200)
         assert torch.equal(codes[i], alone[0])
         assert torch.equal(powers[i, :, :45], alone[1][:, :45])
+    if q.format.square:
+        codes, powers = cuda.align(q.codes, q.scales, q.format, columns=200, transposed=True)
+        assert (codes.shape, powers.shape) == ((3, 200, 48), (3, 1, 200))
+        for i in range(3):
+            alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200, transposed=True)
+            assert torch.equal(codes[i], alone[0])
+            assert torch.equal(powers[i], alone[1])
 
 
 def test_refuses_what_is_not_there():
@@ -114,6 +137,8 @@ def test_refuses_what_is_not_there():
     q = bfp.quantize(torch.randn(32, 64, device="cuda"), "mxfp8_e4m3")
     with pytest.raises(ValueError, match="scales must be an E8M0 byte"):
         cuda.align(q.codes, q.scales[:, :1].contiguous(), q.format, columns=64)
+    with pytest.raises(ValueError, match="only matrices in blocks of 32x32"):
+        cuda.align(q.codes, q.scales, q.format, columns=64, transposed=True)
 
 
 PAIRS = (

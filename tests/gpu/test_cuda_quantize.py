@@ -191,11 +191,11 @@ def test_nothing_else_is_written(format):
             if format.scale.dtype == "float32":
                 inner[1], inner[3] = inner[1].view(torch.float32), inner[3].view(torch.float32)
             amax = torch.zeros(1, dtype=torch.int32, device="cuda")
-            tensor_scale = torch.zeros((), device="cuda") if format.scale.two_level else None
+            tensor_scales = [torch.zeros((), device="cuda") if format.scale.two_level else None for _ in range(2)]
             per_tensor = format.has_tensor_scale
             cuda_library.library().quantize(
-                to_gpu(x), amax if per_tensor else None, None, None, inner[0], inner[1], tensor_scale, inner[2], inner[3],
-                *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, 0, 0, 0, 0,
+                to_gpu(x), amax if per_tensor else None, None, None, *inner[:2], tensor_scales[0], *inner[2:], tensor_scales[1],
+                *format_numbers(format), per_tensor, 0, 0x7F7F0000, False, False, 0, 0, 0, 0,
             )  # fmt: skip
             for b, n in zip(buffers, sizes, strict=True):
                 bands = torch.cat([b[:256], b[256 + n :]])
@@ -230,8 +230,8 @@ def test_delayed_scaling_casts_and_records():
     scale, recorded = torch.tensor([3.0], device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     codes, stored = torch.empty((128, 256), dtype=torch.uint8, device="cuda"), torch.empty((1, 1), device="cuda")
     cuda_library.library().quantize(
-        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
-        False, 0, 0, False, 0, 0, 0, 0,
+        to_gpu(x), scale, recorded, None, codes, stored, None, None, None, None, *format_numbers(Format.parse("fp8_e4m3")),
+        False, 0, 0, False, False, 0, 0, 0, 0,
     )  # fmt: skip
     import ml_dtypes
 

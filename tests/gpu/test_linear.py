@@ -128,6 +128,17 @@ def test_compiled_layers_have_eager_bits(name):
             assert i == 3 or torch.equal(a, b)
 
 
+def test_amaxes_are_recorded_as_on_a_cpu():
+    from blockfp.torch_backend.linear.delayed import record
+
+    for amax in (0.0, 0.5, 3.0, 1e38, float("inf")):
+        for newest in (0.0, 1.0, 2e38):
+            histories = [torch.tensor([newest, 7.0], device=device) for device in ("cpu", "cuda")]
+            for history in histories:
+                record(history, torch.tensor([amax], device=history.device).view(torch.int32), now=True)
+            assert torch.equal(histories[1].cpu(), histories[0])
+
+
 def test_keys_are_those_of_a_cpu():
     for key in (torch.tensor([11, 2**32 - 5]), torch.tensor([3, -4], dtype=torch.int32)):
         for options in ({}, {"step": torch.tensor(2**40 + 7), "folds": (5,)}, {"groups": 3, "folds": (0,)}, {"groups": 0}):

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-
 from blockfp.jax_backend.linear import layer
+from jax import lax
 
 import blockfp.jax as bfp
 from blockfp import recipes

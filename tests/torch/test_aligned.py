@@ -7,7 +7,7 @@ from blockfp.torch_backend.custom_ops.dtypes import name_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import alignment, layout, numerics
+from blockfp.definition import alignment, numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels.format_numbers import format_numbers
 from blockfp.kernels.products import plan
@@ -17,13 +17,17 @@ ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 
 
 class Library:
-    """`align`, `transpose` and `product` on CPU tensors, as align.cu, exports.cu and products/product_exports.cu say."""
+    """`align` and `product` on CPU tensors, as kernels/cuda/align.cu and products/product_exports.cu say."""
 
     def __init__(self):
         self.products = 0
 
-    def align(self, codes, scales, out, out_scales, element, block_rows, columns):
+    def align(self, codes, scales, out, out_scales, element, block_rows, columns, transposed):
         format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
+        if transposed:
+            rows = codes.shape[0]
+            codes, scales = numerics.transpose(codes, scales, format, columns=columns)
+            columns = rows
         made = alignment.align(codes, scales, format, columns=columns)
         assert tuple(out.shape) == (codes.shape[0], -(-columns // 16) * 16)
         assert tuple(out_scales.shape) == (-(-columns // 128), -(-codes.shape[0] // 4) * 4)
@@ -31,9 +35,6 @@ class Library:
         out[:, :columns] = made.codes
         out_scales.fill_(float("nan"))
         out_scales[:, : codes.shape[0]] = made.scales.mT
-
-    def transpose(self, codes, out, bits, rows, columns):
-        out.copy_(layout.pack(layout.unpack(codes, bits, columns).mT.contiguous(), bits))
 
     def product(
         self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,

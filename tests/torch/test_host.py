@@ -1,5 +1,6 @@
 """How many Python functions a call enters on the CUDA path, counted on this CPU with a stand-in for the launches."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -15,11 +16,11 @@ import standin
 # The most that were needed; torch's own are among them (nn.Linear: 5 and 22).
 LAYER = {
     "fp8_current": (25, 69),
-    "fp8_delayed": (36, 81),
+    "fp8_delayed": (39, 87),
     "fp8_block": (25, 69),
-    "mxfp8": (33, 93),
-    "mxfp6": (33, 93),
-    "mxfp4": (33, 93),
+    "mxfp8": (33, 91),
+    "mxfp6": (33, 91),
+    "mxfp4": (33, 91),
     "nvfp4": (42, 103),
 }
 QUANTIZE = 32
@@ -29,7 +30,7 @@ FACES = {"numpy quantize": 50, "jax quantize": 18}
 GATHER = {"fp8_current": (26, 102), "fp8_block": (26, 55), "mxfp8": (26, 55), "nvfp4": (26, 108)}
 AFTER_GATHER = 5
 # A parameter: functions, and calls of C functions; torch's fused AdamW: 3.4 and 9.7.
-ADAMW = {"fp8_current": (10, 26), "fp8_block": (8, 22), "mxfp8": (8, 22), "mxfp4": (8, 22), "nvfp4": (10, 28)}
+ADAMW = {"fp8_current": (11, 27), "fp8_block": (9, 23), "mxfp8": (9, 23), "mxfp4": (9, 23), "nvfp4": (11, 29)}
 
 
 def frames(cases):
@@ -60,10 +61,12 @@ def test_frames_of_the_other_faces():
 
 @pytest.mark.parametrize("recipe", ADAMW)
 def test_a_steps_frames_for_each_parameter(recipe):
+    # A process that has had layers with delayed scaling asks of each step, once, whether it moves any on.
+    gc.collect()
     with standin.launches():
         (case,) = [case for case in host.adamw_cases([recipe], "cpu") if case.name == recipe]
         found, calls = host.frames_of(case.call)
-    assert 0 < found / case.count <= ADAMW[recipe][0]
+    assert 0 < found / case.count < ADAMW[recipe][0] + 0.5
     assert calls / case.count <= ADAMW[recipe][1]
 
 

@@ -1,5 +1,6 @@
 """The host's work for a layer in eager mode: how many functions of the library one call enters. Nothing here is timed."""
 
+import gc
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -29,8 +30,8 @@ MOST = {
     "cuda": {
         "fp8_current": ((16, 40), (20, 46)),
         "fp8_block": ((16, 40), (20, 48)),
-        "fp8_delayed": ((19, 47), (21, 53)),
-        "mxfp8": ((24, 49), (36, 66)),
+        "fp8_delayed": ((22, 42), (24, 48)),
+        "mxfp8": ((24, 49), (34, 61)),
         "nvfp4": ((24, 50), (35, 66)),
     },
 }
@@ -40,7 +41,8 @@ MOST = {
 OPERATIONS = {
     "fp8_current": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
     "fp8_block": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 11}),
-    "mxfp8": ({"empty_strided": 10, "new_empty": 1}, {"empty_strided": 17}),
+    "fp8_delayed": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
+    "mxfp8": ({"empty_strided": 10, "new_empty": 1}, {"empty_strided": 15}),
 }
 
 
@@ -110,3 +112,22 @@ def test_operations_of_torch(name):
 def _inside_another(event):
     parent = event.cpu_parent
     return parent is not None and parent.name.startswith("aten::")
+
+
+def step_of(name, layers):
+    model = torch.nn.Sequential(*(bfp.Linear(32, 32, recipe=name) for _ in range(layers)))
+    optimizer, x = bfp.AdamW(model.parameters()), values((32, 32), 0)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+
+    return sum(entered(step)[0].values())
+
+
+def test_delayed_scaling_costs_little_more():
+    """With the update of scales: what one layer more adds to a step of a small model, in functions entered."""
+    each = {name: (step_of(name, 5) - step_of(name, 1)) / 4 for name in ("fp8_current", "fp8_delayed")}
+    # Models that nobody has any more are not asked whether their scales move on.
+    gc.collect()
+    assert 0 < each["fp8_delayed"] <= 1.8 * each["fp8_current"], each

@@ -51,6 +51,11 @@ def code_bytes(name, *inputs):
     return sum(math.prod(shape) for shape, dtype in parts if dtype == "uint8")
 
 
+def gated_bytes(name):
+    """Bytes of codes of what an activation makes; none but in two levels, where a pass for amaxes would cost more."""
+    return code_bytes(name, (T, F_)) if recipes.parse(name).input_columnwise.format.scale.two_level else 0
+
+
 def transformer(name, dtype=torch.bfloat16, **options):
     torch.manual_seed(0)
     return bfp.TransformerLayer(D, F_, 4, recipe=name, norm="rms_norm", activation="swiglu", dtype=dtype, **options)
@@ -96,7 +101,7 @@ def test_a_transformer_layer_keeps_codes_of_what_nothing_else_keeps(name):
     layer, x = transformer(name), x_of(1)
     sizes, y = kept(layer, x)
     # Of what the norms make. Attention keeps its own output, gate and up are kept for the activation.
-    assert sizes[torch.uint8] == code_bytes(name, (T, D), (T, D))
+    assert sizes[torch.uint8] == code_bytes(name, (T, D), (T, D)) + gated_bytes(name)
     # Query, key and value as they lie, the attention's output, gate and up.
     assert sizes[torch.bfloat16] == 2 * T * (3 * D + D + 2 * F_)
     y.sum().backward()
@@ -197,7 +202,7 @@ def swiglu(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_code_makes_casts_again_of_what_is_kept_anyway(name, make, monkeypatch):
     sizes, found = run_compiled(make(name), x_of())
-    assert sizes[torch.uint8] == 0
+    assert sizes[torch.uint8] == (gated_bytes(name) if make is swiglu else 0)
     monkeypatch.setattr(operands, "apart", lambda x: x)
     more, wanted = run_compiled(make(name), x_of())
     assert more[torch.uint8] >= code_bytes(name, (T, D))

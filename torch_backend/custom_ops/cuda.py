@@ -324,7 +324,7 @@ def aligned_columns(columns: int) -> int:
     return -(-columns // 16) * 16
 
 
-def align(codes: Array, scales: Array, format: Format | str, *, columns: int) -> tuple[Array, Array]:
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
     """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
 
     Args:
@@ -332,19 +332,21 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int) ->
         scales: uint8 E8M0.
         format: MXFP8, MXFP6 or MXFP4.
         columns: of a matrix.
+        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
 
     Returns:
         Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
-        filled up to a multiple of 4]; the values are those of `alignment.align`.
+        filled up to a multiple of 4], rows and columns exchanged if transposed; the values are those of `alignment.align`.
     """
     if scales.device != codes.device:
         check_beside(codes, "codes", scales=scales)
     *leading, rows, _ = codes.shape
     element, block_rows, *_ = format_numbers(Format.parse(format))
-    shape, grid = (*leading, rows, aligned_columns(columns)), (*leading, -(-columns // 128), -(-rows // 4) * 4)
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    shape, grid = (*leading, lines, aligned_columns(length)), (*leading, -(-length // 128), -(-lines // 4) * 4)
     out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns, transposed)
     return out, powers
 
 

@@ -33,7 +33,7 @@ def group_rows(ends: Tensor, tokens: int) -> Tensor:
         tokens: rows of x.
 
     Returns:
-        int32, as the CUDA library lays it out: the ends, their counterparts along the columns, tables of tiles.
+        int32, as the CUDA library lays it out: the ends, their counterparts along the columns, a table of tiles.
     """
     words = ends.new_empty(words_for(tokens, ends.shape[0]))
     library().group_rows(ends.contiguous(), words, tokens)

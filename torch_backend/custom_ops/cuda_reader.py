@@ -65,7 +65,7 @@ def reader(
             known = amax
         else:
             known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
-        if given and known.device != device:
+        if given and known is not None and known.device != device:
             check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
         parts = []
         for one in outputs:

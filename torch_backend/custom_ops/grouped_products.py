@@ -125,12 +125,12 @@ def multiply_rows(
     mode = _weight_mode(a.parts[0].device, a.format, w.format, exact, w.transposed)
     if mode is not None:
         assert w.format is not None
-        if w.transposed:
+        bands = mode == "aligned" and w.format.square
+        if mode == "aligned":
+            a, w = _aligned(a, k), _aligned(w, n if w.transposed else k)
+        elif w.transposed:
             codes, scales = cuda.transpose(w.parts[0], w.parts[1], w.format, columns=n)
             w = Matrix([codes, scales], w.format)
-        bands = mode == "aligned" and w.format is not None and w.format.square
-        if mode == "aligned":
-            a, w = _aligned(a, k), _aligned(w, k)
         y = a.parts[0].new_empty((tokens, n), dtype=dtype)
         return _cleared(multiply_groups(_in_order(a), w, ends, bias, out=y, bands=bands), words, count)
     rows = _values(a, tokens, k, columnwise=False)
@@ -183,10 +183,13 @@ def _in_order(x: Matrix) -> Matrix:
 
 
 def _aligned(x: Matrix, columns: int) -> Matrix:
-    """MX codes shifted to one scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
+    """MX codes, `columns` in each stored row, shifted to one scale for 128 elements, of x not transposed.
+
+    Blocks begin with a group, so each row is shifted by itself.
+    """
     assert x.format is not None
-    codes, scales = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns)
-    return Matrix([codes, scales], alignment.aligned_format(x.format), ordered=True)
+    parts = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns, transposed=x.transposed)
+    return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
 
 
 def _length(x: Matrix) -> int:

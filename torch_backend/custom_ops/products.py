@@ -189,21 +189,22 @@ def _product_of(
         return lambda a, b, bias: multiply(a, _turned(b, n) if transposed else b, bias, dtype)
     assert a.format is not None
     assert b.format is not None
-    formats, width, options = (a.format, b.format), k, {"fast": fast_accum}
+    a_format, b_format = formats = a.format, b.format
+    width, options = k, {"fast": fast_accum}
     aligned = chosen.mode == "aligned"
     if aligned:
         formats, width = tuple(map(alignment.aligned_format, formats)), cuda.aligned_columns(k)
-        options = {"ordered": (True, True), "bands": b.format.square}
+        options = {"ordered": (True, True), "bands": b_format.square}
     plan = _plan(device, *formats, m, n, width, dtype, bias, **options)
     shape, strides, empty = (m, n), (n, 1), torch.empty_strided
 
     def on_codes(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
         left, right = a.parts, b.parts
-        if transposed:
-            right = cuda.turned_parts(right, b.format, n)
         if aligned:
-            left = cuda.align(left[0], left[1], a.format, columns=k)
-            right = cuda.align(right[0], right[1], b.format, columns=k)
+            left = cuda.align(left[0], left[1], a_format, columns=k)
+            right = cuda.align(right[0], right[1], b_format, columns=n if transposed else k, transposed=transposed)
+        elif transposed:
+            right = cuda.turned_parts(right, b_format, n)
         out = empty(shape, strides, dtype=dtype, device=device)
         _multiply_codes(plan, left, right, None, bias if plan.adds_bias else None, out)
         return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
@@ -227,7 +228,7 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
 
     def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
-        working = known
+        working: Any = known
         if mixed:
             of_values = [x.parts[0].dtype for x in (a, b) if x.format is None or known is None]
             working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])

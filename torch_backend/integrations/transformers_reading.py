@@ -17,7 +17,6 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
-    apply_renamings,
     dot_natural_key,
     rename_source_key,
 )
@@ -155,8 +154,14 @@ class Released:
         made = ReadQuantized([PATTERN], [PATTERN], [_Nothing()], force_cpu=True)
         made.released, made.config, made.state_names = self, config, state_names
         # transformers renames before it asks.
-        made.targets = {apply_renamings(name, renamings): param for name, param in self.names.items()}
+        made.targets = {_renamed(name, renamings): param for name, param in self.names.items()}
         return made
+
+
+def _renamed(name: str, renamings: Sequence[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def released_weights(model: Any, files: Iterable[str]) -> Released:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
+from blockfp.kernels import cuda_library
 from blockfp.recipes import Delayed
 
 from ..custom_ops.collectives import max_reduce
@@ -28,13 +29,17 @@ from .recipe_layer import RecipeLayer
 from .scale_watch import delayed_layers
 
 
-def record(history: Tensor, amax: Tensor) -> None:
+def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
     """Sets history[0] to max(history[0], amax) in place, with a non-finite amax as 0 (`definition.scaling.record`).
 
     Args:
         history: float32 [length], newest first.
         amax: int32 [1], fp32 bits.
+        now: whether nothing traces, and no mode watches operations: on a GPU it is one launch then.
     """
+    if now and history.is_cuda and cuda_library.available():
+        cuda_library.library().record_amax(amax, history)
+        return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     history[:1].copy_(torch.maximum(history[:1], finite))
 

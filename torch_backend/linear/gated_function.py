@@ -4,7 +4,7 @@
     backward  da = g w,  dw = g^T a,   d_gate, d_up from da, gate and up
 
 It saves gate and up, which autograd keeps for the activation anyway, and the weight. What the activation makes is kept nowhere,
-and its columnwise codes are made again in the backward, of gate and up.
+and its columnwise codes are made again in the backward, of gate and up; but for NVFP4's in eager code.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class GatedFunction(torch.autograd.Function):
         direct = call.direct and runs_now(gate)
         column = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         # Another pass for the amax costs more than those few codes are worth.
-        at_once = column.format is row and row.scale.two_level
+        at_once = not call.traced and column.format is row and row.scale.two_level
         known = (scale, recipe.eps, direct)
         made, amax = _cast(gate, up, gating, recipe.input, column if at_once else HIGH_PRECISION, None, *known)
         if amax is not None and scale is not None and history is not None and call.training:
             record(history, amax)
         count = part_count(row)
         a, kept = Matrix(made[:count], row), made[count:]
-        if call.traced and needs_weight and not at_once:
+        if call.traced and needs_weight:
             # Compilers move it to the backward, which alone needs it.
             kept, _ = _cast(gate, up, gating, HIGH_PRECISION, column, amax, *known)
         operand = weight_operand(weight, call.stored, recipe.weight, None)
@@ -140,7 +140,7 @@ class GatedFunction(torch.autograd.Function):
             d_weight = results[int(needs_x)] if needs_weight else None
             if needs_x:
                 # A compiler makes one kernel of the operations and of the amax that the cast behind them wants.
-                apart = compiled and ctx.scale is None and any(one is not None and one.per_tensor for one in formats)
+                apart = compiled and ctx.scale is None and any(one is not None and one.block is None for one in formats)
                 d_gate, d_up = _through(results[0], gate, up, ctx.gating, apart, direct)
         if needs_bias:
             d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
@@ -177,14 +177,16 @@ def _cast(
     """
     format = row.format or column.format
     assert format is not None
-    amax = amax if format.per_tensor and multiplier is None else None
+    # Not per_tensor: a compiler may not be the first to ask for a cached property.
+    whole = format.block is None
+    amax = amax if whole and multiplier is None else None
     if direct:
         options = (amax, multiplier, column.rotate, eps)
         parts = gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
     else:
         names = [None if cast.format is None else cast.format.name for cast in (row, column)]
         parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps)
-    return (parts[:-1], parts[-1]) if format.per_tensor else (parts, None)
+    return (parts[:-1], parts[-1]) if whole else (parts, None)
 
 
 def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

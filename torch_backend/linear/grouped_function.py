@@ -75,7 +75,7 @@ class GroupedFunction(torch.autograd.Function):
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
         multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
-        arguments = (x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
+        arguments: Any = (x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
         if torch.compiler.is_compiling():
             y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
         else:

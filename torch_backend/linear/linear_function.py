@@ -45,7 +45,8 @@ class LinearFunction(torch.autograd.Function):
         format = columnwise.format
         ctx.again = again = False
         if format is not None and not call.traced and ctx.observed is None:
-            node, number = x.grad_fn, x.output_nr
+            node: Any = x.grad_fn
+            number = x.output_nr
             while type(node).__name__ in VIEWS:
                 node, number = node.next_functions[0]
             # Codes would lie beside values that stay anyway.
@@ -59,7 +60,7 @@ class LinearFunction(torch.autograd.Function):
             if multiplier is not None:
                 largest = made.pop()
                 if history is not None and call.training:
-                    record(history, largest)
+                    record(history, largest, now=True)
             if ctx.observed is not None:
                 observe_again(ctx.observed, "input", x, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
             kept = made[count:]
@@ -132,7 +133,7 @@ class LinearFunction(torch.autograd.Function):
             options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
             results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
             if multiplier is not None and ctx.history is not None:
-                record(ctx.history, results[-1])
+                record(ctx.history, results[-1], now=run is linear_ops.backward)
             d_weight = results[int(needs_x)] if needs_weight else None
             d_x = results[0] if needs_x else None
             if d_x is not None and carried is not None:

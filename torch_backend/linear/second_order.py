@@ -129,7 +129,7 @@ def cast_again(ctx: Any, kept: list[Tensor]) -> list[Tensor]:
     scaling = Scaling(recipe.eps, ctx.input_scale)
     column = quantized(kept[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
     assert column is not None
-    return column.parts
+    return list(column.parts)
 
 
 def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -72,7 +72,7 @@ class TransformersExperts(Experts):
         first, last = self.biases
         y = self.multiply(first, hidden_states[order // k], offs)
         y = self.multiply(last, self._activated(y), offs)
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):  # not in all 5.x
             y = self.post_expert_norm(y)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
@@ -84,7 +84,7 @@ class TransformersExperts(Experts):
         received = self.dispatched(hidden_states, top_k_index)
         y = self.multiply_received(first, received.tokens, received)
         y = self.multiply_received(last, self._activated(y), received)
-        if self.has_post_expert_norm:
+        if getattr(self, "has_post_expert_norm", False):  # not in all 5.x
             y = self.post_expert_norm(y)
         return combine(y, received, top_k_weights).to(hidden_states.dtype)
 

@@ -41,7 +41,7 @@ _TRANSIENT = 1 << 26
 
 
 Tables = dict[torch.device, Table]
-Arrays = tuple[Tensor | None, ...]
+Arrays = tuple[Any, ...]
 """Of a parameter: `step_table.ARRAYS`, and constants and step number where the device alone knows them."""
 
 
@@ -190,7 +190,8 @@ def _filled(
 
 
 def _table(todo: list[LocalParameter], key: tuple[int, int], tables: Tables, device: torch.device) -> Table:
-    rows, numbers = [one.row for one in todo], [one.number for one in todo]
+    rows: Any = [one.row for one in todo]
+    numbers = [one.number for one in todo]
     known = [isinstance(one.step, int) for one in todo]
     table = tables.get(device)
     if table is None or not table.is_of(rows, numbers, known, key):

@@ -15,11 +15,11 @@ cudaError_t launch_amax(const Matrices& x, int32_t* out, cudaStream_t stream) {
   if (elements == 0) return cudaSuccess;
   return with_dtype(x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
-    if (is_contiguous(x) && vectors_fit(x) && elements % 8 == 0) {
+    if (is_contiguous(x)) {
       constexpr int kUnroll = 4;
-      const int64_t blocks = ceil_div(elements / 8, kAmaxThreads * kUnroll);
+      const int64_t blocks = ceil_div(elements, 8 * kAmaxThreads * kUnroll);
       if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-      amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements / 8, out);
+      amax_flat<T, kUnroll><<<blocks, kAmaxThreads, 0, stream>>>(static_cast<const typename T::Raw*>(x.data), elements, aligned(x.data), out);
     } else {
       // Enough blocks to fill any GPU; each goes on to the next rows.
       const int64_t blocks = std::min(ceil_div(x.batches * x.rows, kAmaxThreads / 32), int64_t{1056});
@@ -71,6 +71,16 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream) {
   return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream)
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
+}
+
+// Raises the newest entry of a history to an amax that is finite.
+__global__ void record_amax_in_history(const int32_t* amax, float* history) {
+  if (*amax < kInfinity && __int_as_float(*amax) > *history) *history = __int_as_float(*amax);
+}
+
+cudaError_t launch_record_amax(const int32_t* amax, float* history, cudaStream_t stream) {
+  record_amax_in_history<<<1, 1, 0, stream>>>(amax, history);
+  return cudaGetLastError();
 }
 
 cudaError_t launch_amax_blocks(const AmaxBlocksArguments& a, cudaStream_t stream) {

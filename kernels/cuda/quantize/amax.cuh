@@ -9,17 +9,18 @@ namespace cuda {
 
 constexpr int kAmaxThreads = 512, kRotatedThreads = 256;
 
-// Contiguous and aligned: `Unroll` eights of eight elements a thread. The last of x come first, so that what the cache still holds at the
+// Contiguous: `Unroll` eights of eight elements a thread. The last of x come first, so that what the cache still holds at the
 // end is what a cast reads first.
 template <class T, int Unroll>
-__global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw* x, int64_t eights, int32_t* out) {
+__global__ void __launch_bounds__(kAmaxThreads) amax_flat(const typename T::Raw* x, int64_t elements, bool vectors, int32_t* out) {
   __shared__ int32_t warps[kAmaxThreads / 32];
   const int64_t first = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * (kAmaxThreads * Unroll) + threadIdx.x;
   Eight<T> part[Unroll];
 #pragma unroll
   for (int u = 0; u < Unroll; ++u) {
     const int64_t index = first + u * kAmaxThreads;
-    part[u] = index < eights ? load_vector<T>(x + 8 * index) : zeros<T>();
+    const int count = static_cast<int>(max(min(elements - 8 * index, int64_t{8}), int64_t{0}));
+    part[u] = vectors && count == 8 ? load_vector<T>(x + 8 * index) : load_anywhere<T>(x + 8 * index, count);
   }
 #pragma unroll
   for (int u = 1; u < Unroll; ++u) {
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kRotatedThreads)
         both.load(x, gated, row, column);
         with_activation(gated.activation, [&](auto activation) { part[r] = both.template made<decltype(activation)::value>(gated); });
       } else {
-        part[r] = vectors && count == 8 ? load_vector<T>(data + row * x.row_stride) : load_some<T>(data + row * x.row_stride, 0, count);
+        part[r] = vectors && count == 8 ? load_vector<T>(data + row * x.row_stride) : load_anywhere<T>(data + row * x.row_stride, count);
       }
     }
 #pragma unroll

@@ -12,8 +12,9 @@ namespace {
 
 constexpr int kRowsThreads = 1024, kWarps = kRowsThreads / 32;
 
-struct Three {
-  int32_t x, y, z;
+// Units along the columns, and tiles.
+struct Counts {
+  int32_t units, tiles;
 };
 
 // Scans of the block's threads, each with those before it and itself. `warps` is used again: threads meet at both ends.
@@ -36,35 +37,23 @@ __device__ __forceinline__ int32_t scan_largest(int32_t own, int32_t (&warps)[kW
   return scan(own, warps, [](int32_t v, int d) { return __shfl_up_sync(~0u, v, d); }, [](int32_t a, int32_t b) { return max(a, b); });
 }
 
-__device__ __forceinline__ Three scan_sums(Three own, Three (&warps)[kWarps]) {
-  const auto shuffle = [](Three v, int d) {
-    return Three{__shfl_up_sync(~0u, v.x, d), __shfl_up_sync(~0u, v.y, d), __shfl_up_sync(~0u, v.z, d)};
-  };
-  return scan(own, warps, shuffle, [](Three a, Three b) { return Three{a.x + b.x, a.y + b.y, a.z + b.z}; });
+__device__ __forceinline__ Counts scan_sums(Counts own, Counts (&warps)[kWarps]) {
+  const auto shuffle = [](Counts v, int d) { return Counts{__shfl_up_sync(~0u, v.units, d), __shfl_up_sync(~0u, v.tiles, d)}; };
+  return scan(own, warps, shuffle, [](Counts a, Counts b) { return Counts{a.units + b.units, a.tiles + b.tiles}; });
 }
 
 __device__ __forceinline__ int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
-// Tiles of `height` rows, at least one.
-__device__ __forceinline__ int32_t tile_count(int32_t rows, int height) { return max(divide_up(rows, height), 1); }
-
-__device__ __forceinline__ void write_tiles(GroupTile* tiles, int32_t count, int height, GroupTile own) {
-  for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
-    own.row = i * height;
-    tiles[i] = own;
-  }
-}
-
 // One block: each thread has a group, of as many as there are threads at a time.
 __global__ void __launch_bounds__(kRowsThreads) group_rows(const int32_t* ends, int32_t tokens, int32_t groups, int32_t* words,
-                                                           GroupTile* low, GroupTile* high, int32_t most_low, int32_t most_high) {
+                                                           GroupTile* tiles, int32_t most_tiles) {
   __shared__ int32_t largest[kWarps];
-  __shared__ Three sums[kWarps];
+  __shared__ Counts sums[kWarps];
   __shared__ int32_t starts[kRowsThreads + 1];  // of the groups, in x
-  __shared__ Three before[kRowsThreads + 1];    // units along the columns, low and high tiles before each group
+  __shared__ Counts before[kRowsThreads + 1];   // each group
   __shared__ int32_t carried_end;
-  __shared__ Three carried;
-  if (threadIdx.x == 0) carried_end = 0, carried = {0, 0, 0};
+  __shared__ Counts carried;
+  if (threadIdx.x == 0) carried_end = 0, carried = {0, 0};
   __syncthreads();
   for (int32_t first = 0; first < groups; first += kRowsThreads) {
     const int32_t group = first + threadIdx.x;
@@ -75,30 +64,29 @@ __global__ void __launch_bounds__(kRowsThreads) group_rows(const int32_t* ends, 
     starts[threadIdx.x + 1] = end;
     if (threadIdx.x == 0) starts[0] = carried_end;
     __syncthreads();
-    const int32_t rows = end - starts[threadIdx.x];
-    const Three own{divide_up(rows, kGroupUnit), tile_count(rows, kLowTile), tile_count(rows, kHighTile)};
-    Three sum = scan_sums(is_group ? own : Three{0, 0, 0}, sums);
-    const Three base = carried;
-    sum = {sum.x + base.x, sum.y + base.y, sum.z + base.z};
+    const int32_t units = divide_up(end - starts[threadIdx.x], kGroupUnit);
+    Counts sum = scan_sums(is_group ? Counts{units, max(units, 1)} : Counts{0, 0}, sums);
+    const Counts base = carried;
+    sum = {sum.units + base.units, sum.tiles + base.tiles};
     before[threadIdx.x + 1] = sum;
     if (threadIdx.x == 0) before[0] = base;
     __syncthreads();
-    if (is_group) words[group] = end, words[groups + group] = sum.x * kGroupUnit;
+    if (is_group) words[group] = end, words[groups + group] = sum.units * kGroupUnit;
     if (threadIdx.x == kRowsThreads - 1) carried_end = end, carried = sum;
     for (int32_t i = threadIdx.x / 32; i < kRowsThreads && first + i < groups; i += kWarps) {
-      const Three at = before[i], to = before[i + 1];
-      const GroupTile tile{first + i, 0, starts[i], starts[i + 1] - starts[i], at.x * kGroupUnit, {}};
-      write_tiles(low + at.y, to.y - at.y, kLowTile, tile);
-      write_tiles(high + at.z, to.z - at.z, kHighTile, tile);
+      GroupTile tile{first + i, 0, starts[i], starts[i + 1] - starts[i], before[i].units * kGroupUnit, {}};
+      for (int32_t j = before[i].tiles + threadIdx.x % 32; j < before[i + 1].tiles; j += 32) {
+        tile.row = (j - before[i].tiles) * kGroupUnit;
+        tiles[j] = tile;
+      }
     }
     __syncthreads();
   }
   const GroupTile none{-1, 0, 0, 0, 0, {}};
-  for (int32_t i = carried.y + threadIdx.x; i < most_low; i += kRowsThreads) low[i] = none;
-  for (int32_t i = carried.z + threadIdx.x; i < most_high; i += kRowsThreads) high[i] = none;
+  for (int32_t i = carried.tiles + threadIdx.x; i < most_tiles; i += kRowsThreads) tiles[i] = none;
 }
 
-constexpr int kAmaxThreads = 256, kAmaxColumns = 8 * 32, kAmaxRows = kLowTile;
+constexpr int kAmaxThreads = 256, kAmaxColumns = 8 * 32;
 
 // Amaxes of groups: a block has a tile, a thread eight columns of sixteen rows.
 template <class T, bool Rotated>
@@ -115,7 +103,7 @@ __global__ void __launch_bounds__(kAmaxThreads) group_amax(const __grid_constant
   for (int r = 0; r < kHadamardGroup; ++r) {
     part[r] = zeros<T>();
     if (r >= left || count == 0) continue;
-    part[r] = vectors && count == 8 ? load_vector<T>(data + r * x.row_stride) : load_some<T>(data + r * x.row_stride, 0, count);
+    part[r] = vectors && count == 8 ? load_vector<T>(data + r * x.row_stride) : load_anywhere<T>(data + r * x.row_stride, count);
   }
   int32_t most[2] = {0, 0};
   const auto largest_of_part = [&] {
@@ -255,11 +243,9 @@ cudaError_t launch_group_rows(const int32_t* ends, int64_t tokens, int64_t group
   if (groups == 0) return cudaSuccess;
   // Rows and columns are counted in 32 bits.
   if (group_columns(tokens, groups) > INT32_MAX) return cudaErrorInvalidValue;
-  const auto tiles = [&](int height) { return const_cast<GroupTile*>(tiles_of_groups(words, tokens, groups, height)); };
-  group_rows<<<1, kRowsThreads, 0, stream>>>(ends, static_cast<int32_t>(tokens), static_cast<int32_t>(groups), words,
-                                             tiles(kLowTile), tiles(kHighTile),
-                                             static_cast<int32_t>(group_tiles(tokens, groups, kLowTile)),
-                                             static_cast<int32_t>(group_tiles(tokens, groups, kHighTile)));
+  auto* tiles = const_cast<GroupTile*>(tiles_of_groups(words, groups));
+  group_rows<<<1, kRowsThreads, 0, stream>>>(ends, static_cast<int32_t>(tokens), static_cast<int32_t>(groups), words, tiles,
+                                             static_cast<int32_t>(group_tiles(tokens, groups)));
   return cudaGetLastError();
 }
 
@@ -267,9 +253,9 @@ cudaError_t launch_group_amax(const Matrices& x, const int32_t* words, int64_t g
   const size_t bytes = sizeof(int32_t) * groups * (rotated ? 2 : 1);
   if (cudaError_t error = cudaMemsetAsync(out, 0, bytes, stream); error != cudaSuccess) return error;
   if (x.rows * x.columns * groups == 0) return cudaSuccess;
-  const int64_t across = ceil_div(x.columns, kAmaxColumns), blocks = across * group_tiles(x.rows, groups, kAmaxRows);
+  const int64_t across = ceil_div(x.columns, kAmaxColumns), blocks = across * group_tiles(x.rows, groups);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
-  const GroupTile* tiles = tiles_of_groups(words, x.rows, groups, kAmaxRows);
+  const GroupTile* tiles = tiles_of_groups(words, groups);
   return with_dtype(x.dtype, [&](auto dtype) {
     using T = decltype(dtype);
     const auto kernel = rotated ? group_amax<T, true> : group_amax<T, false>;
@@ -293,8 +279,8 @@ cudaError_t launch_sum_groups(const Matrices& x, const int32_t* words, int64_t g
 cudaError_t launch_spoil_groups(const QuantizeArguments& a, const int32_t* words, cudaStream_t stream) {
   if (a.groups.count == 0) return cudaSuccess;
   QuantizeArguments own = a;
-  own.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kGroupUnit);
-  const int64_t blocks = group_tiles(a.groups.tokens, a.groups.count, kGroupUnit);
+  own.groups.tiles = tiles_of_groups(words, a.groups.count);
+  const int64_t blocks = group_tiles(a.groups.tokens, a.groups.count);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   spoil_groups<<<blocks, kSpoilThreads, 0, stream>>>(own);
   return cudaGetLastError();

@@ -24,6 +24,18 @@ __device__ __forceinline__ void drop_smallest(Eight<T>& x, int pair) {
   }
 }
 
+// Elements 2 pair and 2 pair + 1, rounded to T.
+template <class T>
+__device__ __forceinline__ void store_pair(Eight<T>& x, int pair, float low, float high) {
+  if constexpr (T::kId == Fp32::kId) {
+    x.word[2 * pair] = __float_as_uint(low), x.word[2 * pair + 1] = __float_as_uint(high);
+  } else if constexpr (T::kId == Bf16::kId) {
+    x.word[pair] = bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+  } else {
+    x.word[pair] = bit_cast<uint32_t>(__floats2half2_rn(low, high));
+  }
+}
+
 // The random Hadamard transform of each column of sixteen rows, rounded to T. Values as in hadamard.h; signs are free here.
 template <class T>
 __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[16]) {
@@ -52,15 +64,55 @@ __device__ __forceinline__ void rotate_columns(Eight<T> (&x)[16]) {
       }
     }
 #pragma unroll
-    for (int r = 0; r < 16; ++r) {
-      const float low = __fmul_rn(z[0][r], 0.25f), high = __fmul_rn(z[1][r], 0.25f);
+    for (int r = 0; r < 16; ++r) store_pair<T>(x[r], pair, __fmul_rn(z[0][r], 0.25f), __fmul_rn(z[1][r], 0.25f));
+  }
+}
+
+// The same of columns that lie in two lanes, eight rows in each: this one and that `Step` lanes on, with the rows below, or before.
+// Every lane of the warp comes here; only where `wanted` is true, alike in both lanes, x changes.
+template <class T, int Step = 8>
+__device__ __forceinline__ void rotate_columns(Eight<T> (&x)[8], bool wanted) {
+  constexpr uint32_t kFlips = 0xD7E8;
+  const bool below = threadIdx.x & Step;
+  const uint32_t flips = below ? kFlips >> 8 : kFlips;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    Eight<T> own[8];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      own[r] = x[r];
+      drop_smallest<T>(own[r], pair);
       if constexpr (T::kId == Fp32::kId) {
-        x[r].word[2 * pair] = __float_as_uint(low), x[r].word[2 * pair + 1] = __float_as_uint(high);
-      } else if constexpr (T::kId == Bf16::kId) {
-        x[r].word[pair] = bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+        const uint32_t sign = flips << (31 - r) & 0x80000000u;
+        own[r].word[2 * pair] ^= sign, own[r].word[2 * pair + 1] ^= sign;
       } else {
-        x[r].word[pair] = bit_cast<uint32_t>(__floats2half2_rn(low, high));
+        own[r].word[pair] ^= (flips >> r & 1) * 0x80008000u;
       }
+    }
+    float z[2][8];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int r = 0; r < 8; ++r) z[half][r] = value<T>(own[r], 2 * pair + half);
+#pragma unroll
+      for (int h = 1; h < 8; h *= 2) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          if (i & h) continue;
+          const float a = z[half][i], b = z[half][i + h];
+          z[half][i] = __fadd_rn(a, b);
+          z[half][i + h] = __fadd_rn(a, -b);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        const float other = __shfl_xor_sync(0xFFFFFFFFu, z[half][r], Step);
+        z[half][r] = __fadd_rn(other, below ? -z[half][r] : z[half][r]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      if (wanted) store_pair<T>(x[r], pair, __fmul_rn(z[0][r], 0.25f), __fmul_rn(z[1][r], 0.25f));
     }
   }
 }

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "launch.h"
+#include "tile_launch.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -11,8 +11,9 @@ namespace {
 
 template <class E, int Block, class T, bool Square, Rounding R>
 cudaError_t groups(const QuantizeArguments& a, cudaStream_t stream) {
+  static_assert(kTileRows == kGroupUnit, "a tile lies in one group, of which each has at least one");
   const int64_t across = std::max(ceil_div(a.x.columns, kTileColumns), int64_t{1});
-  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count, kTileRows<E>);
+  const int64_t blocks = across * group_tiles(a.groups.tokens, a.groups.count);
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   const bool vectors = vectors_fit(a.x);
   if constexpr (Square) {
@@ -39,17 +40,9 @@ template <>
 cudaError_t launch_groups<BLOCKFP_ELEMENT>(QuantizeArguments a, const int32_t* words, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
   if (a.groups.count == 0) return cudaSuccess;
-  a.groups.tiles = tiles_of_groups(words, a.groups.tokens, a.groups.count, kTileRows<E>);
-  return with_block<E>(a.format.block_columns, [&](auto block) {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      constexpr int kBlock = decltype(block)::value;
-      using T = decltype(dtype);
-      // One scale for the whole tensor counts as square.
-      if constexpr (kBlock != 0) {
-        if (!a.format.square()) return with_rounding<E, kBlock, T, false>(a, stream);
-      }
-      return with_rounding<E, kBlock, T, true>(a, stream);
-    });
+  a.groups.tiles = tiles_of_groups(words, a.groups.count);
+  return with_kernel<E>(a, [&](auto block, auto dtype, auto square) {
+    return with_rounding<E, decltype(block)::value, decltype(dtype), decltype(square)::value>(a, stream);
   });
 }
 

@@ -41,12 +41,9 @@ __device__ __forceinline__ void find_tensor_scale(QuantizeArguments& a) {
 
 // One scale for both directions: of the group, or of square blocks.
 template <class E, int Block, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_one_scale(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
-  __shared__ __align__(16) struct {
-    Staging<E> codes;
-    std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
-  } shared;
+  __shared__ __align__(16) StagedSquare<E, Block, R> shared;
   QuantizeArguments a = all;
   TileOrigin tile;
   if (!find_group(a, tile, across)) return;
@@ -54,28 +51,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   Piece<E, T, R> piece(a, tile);
   piece.load(vectors);
   const TensorScale tensor = tensor_scales<E, Block>(a, tile.row == 0 && tile.column == 0).rows;
-  if (a.x.rows == 0) return;
-  BlockScale<float> scale{0, tensor.multiplier};
-  bool nan = false;
-  if constexpr (Block == 0) {
-    if (a.recorded != nullptr) record_amax(a.recorded, piece.template amax<false>());
-  } else {
-    if constexpr (Block == 128) scale = shared.scale.decide(piece);
-    if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
-    if constexpr (Block != 16) note_overflow<R>(a, piece.template amax<false>());
-    store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
-  }
-  encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
-  if (a.column.codes == nullptr) return;
-  __syncthreads();
-  shared.codes.copy_out(piece);
+  if (a.x.rows != 0) quantize_square(piece, tensor, shared);
 }
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_within_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
-  __shared__ __align__(16) StagedLines<E, Block> shared;
+  __shared__ __align__(16) StagedLines<E, Block, R> shared;
   QuantizeArguments a = all;
   TileOrigin tile;
   if (!find_group(a, tile, across)) return;
@@ -83,36 +66,20 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
   Piece<E, T, R> piece(a, tile);
   piece.load(vectors);
   const TensorScales tensor = tensor_scales<E, Block>(a, tile.row == 0 && tile.column == 0);
-  if (a.x.rows == 0) return;
-  quantize_lines(piece, tensor, shared);
+  if (a.x.rows != 0) quantize_lines(piece, tensor, shared);
 }
 
 // Blocks of 1x128, whose scales the warps of a tile decide together.
 template <class E, class T, Rounding R>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_groups_across_warps(const __grid_constant__ QuantizeArguments all, uint32_t across, bool vectors) {
-  __shared__ __align__(16) struct {
-    Staging<E> codes;
-    WideScales<E, T, R> scales;
-  } shared;
+  __shared__ __align__(16) StagedWide<E, T, R> shared;
   QuantizeArguments a = all;
   TileOrigin tile;
   if (!find_group(a, tile, across) || a.x.rows == 0) return;
   Piece<E, T, R> piece(a, tile);
   piece.load(vectors);
-  shared.scales.decide(piece);
-  const PieceCodes<E, T, R> codes(piece, false, {});
-  float multipliers[8];
-  if (a.row.codes != nullptr) {
-    RowOutput<E, T, R> out(piece);
-    shared.scales.read_rows(piece.place.row, multipliers);
-    codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
-  }
-  if (a.column.codes == nullptr) return;
-  shared.scales.read_columns(piece.place.column, multipliers);
-  codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
-  __syncthreads();
-  shared.codes.copy_out(piece);
+  quantize_wide_lines(piece, shared);
 }
 
 }  // namespace cuda

@@ -15,7 +15,7 @@ cudaError_t general(const QuantizeArguments& a, cudaStream_t stream) {
   while ((2 << shift) <= kRowThreads && (int64_t{1} << shift) < pieces) ++shift;
   // An empty array still has a scale of its tensor, which the first block writes.
   const int64_t spans = std::max(ceil_div(pieces, int64_t{1} << shift), int64_t{1});
-  const int64_t blocks = spans * std::max(ceil_div(a.x.batches * a.x.rows, kRowThreads >> shift), int64_t{1});
+  const int64_t blocks = spans * std::max(ceil_div(a.x.batches * a.x.rows, (kRowThreads >> shift) * kRowsAtOnce), int64_t{1});
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   const int64_t grid_columns = Block == 0 ? 1 : ceil_div(a.window.column_phase + a.x.columns, Block);
   quantize_rows_general<E, Block, T><<<blocks, kRowThreads, 0, stream>>>(a, shift, spans, grid_columns, vectors_fit(a.x));

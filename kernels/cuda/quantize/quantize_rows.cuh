@@ -2,7 +2,10 @@
 // share a block.
 #pragma once
 
+#include <type_traits>
+
 #include "block_scale.cuh"
+#include "runs.cuh"
 #include "sources.cuh"
 #include "stochastic_e2m1.cuh"
 
@@ -119,60 +122,97 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
   }
 }
 
+// Rows that a thread reads before it writes the first.
+constexpr int kRowsAtOnce = 4;
+
 // Rows of threads: 2^shift threads side by side along a row, the others on the rows below.
 template <class E, int Block, class T>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __grid_constant__ QuantizeArguments a, int shift,
-                                                                     int64_t spans, int64_t grid_columns, bool vectors) {
+                                                                     uint32_t spans, int64_t grid_columns, bool vectors) {
   using Piece = RowPiece<E, Block, T>;
   using Raw = typename T::Raw;
-  constexpr int kElements = 8 * Piece::kGroups;
-  const int64_t span = blockIdx.x % spans, band = blockIdx.x / spans;
-  const int64_t row = band * (kRowThreads >> shift) + (threadIdx.x >> shift);
-  const int64_t piece_in_row = (span << shift) + (threadIdx.x & ((1 << shift) - 1));
-  const int64_t column = piece_in_row * kElements - a.window.column_phase;
-  const bool inside = row < a.x.batches * a.x.rows && column < a.x.columns;
-  const int64_t batch = inside ? row / a.x.rows : 0, row_in_batch = row - batch * a.x.rows;
-  Piece piece;
-  int first[Piece::kGroups], last[Piece::kGroups];
+  constexpr int kElements = 8 * Piece::kGroups, kWordsOfPiece = kElements * E::kBits / 32;
+  __shared__ RunEnds<kWordsOfPiece, kRowThreads> ends[kRowsAtOnce];
+  const uint32_t band = blockIdx.x / spans, span = blockIdx.x - band * spans;
+  const int rows_below = kRowThreads >> shift, count = 1 << shift, index = threadIdx.x & (count - 1);
+  const int64_t first_row = static_cast<int64_t>(band) * (rows_below * kRowsAtOnce) + (threadIdx.x >> shift);
+  const int64_t run = static_cast<int64_t>(span) << shift, lines = a.x.batches * a.x.rows;
+  const int64_t column = (run + index) * kElements - a.window.column_phase;
+  const auto batch_of = [&](int64_t row) { return a.x.batches == 1 || row >= lines ? 0 : row / a.x.rows; };
+  // A phase is a multiple of eight, so a group begins with x or lies outside it.
+  int in_group[Piece::kGroups];
 #pragma unroll
   for (int g = 0; g < Piece::kGroups; ++g) {
     const int64_t at = column + 8 * g;
-    first[g] = at < 0 ? static_cast<int>(min(-at, int64_t{8})) : 0;
-    last[g] = inside ? static_cast<int>(max(min(a.x.columns - at, int64_t{8}), int64_t{0})) : 0;
-    const Raw* x = static_cast<const Raw*>(a.x.data) + batch * a.x.batch_stride + row_in_batch * a.x.row_stride + at;
-    if (vectors && first[g] == 0 && last[g] == 8) {
-      piece.x[g] = load_vector<T>(x);
-    } else {
-      piece.x[g] = load_some<T>(x, first[g], last[g]);
+    in_group[g] = at < 0 ? 0 : static_cast<int>(max(min(a.x.columns - at, int64_t{8}), int64_t{0}));
+  }
+  Piece piece[kRowsAtOnce];
+  const auto load = [&](auto aligned) {
+#pragma unroll
+    for (int u = 0; u < kRowsAtOnce; ++u) {
+      const int64_t row = first_row + u * rows_below, batch = batch_of(row);
+      const Raw* x = static_cast<const Raw*>(a.x.data) + batch * a.x.batch_stride + (row - batch * a.x.rows) * a.x.row_stride + column;
+#pragma unroll
+      for (int g = 0; g < Piece::kGroups; ++g) {
+        const int wanted = row < lines ? in_group[g] : 0;
+        if constexpr (decltype(aligned)::value) {
+          piece[u].x[g] = wanted != 0 ? load_vector<T>(x + 8 * g) : zeros<T>();
+        } else {
+          piece[u].x[g] = load_unmasked<T>(x + 8 * g, wanted);
+        }
+      }
+    }
+  };
+  // One or the other without branches, so that many loads are under way at once.
+  if (vectors && a.x.columns % 8 == 0) {
+    load(std::true_type{});
+  } else {
+    load(std::false_type{});
+#pragma unroll
+    for (int g = 0; g < Piece::kGroups; ++g) {
+      if (in_group[g] == 8) continue;
+#pragma unroll
+      for (int u = 0; u < kRowsAtOnce; ++u) keep_first(piece[u].x[g], in_group[g]);
     }
   }
   const TensorScale tensor = shared_tensor_scale<E, Block>(a);
-  bool nan;
-  const int32_t amax = piece.amax_and_nan(nan);
-  if constexpr (Block == 0) {
-    if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece.x[0]));
-  } else if constexpr (Block != 16) {
-    if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
-  }
-  const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
-  const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);
-  const uint64_t global_row = batch * a.window.rows + a.window.row + row_in_batch;
-  uint2 codes[Piece::kGroups];
-  piece.template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
-                                            global_row * a.window.columns + a.window.column + column, codes);
+  uint32_t words[kRowsAtOnce][kWordsOfPiece];
 #pragma unroll
-  for (int g = 0; g < Piece::kGroups; ++g) {
-    uint8_t* out = a.row.codes + row * pitch + (column + 8 * g) / 8 * E::kBits;
-    // A phase is a multiple of eight, so a group begins with x or lies outside it.
-    if (first[g] == 0) store_some<E::kBits>(out, codes[g], 0, packed_bytes<E::kBits>(last[g]));
-  }
-  if (Block != 0 && inside) {
-    const int64_t block = piece_in_row / Piece::kLanes;
-    // The first lane of a block may lie before x.
-    const int64_t begin = max(block * Block - a.window.column_phase, int64_t{0});
-    if (begin >= column && begin < column + kElements) {
-      store_scale<Block>(a.row.scales, row * grid_columns + block, nan ? kNanMark<E, Block> : scale.stored);
+  for (int u = 0; u < kRowsAtOnce; ++u) {
+    const int64_t row = first_row + u * rows_below;
+    bool nan;
+    const int32_t amax = piece[u].amax_and_nan(nan);
+    if constexpr (Block == 0) {
+      if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece[u].x[0]));
+    } else if constexpr (Block != 16) {
+      if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
     }
+    const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+    const int64_t batch = batch_of(row);
+    const uint64_t global_row = batch * a.window.rows + a.window.row + row - batch * a.x.rows;
+    uint2 codes[Piece::kGroups];
+    piece[u].template encode<Rounding::kGeneral>(scale.multiplier, nan, tensor, a.row.key,
+                                                 global_row * a.window.columns + a.window.column + column, codes);
+    pack_groups<E>(codes, words[u]);
+    ends[u].put(words[u]);
+    if (Block != 0 && row < lines && column < a.x.columns) {
+      const int64_t block = (run + index) / Piece::kLanes;
+      // The first lane of a block may lie before x.
+      const int64_t begin = max(block * Block - a.window.column_phase, int64_t{0});
+      if (begin >= column && begin < column + kElements) {
+        store_scale<Block>(a.row.scales, row * grid_columns + block, nan ? kNanMark<E, Block> : scale.stored);
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns);
+  const int64_t begin = (run * kElements - a.window.column_phase) / 8 * E::kBits;  // of the first thread's codes in their row
+  const int first = static_cast<int>(max(-begin, int64_t{0}));
+  const int last = static_cast<int>(max(min(pitch - begin, int64_t{4 * kWordsOfPiece} << shift), int64_t{0}));
+#pragma unroll
+  for (int u = 0; u < kRowsAtOnce; ++u) {
+    const int64_t row = first_row + u * rows_below;
+    if (row < lines) store_run<1>(ends[u], a.row.codes + row * pitch + begin, words[u], index, count, first, last);
   }
 }
 

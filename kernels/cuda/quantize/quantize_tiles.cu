@@ -28,16 +28,8 @@ cudaError_t with_rounding(const QuantizeArguments& a, cudaStream_t stream) {
 template <>
 cudaError_t launch_tiles<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
-  return with_block<E>(a.format.block_columns, [&](auto block) {
-    return with_dtype(a.x.dtype, [&](auto dtype) {
-      constexpr int kBlock = decltype(block)::value;
-      using T = decltype(dtype);
-      // One scale for the whole tensor counts as square.
-      if constexpr (kBlock != 0) {
-        if (!a.format.square()) return with_rounding<E, kBlock, T, false>(a, stream);
-      }
-      return with_rounding<E, kBlock, T, true>(a, stream);
-    });
+  return with_kernel<E>(a, [&](auto block, auto dtype, auto square) {
+    return with_rounding<E, decltype(block)::value, decltype(dtype), decltype(square)::value>(a, stream);
   });
 }
 

@@ -1,8 +1,9 @@
 // Quantizes along the rows (transposed codes), along both axes in one read, and in square blocks.
 //
-// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale (tile_scales.cuh): one scale
-// serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as the tile. Each goes load, scales
-// and codes of the rows, scales and codes of the columns, which leave through shared memory (tile_codes.cuh).
+// A block of threads has a tile, a thread a piece of it (tile_piece.cuh), of a source (sources.cuh). Three kernels, by who decides a scale
+// (tile_scales.cuh): one scale serves both directions; a warp decides those of short blocks; all warps decide those of blocks as long as
+// the tile. Each goes load, scales and codes of the rows, scales and codes of the columns, which leave through shared memory
+// (tile_codes.cuh).
 #pragma once
 
 #include "hadamard.cuh"
@@ -15,17 +16,17 @@ namespace cuda {
 
 // This block's tile of a grid of `across` x `down` tiles a matrix: down `strip` tiles, then across, so that tiles that are written together
 // are neighbours in the codes of both directions.
-template <class E>
 __device__ __forceinline__ TileOrigin tile_of_block(const Window& window, uint32_t across, uint32_t down, uint32_t strip) {
   const uint32_t matrix = across * down, batch = blockIdx.x / matrix, in_matrix = blockIdx.x - batch * matrix;
   const uint32_t top = in_matrix / (across * strip) * strip, in_strip = in_matrix - top * across, tall = min(down - top, strip);
-  return {batch, static_cast<int64_t>(top + in_strip % tall) * kTileRows<E> - window.row_phase,
+  return {batch, static_cast<int64_t>(top + in_strip % tall) * kTileRows - window.row_phase,
           static_cast<int64_t>(in_strip / tall) * kTileColumns - window.column_phase};
 }
 
-// Blocks of threads that a multiprocessor has registers for.
-template <class E, class T>
-constexpr int kTileBlocks = sizeof(typename T::Raw) == 2 ? (kDepth<E> == 8 ? 3 : 2) : (kDepth<E> == 8 ? 2 : 1);
+// Blocks of threads that a multiprocessor has registers for. Codes of less than a byte take more steps, and more warps to hide them; random
+// bytes take registers.
+template <class E, class T, Rounding R>
+constexpr int kTileBlocks = sizeof(typename T::Raw) == 4 || R == Rounding::kStochastic ? 2 : (E::kBits < 8 ? 4 : 3);
 
 // What puts the scales in order (order_scales.cu) may be made ready; it waits for this kernel's end itself.
 __device__ __forceinline__ void launch_dependents() {
@@ -34,19 +35,17 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
-struct Nothing {};
+// Codes of a tile, and the scale of a block that is one, in shared memory.
+template <class E, int Block, Rounding R>
+struct StagedSquare {
+  StagedCodes<E, R> codes;
+  std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
+};
 
-// One scale for both directions: of the tensor, or of square blocks.
-template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
-    quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  __shared__ __align__(16) struct {
-    Staging<E> codes;
-    std::conditional_t<Block == 128, TileScale<E>, Nothing> scale;
-  } shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  Source::load(piece, vectors);
-  const TensorScale tensor = tensor_scales<E, Block>(a, blockIdx.x == 0).rows;
+// Scale and codes of a piece, one scale for both directions: of the tensor, or of square blocks.
+template <int Block, class E, class T, Rounding R>
+__device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
+  const QuantizeArguments& a = piece.a;
   BlockScale<float> scale{0, tensor.multiplier};
   bool nan = false;
   if constexpr (Block == 0) {
@@ -55,39 +54,50 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
     if constexpr (Block != 16) {
-      if (a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
+      if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
     }
     store_square_scale<Block>(piece, nan ? kNanMark<E, Block> : scale.stored);
   }
   encode_both(piece, PieceCodes<E, T, R>(piece, nan, tensor), scale.multiplier, shared.codes);
   if (a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
+}
+
+// One scale for both directions.
+template <class E, int Block, class T, Rounding R, class Source>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
+    quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
+  __shared__ __align__(16) StagedSquare<E, Block, R> shared;
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
+  Source::load(piece, vectors);
+  quantize_square(piece, tensor_scales<E, Block>(a, blockIdx.x == 0).rows, shared);
 }
 
 // Codes of a tile and where its stored scales wait, in shared memory.
-template <class E, int Block>
+template <class E, int Block, Rounding R>
 struct StagedLines {
-  Staging<E> codes;
+  StagedCodes<E, R> codes;
   StoredScales<E, Block> scales;
 };
 
 // Scales and codes of a piece: of its rows, then of its columns. (In the kernel's own body the compiler schedules it otherwise.)
 template <int Block, class E, class T, Rounding R>
-__device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block>& shared) {
+__device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const TensorScales& tensor, StagedLines<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
   if (a.row.codes != nullptr) {
-    LineScales<E, Block, T, kDepth<E>, Block / 8, 1> scales;
+    LineScales<E, Block, T, kDepth, Block / 8, 1> scales;
     scales.decide([&](auto poison, auto& words) { piece.template row_amaxes<decltype(poison)::value>(words); }, a, tensor.rows,
                   [&](int r, int32_t stored) { shared.scales.put_row(piece.place.row + r, piece.place.column, stored); });
-    RowOutput<E, T, R> out(piece);
+    RowOutput<E, T, R> out(piece, shared.codes);
     encode_rows(piece, scales, tensor.rows, [&](int r, uint2 codes) { out.put(r, codes); });
+    out.finish();
   }
   if constexpr (Block == 16) {
-    const int64_t row = piece.tile.row + piece.place.row;
-    if (a.rotate_column && row + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || row >= 0)) rotate_columns<T>(piece.x);
+    const int64_t sixteen = piece.tile.row + piece.place.row / 16 * 16;  // the first of the rows that are rotated together
+    if (a.rotate_column) rotate_columns<T>(piece.x, sixteen + 16 <= a.x.rows && (Piece<E, T, R>::kWhole || sixteen >= 0));
   }
-  LineScales<E, Block, T, 8, Block / kDepth<E>, 8> scales;
+  LineScales<E, Block, T, 8, Block / kDepth, 8> scales;
   const auto amaxes = [&](auto poison, auto& words) {
     constexpr bool kPoison = decltype(poison)::value;
     piece.template column_amaxes<kPoison>(words);
@@ -100,45 +110,57 @@ __device__ __forceinline__ void quantize_lines(Piece<E, T, R>& piece, const Tens
   encode_columns(piece, scales, tensor.columns, staged(piece, shared.codes));
   if (!kOfGroups<R> && a.column.codes == nullptr) return;
   __syncthreads();
-  if (!kOfGroups<R> || a.column.codes != nullptr) shared.codes.copy_out(piece);
+  if (!kOfGroups<R> || a.column.codes != nullptr) shared.codes.columns.copy_out(piece);
   shared.scales.copy_out(piece);
 }
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.
 template <class E, int Block, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_within_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   if (a.scales_by_tile) launch_dependents();
-  __shared__ __align__(16) StagedLines<E, Block> shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
+  __shared__ __align__(16) StagedLines<E, Block, R> shared;
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
   Source::load(piece, vectors);
   quantize_lines(piece, tensor_scales<E, Block>(a, blockIdx.x == 0), shared);
 }
 
-// Blocks of 1x128, whose scales the warps of a tile decide together.
-template <class E, class T, Rounding R, class Source>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T>)
-    quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
-  if (a.scales_by_tile) launch_dependents();
-  __shared__ __align__(16) struct {
-    Staging<E> codes;
-    WideScales<E, T, R> scales;
-  } shared;
-  Piece<E, T, R> piece(a, tile_of_block<E>(a.window, across, down, strip));
-  Source::load(piece, vectors);
+// Codes of a tile and what its scales are decided by, in shared memory.
+template <class E, class T, Rounding R>
+struct StagedWide {
+  StagedCodes<E, R> codes;
+  WideScales<E, T, R> scales;
+};
+
+// As quantize_lines, of blocks whose scales the warps of a tile decide together.
+template <class E, class T, Rounding R>
+__device__ __forceinline__ void quantize_wide_lines(const Piece<E, T, R>& piece, StagedWide<E, T, R>& shared) {
+  const QuantizeArguments& a = piece.a;
   shared.scales.decide(piece);
   const PieceCodes<E, T, R> codes(piece, false, {});
   float multipliers[8];
   if (a.row.codes != nullptr) {
-    RowOutput<E, T, R> out(piece);
+    RowOutput<E, T, R> out(piece, shared.codes);
     shared.scales.read_rows(piece.place.row, multipliers);
     codes.rows([&](int r) { return multipliers[r]; }, [&](int r, uint2 c) { out.put(r, c); });
+    out.finish();
   }
   shared.scales.read_columns(piece.place.column, multipliers);
   codes.columns([&](int j) { return multipliers[j]; }, staged(piece, shared.codes));
   if (a.column.codes == nullptr) return;
   __syncthreads();
-  shared.codes.copy_out(piece);
+  shared.codes.columns.copy_out(piece);
+}
+
+// Blocks of 1x128.
+template <class E, class T, Rounding R, class Source>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
+    quantize_across_warps(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
+  if (a.scales_by_tile) launch_dependents();
+  __shared__ __align__(16) StagedWide<E, T, R> shared;
+  Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
+  Source::load(piece, vectors);
+  quantize_wide_lines(piece, shared);
 }
 
 }  // namespace cuda

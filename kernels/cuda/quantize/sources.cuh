@@ -26,7 +26,7 @@ struct OfActivations {
   template <class E, class T, Rounding R>
   __device__ __forceinline__ static void load(Piece<E, T, R>& piece, bool) {
     static_assert(Piece<E, T, R>::kWhole, "a piece lies in x or outside it");
-    constexpr int kRows = kDepth<E>, kAtOnce = 4;
+    constexpr int kRows = kDepth, kAtOnce = 4;
     const QuantizeArguments& a = piece.a;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) piece.x[r] = zeros<T>();

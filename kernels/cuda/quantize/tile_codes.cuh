@@ -3,29 +3,29 @@
 
 #include <cuda_bf16.h>
 
+#include "runs.cuh"
 #include "stochastic_e2m1.cuh"
 #include "tile_piece.cuh"
 
 namespace blockfp {
 namespace cuda {
 
-// Transposed codes on their way out: kTileColumns rows of kBytes, in shared memory.
-//
-// 8- and 4-bit codes come in units of 8 bytes, sixteen a row, swapped about so that neither writing nor reading meets a bank twice.
+// Transposed codes on their way out: kTileColumns lines of kBytes, in shared memory.
 template <class E>
 struct Staging {
-  static constexpr int kBytes = kTileRows<E> * E::kBits / 8;
-  static constexpr bool kUnits = E::kBits != 6;
-  static constexpr int kPitch = kUnits ? kBytes : kBytes + 4;
-  uint8_t bytes[kTileColumns * kPitch];
-
-  __device__ __forceinline__ static int unit(int column, int index) {
-    return column * kPitch + 8 * (index ^ (2 * ((column / 8) % 8)));
-  }
+  static constexpr int kBytes = kTileRows * E::kBits / 8;
+  // A vector more every eight lines keeps threads side by side, who write eight lines each, out of one another's banks.
+  static constexpr int kPad = 16;
+  __align__(16) uint8_t bytes_[kTileColumns * kBytes + kTileColumns / 8 * kPad];
 
   // Codes of kDepth rows of a column, from tile row kDepth * index.
-  __device__ __forceinline__ void put(int column, int index, const uint2* codes) {
-    store_groups<E>(bytes + (kUnits ? unit(column, index) : column * kPitch + 12 * index), codes);
+  __device__ __forceinline__ void put(int column, int index, uint2 codes) {
+    store_eight<E::kBits>(bytes_ + place(column) + index * E::kBits, codes);
+  }
+
+  // Of twice as many rows, from tile row kDepth * index, which is even.
+  __device__ __forceinline__ void put_pair(int column, int index, const uint2 (&codes)[2]) {
+    store_groups<E>(bytes_ + place(column) + index * E::kBits, codes);
   }
 
   // To the transposed codes of `piece`'s matrix; every thread of the block comes here.
@@ -39,88 +39,128 @@ struct Staging {
                    a.x.columns - tile.column);
       return;
     }
-    const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows);
-    if constexpr (P::kWhole) {
-      uint8_t* out = a.column.codes + (tile.batch * a.x.columns + tile.column) * pitch + tile.row / 8 * E::kBits;
+    const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.rows), first = tile.row / 8 * E::kBits;
+    uint8_t* out = a.column.codes + (tile.batch * a.x.columns + tile.column) * pitch + first;
+    if (P::kWhole && (E::kBits != 6 || pitch % 16 == 0)) {
       copy_vectors(out, pitch, a.x.rows - tile.row, a.x.columns - tile.column);
-    } else {
-      copy_bytes(a.column.codes + tile.batch * a.x.columns * pitch, pitch, tile.row / 8 * E::kBits, tile.column, a.x.columns);
+    } else if constexpr (!P::kWhole || E::kBits == 6) {
+      const LinesOfTile lines(tile.column, kTileColumns, a.x.columns), bytes(first, kBytes, pitch);
+      copy_runs<kBytes, kTileColumns, kTileThreads>(
+          out, pitch, lines.first, lines.last, bytes.first, bytes.last,
+          [this](int column, int word) { return *reinterpret_cast<const uint32_t*>(bytes_ + place(column) + 4 * word); });
     }
   }
 
  private:
-  // Whole vectors: x has a multiple of 16 (6- and 8-bit) or 32 rows. `out`: the tile's first byte of the tile's first column; `rows` and
-  // `columns`: how many of x are left from there.
-  __device__ __forceinline__ void copy_vectors(uint8_t* out, int64_t pitch, int64_t rows, int64_t columns) const {
-    constexpr int kVector = kUnits ? 16 : 4, kVectors = kBytes / kVector;
-    const int rows_left = static_cast<int>(min(rows, int64_t{kTileRows<E>}));
-    const int columns_left = static_cast<int>(min(columns, int64_t{kTileColumns}));
-    if constexpr (kUnits) {
-      static_assert(kTileThreads % kVectors == 0, "a thread keeps to one vector of each column it copies");
-      constexpr int kStep = kTileThreads / kVectors;
-      const int first = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
-      if (vector * 128 / E::kBits >= rows_left) return;
-      out += first * pitch + vector * kVector;
-#pragma unroll
-      for (int k = 0; k < kTileColumns / kStep; ++k, out += kStep * pitch) {
-        const int column = first + k * kStep;
-        if (column < columns_left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(bytes + unit(column, 2 * vector));
-      }
-    } else {
-      for (int i = threadIdx.x; i < kTileColumns * kVectors; i += kTileThreads) {
-        const int column = i / kVectors, vector = i % kVectors;
-        if (vector / 3 * 16 >= rows_left || column >= columns_left) continue;
-        *reinterpret_cast<uint32_t*>(out + column * pitch + vector * kVector) =
-            *reinterpret_cast<const uint32_t*>(bytes + column * kPitch + 4 * vector);
-      }
-    }
-  }
+  __device__ __forceinline__ static int place(int column) { return column * kBytes + column / 8 * kPad; }
 
-  // Byte by byte; `first` is the tile's first byte in its row of codes, negative where the tile begins before x.
-  __device__ __forceinline__ void copy_bytes(uint8_t* codes, int64_t pitch, int64_t first, int64_t first_column,
-                                             int64_t columns) const {
-    for (int i = threadIdx.x; i < kTileColumns * kBytes; i += kTileThreads) {
-      const int column = i / kBytes, byte = i % kBytes;
-      const int64_t row = first_column + column, at = first + byte;
-      if (row < 0 || row >= columns || at < 0 || at >= pitch) continue;
-      const int from = kUnits ? unit(column, byte / 8) + byte % 8 : column * kPitch + byte;
-      codes[row * pitch + at] = bytes[from];
+  // Whole vectors. `out`: the tile's first byte of the tile's first column; `rows` and `columns`: how many of x
+  // are left from there.
+  __device__ __forceinline__ void copy_vectors(uint8_t* out, int64_t pitch, int64_t rows, int64_t columns) const {
+    constexpr int kVectors = kBytes / 16, kStep = kTileThreads / kVectors;
+    const int rows_left = static_cast<int>(min(rows, int64_t{kTileRows}));
+    const int columns_left = static_cast<int>(min(columns, int64_t{kTileColumns}));
+    // A thread keeps to one vector of each column it copies.
+    const int first = threadIdx.x / kVectors, vector = threadIdx.x % kVectors;
+    if (vector * 128 / E::kBits >= rows_left || first >= kStep) return;
+    out += first * pitch + vector * 16;
+#pragma unroll
+    for (int column = first; column < kTileColumns; column += kStep, out += kStep * pitch) {
+      if (column < columns_left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(bytes_ + place(column) + vector * 16);
     }
   }
 };
 
-// Row r's codes of a piece, to memory.
+// Codes of rows that begin at any address, on their way out: kTileRows rows of kBytes, in shared memory.
+template <class E>
+struct RowStaging {
+  static constexpr int kBytes = kTileColumns * E::kBits / 8;
+  // Rows of the lanes below each other fall into other banks.
+  static constexpr int kStep = kDepth * kBytes + kBytes / 2;
+  uint8_t bytes_[16 * kStep];
+
+  __device__ __forceinline__ void put(int row, int column, uint2 codes) {
+    store_eight<E::kBits>(bytes_ + place(row) + column / 8 * E::kBits, codes);
+  }
+
+  // To the codes of `piece`'s matrix; every thread of the block comes here.
+  template <class P>
+  __device__ __forceinline__ void copy_out(const P& piece) const {
+    const QuantizeArguments& a = piece.a;
+    const TileOrigin& tile = piece.tile;
+    const int64_t pitch = Packing<E::kBits>::row_bytes(a.x.columns), first = tile.column / 8 * E::kBits;
+    const int64_t line = P::kInGroups ? a.groups.own.first_row : tile.batch * a.x.rows;
+    const LinesOfTile lines(tile.row, kTileRows, a.x.rows), bytes(first, kBytes, pitch);
+    copy_runs<kBytes, kTileRows, kTileThreads>(
+        a.row.codes + (line + tile.row) * pitch + first, pitch, lines.first, lines.last, bytes.first, bytes.last,
+        [this](int row, int word) { return *reinterpret_cast<const uint32_t*>(bytes_ + place(row) + 4 * word); });
+  }
+
+ private:
+  __device__ __forceinline__ static int place(int row) { return row / kDepth * kStep + row % kDepth * kBytes; }
+};
+
+// Codes of a tile that wait in shared memory: those of the columns; before them those of the rows, where they don't go straight out.
+template <class E, Rounding R>
+union StagedCodes {
+  Staging<E> columns;
+  std::conditional_t<kVectorRows<R>, Nothing, RowStaging<E>> rows;
+};
+
+// Codes of a piece's rows: straight to memory, or by way of shared memory where rows begin at any address.
 template <class E, class T, Rounding R>
 class RowOutput {
  public:
-  __device__ __forceinline__ explicit RowOutput(const Piece<E, T, R>& piece) : piece_(piece) {
-    const QuantizeArguments& a = piece.a;
-    const int64_t column = piece.tile.column + piece.place.column, row = piece.tile.row + piece.place.row;
-    pitch_ = Packing<E::kBits>::row_bytes(a.x.columns);
-    const int64_t line = kOfGroups<R> ? a.groups.own.first_row + row : piece.tile.batch * a.x.rows + row;
-    out_ = a.row.codes + line * pitch_ + column / 8 * E::kBits;
-    inside_ = a.row.codes != nullptr && piece.inside();
-    bytes_ = packed_bytes<E::kBits>(static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0})));
+  __device__ __forceinline__ RowOutput(const Piece<E, T, R>& piece, StagedCodes<E, R>& staged) : piece_(piece), staged_(staged) {
+    if constexpr (kVectorRows<R>) {
+      const QuantizeArguments& a = piece.a;
+      const int64_t column = piece.tile.column + piece.place.column, row = piece.tile.row + piece.place.row;
+      pitch_ = Packing<E::kBits>::row_bytes(a.x.columns);
+      const int64_t line = kOfGroups<R> ? a.groups.own.first_row + row : piece.tile.batch * a.x.rows + row;
+      out_ = a.row.codes + line * pitch_ + column / 8 * E::kBits;
+      inside_ = a.row.codes != nullptr && piece.inside();
+    }
   }
 
-  // To be called for one row after the other.
+  // To be called for one row after the other, by every lane of the warp.
   __device__ __forceinline__ void put(int r, uint2 codes) {
-    if constexpr (Piece<E, T, R>::kWhole) {
-      if (inside_) store_eight<E::kBits>(out_, codes);
-    } else if constexpr (R == Rounding::kGroups) {
-      if (inside_ && piece_.inside(r)) store_eight<E::kBits>(out_, codes);
+    constexpr bool kWhole = Piece<E, T, R>::kWhole;
+    if (kVectorRows<R> && E::kBits == 6 && piece_.a.x.columns % 16 == 0) {
+      // Lanes side by side trade, so that one has sixteen codes of a row, the other of the row below: three words.
+      if (r % 2 == 0) {
+        above_ = codes;
+        return;
+      }
+      const bool odd = threadIdx.x % 2 != 0;
+      const uint2 sent = odd ? above_ : codes;
+      const uint2 other = {__shfl_xor_sync(0xFFFFFFFFu, sent.x, 1), __shfl_xor_sync(0xFFFFFFFFu, sent.y, 1)};
+      const uint2 pair[2] = {odd ? other : above_, odd ? codes : other};
+      if (inside_ && (kWhole || piece_.inside(r - 1 + odd))) store_groups<E>(out_ + (odd ? pitch_ - 6 : 0), pair);
+      out_ += 2 * pitch_;
+    } else if constexpr (kVectorRows<R>) {
+      if (inside_ && (kWhole || piece_.inside(r))) store_eight<E::kBits>(out_, codes);
+      out_ += pitch_;
     } else {
-      if (inside_ && piece_.inside(r)) store_some<E::kBits>(out_, codes, 0, bytes_);
+      staged_.rows.put(piece_.place.row + r, piece_.place.column, codes);
     }
-    out_ += pitch_;
+  }
+
+  // After the last row; every thread of the block comes here, and shared memory is free again.
+  __device__ __forceinline__ void finish() {
+    if constexpr (!kVectorRows<R>) {
+      __syncthreads();
+      if (piece_.a.row.codes != nullptr) staged_.rows.copy_out(piece_);
+      __syncthreads();
+    }
   }
 
  private:
   const Piece<E, T, R>& piece_;
+  StagedCodes<E, R>& staged_;
   uint8_t* out_;
   int64_t pitch_;
   bool inside_;
-  int bytes_;
+  uint2 above_;
 };
 
 template <class E, class T, Rounding R>
@@ -158,44 +198,41 @@ class PieceCodes {
     }
   }
 
-  // `put` takes a column and its codes, eight rows after eight.
+  // `put` takes a column and its codes.
   template <class Multiplier, class Put>
   __device__ __forceinline__ void columns(Multiplier multiplier, Put put) const {
     const QuantizeArguments& a = piece_.a;
     const Window& w = a.window;
     const uint64_t column = piece_.tile.batch * w.columns + w.column + piece_.tile.column + piece_.place.column;
     const uint64_t row = w.row + piece_.tile.row + piece_.place.row;
+    if constexpr (R == Rounding::kStochastic) {
+      const uint32_t key[2] = {__ldg(a.column.key), __ldg(a.column.key + 1)};
+      const uint64_t first = (column * w.rows + row) / 8, step = w.rows / 8;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      uint2 codes[kRows / 8];
-      if constexpr (R == Rounding::kStochastic) {
-        const uint64_t first = ((column + j) * w.rows + row) / 8;
-        const float by = multiplier(j);
-        const TwoGroups groups{{by, by}, {__ldg(a.column.key), __ldg(a.column.key + 1)}, {first, first + 1}, nan_};
-        const uint2 both = encode_stochastic_groups<T>(column_of(j, 0), column_of(j, 8), groups);
-        codes[0] = {both.x, 0}, codes[1] = {both.y, 0};
-      } else {
-#pragma unroll
-        for (int h = 0; h < kRows / 8; ++h) {
-          codes[h] = encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[8 * h + i], j); }, multiplier(j), nan_, a.column.key,
-                                         (column + j) * w.rows + row + 8 * h);
-        }
+      for (int j = 0; j < 8; j += 2) {
+        const TwoGroups groups{{multiplier(j), multiplier(j + 1)}, {key[0], key[1]}, {first + j * step, first + (j + 1) * step}, nan_};
+        const uint2 codes = encode_stochastic_groups<T>(column_of(j), column_of(j + 1), groups);
+        put(j, {codes.x, 0});
+        put(j + 1, {codes.y, 0});
       }
-      put(j, codes);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        put(j, encode_scaled<E, R>([&](int i) { return value<T>(piece_.x[i], j); }, multiplier(j), nan_, a.column.key,
+                                   (column + j) * w.rows + row));
+      }
     }
   }
 
  private:
-  // Rows first .. first + 7 of column j.
-  __device__ __forceinline__ Eight<T> column_of(int j, int first) const {
+  __device__ __forceinline__ Eight<T> column_of(int j) const {
     Eight<T> out;
 #pragma unroll
     for (int i = 0; i < kWords<T>; ++i) {
       if constexpr (kLinesPerWord<T> == 2) {
-        const uint32_t low = piece_.x[first + 2 * i].word[j / 2], high = piece_.x[first + 2 * i + 1].word[j / 2];
-        out.word[i] = __byte_perm(low, high, j % 2 ? 0x7632 : 0x5410);
+        out.word[i] = __byte_perm(piece_.x[2 * i].word[j / 2], piece_.x[2 * i + 1].word[j / 2], j % 2 ? 0x7632 : 0x5410);
       } else {
-        out.word[i] = piece_.x[first + i].word[j];
+        out.word[i] = piece_.x[i].word[j];
       }
     }
     return out;
@@ -205,41 +242,52 @@ class PieceCodes {
   bool nan_;  // or what else needs care, see stochastic_e2m1.cuh
 };
 
-// Takes a column and its codes to where they gather.
+// Takes a column and its codes to where they gather; to be called for one column after the other, by every lane of the warp.
 template <class E, class T, Rounding R>
-__device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, Staging<E>& staging) {
-  return [&](int j, const uint2(&codes)[kDepth<E> / 8]) {
-    staging.put(piece.place.column + j, piece.place.row / kDepth<E>, codes);
-  };
+__device__ __forceinline__ auto staged(const Piece<E, T, R>& piece, StagedCodes<E, R>& staging) {
+  if constexpr (E::kBits == 6) {
+    // As in RowOutput: lanes below each other trade, so that one has sixteen codes of a column, the other of the next.
+    return [&, before = uint2{}](int j, uint2 codes) mutable {
+      if (j % 2 == 0) {
+        before = codes;
+        return;
+      }
+      const bool below = piece.place.lane_row % 2 != 0;
+      const uint2 sent = below ? before : codes;
+      const uint2 other = {__shfl_xor_sync(0xFFFFFFFFu, sent.x, 8), __shfl_xor_sync(0xFFFFFFFFu, sent.y, 8)};
+      const uint2 pair[2] = {below ? other : before, below ? codes : other};
+      staging.columns.put_pair(piece.place.column + j - 1 + below, piece.place.row / kDepth - below, pair);
+    };
+  } else {
+    return [&](int j, uint2 codes) { staging.columns.put(piece.place.column + j, piece.place.row / kDepth, codes); };
+  }
 }
 
 // Codes of both directions by one multiplier. Those of the columns are the rows' transposed, where that is so; 6-bit ones are made again.
 template <class E, class T, Rounding R>
 __device__ __forceinline__ void encode_both(const Piece<E, T, R>& piece, const PieceCodes<E, T, R>& codes, float multiplier,
-                                            Staging<E>& staging) {
+                                            StagedCodes<E, R>& staging) {
   const QuantizeArguments& a = piece.a;
   const auto same = [&](int) { return multiplier; };
-  RowOutput<E, T, R> out(piece);
+  RowOutput<E, T, R> out(piece, staging);
   if (kToNearest<R> || (kTold<R> && a.row.key == nullptr && a.column.key == nullptr)) {
     if constexpr (R != Rounding::kStochastic && E::kBits != 6) {
-      uint2 rows[kDepth<E>];
+      uint2 rows[kDepth];
       codes.rows(same, [&](int r, uint2 c) { rows[r] = c, out.put(r, c); });
+      out.finish();
       if (a.column.codes == nullptr) return;
-      uint2 columns[kDepth<E> / 8][8];
+      uint2 columns[8];
+      transpose_eight<E::kBits>(rows, columns);
 #pragma unroll
-      for (int h = 0; h < kDepth<E> / 8; ++h) transpose_eight<E::kBits>(rows + 8 * h, columns[h]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        uint2 column[kDepth<E> / 8];
-#pragma unroll
-        for (int h = 0; h < kDepth<E> / 8; ++h) column[h] = columns[h][j];
-        staged(piece, staging)(j, column);
-      }
+      for (int j = 0; j < 8; ++j) staged(piece, staging)(j, columns[j]);
       return;
     }
   }
   if constexpr (!kToNearest<R> || E::kBits == 6) {
-    if (a.row.codes != nullptr) codes.rows(same, [&](int r, uint2 c) { out.put(r, c); });
+    if (a.row.codes != nullptr) {
+      codes.rows(same, [&](int r, uint2 c) { out.put(r, c); });
+      out.finish();
+    }
     if (a.column.codes != nullptr) codes.columns(same, staged(piece, staging));
   }
 }
@@ -259,9 +307,17 @@ __device__ __forceinline__ uint2 encode_values(Value value_of) {
 }
 
 template <class E, class T, Rounding R>
-constexpr bool kMultipliesPairs = T::kId == Bf16::kId && E::kBits == 8 && kToNearest<R>;
+constexpr bool kMultipliesPairs = T::kId == Bf16::kId && kToNearest<R>;
 
-// PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers.
+// Pairs multiplied by what encode_eight wants of them besides.
+template <class E>
+__device__ __forceinline__ uint32_t prescaled_pair(uint32_t y) {
+  if constexpr (E::kBits != 6) return y;
+  return multiply_pair(y, E::kMantissaBits == 2 ? 0x39803980u : 0x3C803C80u);  // 2^-12, 2^-6
+}
+
+// PieceCodes::rows and ::columns for kMultipliesPairs, MX blocks and gathered words of multipliers. No block holds a NaN that E has no code
+// for, nor, of E2M1, an Inf.
 template <class E, Rounding R, class Put>
 __device__ __forceinline__ void rows_by_pairs(const Piece<E, Bf16, R>& piece, const uint32_t (&powers)[4], Put put) {
 #pragma unroll
@@ -270,7 +326,15 @@ __device__ __forceinline__ void rows_by_pairs(const Piece<E, Bf16, R>& piece, co
     Eight<Bf16> y;
 #pragma unroll
     for (int i = 0; i < 4; ++i) y.word[i] = multiply_pair(piece.x[r].word[i], by);
-    put(r, encode_values<E>([&](int i) { return value<Bf16>(y, i); }));
+    if constexpr (E::kId == E2M1::kId) {
+      uint32_t even, odd;
+      low_bytes(e2m1_pair(y.word[0]), e2m1_pair(y.word[1]), e2m1_pair(y.word[2]), e2m1_pair(y.word[3]), even, odd);
+      put(r, {even + 16 * odd, 0});
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y.word[i] = prescaled_pair<E>(y.word[i]);
+      put(r, encode_values<E>([&](int i) { return value<Bf16>(y, i); }));
+    }
   }
 }
 
@@ -281,10 +345,21 @@ __device__ __forceinline__ void columns_by_pairs(const Piece<E, Bf16, R>& piece,
     uint32_t y[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r) y[r] = multiply_pair(piece.x[r].word[pair], powers[pair]);
+    if constexpr (E::kId == E2M1::kId) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint2 codes[1] = {encode_values<E>([&](int i) { return __uint_as_float(half ? y[i] & 0xFFFF0000u : y[i] << 16); })};
-      put(2 * pair + half, codes);
+      for (int r = 0; r < 8; ++r) y[r] = e2m1_pair(y[r]);
+      uint32_t even[2], odd[2];
+      low_bytes(y[0], y[2], y[4], y[6], even[0], even[1]);
+      low_bytes(y[1], y[3], y[5], y[7], odd[0], odd[1]);
+      put(2 * pair, {even[0] + 16 * odd[0], 0});
+      put(2 * pair + 1, {even[1] + 16 * odd[1], 0});
+    } else {
+#pragma unroll
+      for (int r = 0; r < 8; ++r) y[r] = prescaled_pair<E>(y[r]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        put(2 * pair + half, encode_values<E>([&](int i) { return __uint_as_float(half ? y[i] & 0xFFFF0000u : y[i] << 16); }));
+      }
     }
   }
 }
@@ -292,11 +367,12 @@ __device__ __forceinline__ void columns_by_pairs(const Piece<E, Bf16, R>& piece,
 // Codes of the rows with a scale each, of LineScales. Every lane of the warp comes here.
 template <class Scales, class E, class T, Rounding R, class Put>
 __device__ __forceinline__ void encode_rows(const Piece<E, T, R>& piece, const Scales& scales, const TensorScale& tensor, Put put) {
-  uint32_t words[kDepth<E> / Scales::kPerWord];
+  uint32_t words[kDepth / Scales::kPerWord];
   scales.gather(words);
-  if constexpr (kMultipliesPairs<E, T, R>) {
-    rows_by_pairs<E, R>(piece, words, put);
-  } else {
+  if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
+    if (E::kHasNan || !scales.nan) return rows_by_pairs<E, R>(piece, words, put);
+  }
+  if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
     PieceCodes<E, T, R>(piece, scales.nan, tensor).rows([&](int r) { return scales.multiplier(words, r); }, put);
   }
 }
@@ -306,9 +382,10 @@ template <class Scales, class E, class T, Rounding R, class Put>
 __device__ __forceinline__ void encode_columns(const Piece<E, T, R>& piece, const Scales& scales, const TensorScale& tensor, Put put) {
   uint32_t words[8 / Scales::kPerWord];
   scales.gather(words);
-  if constexpr (kMultipliesPairs<E, T, R>) {
-    columns_by_pairs<E, R>(piece, words, put);
-  } else {
+  if constexpr (kMultipliesPairs<E, T, R> && Scales::kPerWord == 2) {
+    if (E::kHasNan || !scales.nan) return columns_by_pairs<E, R>(piece, words, put);
+  }
+  if constexpr (!kMultipliesPairs<E, T, R> || Scales::kPerWord == 1 || !E::kHasNan) {
     PieceCodes<E, T, R>(piece, scales.nan, tensor).columns([&](int j) { return scales.multiplier(words, j); }, put);
   }
 }

@@ -8,18 +8,18 @@ namespace blockfp {
 namespace cuda {
 
 // Whether a tile has four bytes of scales for each of its lines.
-template <class E, int Block, bool Square>
-constexpr bool kWordALine = !Square && kDepth<E> == 8 && (Block == 32 || Block == 128);
+template <int Block, bool Square>
+constexpr bool kWordALine = !Square && (Block == 32 || Block == 128);
 
 template <class E, int Block, class T, bool Square, Rounding R, class Source = AsItLies>
 cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
-  const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows<E>);
+  const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows);
   const int64_t blocks = a.x.batches * across * down;
   if (blocks > kMostBlocks) return cudaErrorInvalidConfiguration;
   // Columns alone like tiles below each other, both directions tiles side by side (an H200: 0.92 against 0.89 of the copy).
   const int64_t strip = a.row.codes == nullptr ? down : 1;
-  if constexpr (kWordALine<E, Block, Square> && R != Rounding::kGeneral) {
+  if constexpr (kWordALine<Block, Square> && R != Rounding::kGeneral) {
     a.scales_by_tile = can_order_scales(a.x.rows, a.x.columns) && aligned(a.row.scales) && aligned(a.column.scales);
   }
   const bool vectors = vectors_fit(a.x);
@@ -36,6 +36,20 @@ cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   return launch_order_scales({rows, a.x.batches * a.x.rows, static_cast<int>(across)},
                              {static_cast<uint32_t*>(a.column.scales), a.x.batches * a.x.columns, static_cast<int>(down)},
                              a.mark ? a.recorded : nullptr, stream);
+}
+
+// Calls body with the block, the dtype and whether blocks are square, as types, that a kernel is compiled for. One scale for the whole
+// tensor counts as square.
+template <class E, class Body>
+cudaError_t with_kernel(const QuantizeArguments& a, Body body) {
+  return with_block<E>(a.format.block_columns, [&](auto block) {
+    return with_dtype(a.x.dtype, [&](auto dtype) {
+      if constexpr (decltype(block)::value != 0) {
+        if (!a.format.square()) return body(block, dtype, std::false_type{});
+      }
+      return body(block, dtype, std::true_type{});
+    });
+  });
 }
 
 }  // namespace cuda

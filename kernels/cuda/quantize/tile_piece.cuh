@@ -15,20 +15,19 @@ namespace cuda {
 constexpr int kTileThreads = 256;
 constexpr int kTileColumns = 128;
 
-template <class E>
-constexpr int kDepth = E::kBits == 8 ? 8 : 16;
-template <class E>
-constexpr int kTileRows = 16 * kDepth<E>;
+constexpr int kDepth = 8;
+constexpr int kTileRows = 16 * kDepth;
+
+struct Nothing {};
 
 struct TilePlace {
   int warp_row, warp_column, lane_row, lane_column;
   int row, column;  // of the thread's piece, in the tile
 
-  template <int Depth>
   __device__ __forceinline__ static TilePlace of_thread() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     TilePlace p{warp / 2, warp % 2, lane / 8, lane % 8, 0, 0};
-    p.row = (p.warp_row * 4 + p.lane_row) * Depth;
+    p.row = (p.warp_row * 4 + p.lane_row) * kDepth;
     p.column = (p.warp_column * 8 + p.lane_column) * 8;
     return p;
   }
@@ -37,6 +36,14 @@ struct TilePlace {
 // Where the tile lies in its matrix; negative where a block begins before x.
 struct TileOrigin {
   int64_t batch, row, column;
+};
+
+// The lines of a tile, or the bytes of its lines, that there are: from `first` to `last` - 1, of those that begin `at`.
+struct LinesOfTile {
+  int first, last;
+
+  __device__ __forceinline__ LinesOfTile(int64_t at, int count, int64_t all)
+      : first(static_cast<int>(max(-at, int64_t{0}))), last(static_cast<int>(max(min(all - at, int64_t{count}), int64_t{0}))) {}
 };
 
 // Rows that a group is filled up to, along the columns.
@@ -94,7 +101,7 @@ struct Piece {
   // Whole: x begins on tile boundaries and pieces lie in it or outside it, with aligned vectors.
   static constexpr bool kWhole = R == Rounding::kNearest || R == Rounding::kStochastic;
   static constexpr bool kInGroups = kOfGroups<R>;
-  static constexpr int kRows = kDepth<E>;
+  static constexpr int kRows = kDepth;
 
   const QuantizeArguments& a;
   TilePlace place;
@@ -102,7 +109,7 @@ struct Piece {
   Eight<T> x[kRows];
 
   __device__ __forceinline__ Piece(const QuantizeArguments& arguments, TileOrigin origin)
-      : a(arguments), place(TilePlace::of_thread<kRows>()), tile(origin) {}
+      : a(arguments), place(TilePlace::of_thread()), tile(origin) {}
 
   // In x; if not kWhole, some of its columns are, and `inside(r)` tells of its rows.
   __device__ __forceinline__ bool inside() const {
@@ -133,13 +140,23 @@ struct Piece {
         if (row + r < a.x.rows) x[r] = load_vector<T>(at);
       }
     } else {
-      const int first = column < 0 ? 8 : 0;
-      const int last = static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));
+      // A phase is a multiple of eight, so a piece begins with x or lies outside it.
+      const int count = column < 0 ? 0 : static_cast<int>(max(min(a.x.columns - column, int64_t{8}), int64_t{0}));
+      if (vectors && count == 8) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r, at += a.x.row_stride) {
+          if (row + r >= 0 && row + r < a.x.rows) x[r] = load_vector<T>(at);
+        }
+        return;
+      }
+      // Without branches, so that many loads are under way at once.
 #pragma unroll
       for (int r = 0; r < kRows; ++r, at += a.x.row_stride) {
-        if (row + r < 0 || row + r >= a.x.rows) continue;
-        x[r] = vectors && first == 0 && last == 8 ? load_vector<T>(at) : load_some<T>(at, first, last);
+        x[r] = load_unmasked<T>(at, row + r >= 0 && row + r < a.x.rows ? count : 0);
       }
+      if (count == 8) return;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) keep_first(x[r], count);
     }
   }
 

@@ -45,7 +45,7 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
 // The scale of a square block that lies in a warp.
 template <int Block, class E, class T, Rounding R>
 __device__ __forceinline__ BlockScale<float> scale_within_warp(const Piece<E, T, R>& piece, const TensorScale& tensor, bool& nan) {
-  constexpr int kLanesDown = Block / kDepth<E>, kLanesAcross = Block / 8;
+  constexpr int kLanesDown = Block / kDepth, kLanesAcross = Block / 8;
   const auto amax = [&](auto poison) {
     return lanes_max<kLanesDown, 8>(lanes_max<kLanesAcross>(piece.template amax<decltype(poison)::value>()));
   };
@@ -61,7 +61,7 @@ struct TileScale {
   // The same in all threads, every one of which comes here.
   template <class T, Rounding R>
   __device__ __forceinline__ BlockScale<float> decide(const Piece<E, T, R>& piece) {
-    static_assert(kTileRows<E> == 128 && kTileColumns == 128, "a block is a tile");
+    static_assert(kTileRows == 128 && kTileColumns == 128, "a block is a tile");
     const int32_t amax = lanes_max<32>(piece.template amax<false>());
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = amax;
     __syncthreads();
@@ -106,7 +106,7 @@ struct LineScales {
   // MX multipliers are powers of two, whose upper halves say all: two in a word. Others take a word each.
   static constexpr int kPerWord = Block == 32 ? 2 : 1;
 
-  bool nan;  // some line of the warp holds one, and E has no code for it
+  bool nan;  // some line of the warp holds one or an Inf, and E has no code for it
 
   // `amaxes` fills words with the parts of this lane; `store` takes a line and its stored scale. Every lane of the warp must come here.
   template <class Amaxes, class Store>
@@ -120,7 +120,7 @@ struct LineScales {
       amaxes(std::true_type{}, most);
       Share::template reduce<T, true>(most);
 #pragma unroll
-      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) > kInfinity;
+      for (int i = 0; i < kMine; ++i) nan = nan || magnitude<true>(most, i) >= kInfinity;
 #pragma unroll
       for (int i = 0; i < Share::kMine; ++i) poisoned[i] = most[i];
       nan = __any_sync(0xFFFFFFFFu, nan);
@@ -180,8 +180,8 @@ struct LineScales {
 // Stored scales of those blocks, on their way out.
 template <class E, int Block>
 struct StoredScales {
-  static constexpr int kAcross = kTileColumns / Block, kDown = kTileRows<E> / Block;
-  __align__(16) uint8_t rows[kTileRows<E> * kAcross];
+  static constexpr int kAcross = kTileColumns / Block, kDown = kTileRows / Block;
+  __align__(16) uint8_t rows[kTileRows * kAcross];
   __align__(16) uint8_t columns[kTileColumns * kDown];
 
   __device__ __forceinline__ void put_row(int row, int column, int32_t stored) {
@@ -223,7 +223,7 @@ struct StoredScales {
   __device__ __forceinline__ static int slot(int line) {
     return line % LinesOfThread * (Lines / LinesOfThread) + line / LinesOfThread;
   }
-  __device__ __forceinline__ static int row_slot(int row) { return slot<kDepth<E>, kTileRows<E>>(row); }
+  __device__ __forceinline__ static int row_slot(int row) { return slot<kDepth, kTileRows>(row); }
   __device__ __forceinline__ static int column_slot(int column) { return slot<8, kTileColumns>(column); }
 
   // A tile's scales, `Width` a line, to `lines` lines that are left from `out`, each `pitch` from the next, with `blocks` left. They come
@@ -263,8 +263,9 @@ struct StoredScales {
         return;
       }
     }
-    if (P::kWhole && grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
-      if (line >= Bytes / Width || first_line + line >= lines || first >= grid) return;
+    // `first` is a multiple of Width: a tile begins where its first blocks do.
+    if (grid % Width == 0 && reinterpret_cast<uintptr_t>(out) % Width == 0) {
+      if (line >= Bytes / Width || first_line + line < 0 || first_line + line >= lines || first >= grid) return;
       *reinterpret_cast<Vector*>(out + (piece.tile.batch * lines + first_line + line) * grid + first) =
           reinterpret_cast<const Vector*>(scales)[slot];
       return;
@@ -278,15 +279,14 @@ struct StoredScales {
 };
 
 // A warp's part of a tile.
-template <class E>
-constexpr int kWarpRows = 4 * kDepth<E>;
+constexpr int kWarpRows = 4 * kDepth;
 constexpr int kWarpColumns = 64;
 
 // Scales of 1-D blocks of 128, both directions: a tile holds one block of each of its lines, whose parts meet in shared memory.
 template <class E, class T, Rounding R>
 struct WideScales {
-  static constexpr int kRowParts = kTileColumns / kWarpColumns, kColumnParts = kTileRows<E> / kWarpRows<E>;
-  static_assert(kTileRows<E> == 128 && kTileColumns == 128, "a line's block is as long as a tile");
+  static constexpr int kRowParts = kTileColumns / kWarpColumns, kColumnParts = kTileRows / kWarpRows;
+  static_assert(kTileRows == 128 && kTileColumns == 128, "a line's block is as long as a tile");
   using P = Piece<E, T, R>;
 
   int32_t row_parts[kRowParts][128], column_parts[kColumnParts][128];

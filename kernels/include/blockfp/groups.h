@@ -31,8 +31,8 @@ inline int64_t group_columns(int64_t tokens, int64_t groups) {
   return (tokens + groups * (kGroupUnit - 1)) / kGroupUnit * kGroupUnit;
 }
 
-// Tiles of so many rows, of which each begins in the group it belongs to and an empty group has one: enough for any ends.
-inline int64_t group_tiles(int64_t tokens, int64_t groups, int tile_rows) { return tokens / tile_rows + groups; }
+// Tiles of kGroupUnit rows, of which each begins in the group it belongs to and an empty group has one: enough for any ends.
+inline int64_t group_tiles(int64_t tokens, int64_t groups) { return tokens / kGroupUnit + groups; }
 
 // What group_rows writes of each tile.
 struct GroupTile {
@@ -44,21 +44,14 @@ struct GroupTile {
   int32_t unused[3];
 };
 
-// Tile heights that group_rows knows, whose tables lie one behind the other.
-constexpr int kLowTile = 128, kHighTile = 256;
-
-// Words of what group_rows writes: ends, padded_ends, filled up to a multiple of 8, and both tables of tiles.
+// Words of what group_rows writes: ends, padded_ends, filled up to a multiple of 8, and the table of tiles.
 constexpr int kTileWords = sizeof(GroupTile) / 4;
-inline int64_t group_tables(int64_t groups) { return (2 * groups + kTileWords - 1) / kTileWords * kTileWords; }
-inline int64_t group_words(int64_t tokens, int64_t groups) {
-  return group_tables(groups) +
-         kTileWords * (group_tiles(tokens, groups, kLowTile) + group_tiles(tokens, groups, kHighTile));
-}
+inline int64_t group_table(int64_t groups) { return (2 * groups + kTileWords - 1) / kTileWords * kTileWords; }
+inline int64_t group_words(int64_t tokens, int64_t groups) { return group_table(groups) + kTileWords * group_tiles(tokens, groups); }
 
-// The table of tiles of a height, in what group_rows wrote.
-inline const GroupTile* tiles_of_groups(const int32_t* words, int64_t tokens, int64_t groups, int tile_rows) {
-  const auto* first = reinterpret_cast<const GroupTile*>(words + group_tables(groups));
-  return tile_rows == kLowTile ? first : first + group_tiles(tokens, groups, kLowTile);
+// The table of tiles, in what group_rows wrote.
+inline const GroupTile* tiles_of_groups(const int32_t* words, int64_t groups) {
+  return reinterpret_cast<const GroupTile*>(words + group_table(groups));
 }
 
 }  // namespace blockfp
