@@ -43,9 +43,11 @@ def fork(tmp_path, ranks, body, **options):
 
 
 @pytest.fixture(autouse=True)
-def _libraries():
+def _libraries(monkeypatch):
     pytest.importorskip("jax")
     pytest.importorskip("torch")
+    # Programs that compile long and hardly run, as tests/jax has them.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
