@@ -142,8 +142,17 @@ def block_name(block: tuple[int, int] | None) -> str:
     return "per row" if block[1] == WHOLE_ROW else f"{block[0]}x{block[1]}"
 
 
+class _Known:
+    """What follows from a format's fields, of which compilers make formats. Every call asks for it, so these are no properties."""
+
+    per_tensor: bool
+    per_row: bool
+    has_tensor_scale: bool
+    square: bool
+
+
 @dataclass(frozen=True, eq=False)
-class Format:
+class Format(_Known):
     """Element format, block shape and scale format of a quantized array, known by its name.
 
     Attributes:
@@ -163,11 +172,6 @@ class Format:
     element: ElementFormat = field(repr=False)
     block: tuple[int, int] | None = field(repr=False)
     scale: ScaleFormat = field(repr=False)
-    # Asked for in every call, and so no properties.
-    per_tensor: bool = field(init=False, repr=False)
-    per_row: bool = field(init=False, repr=False)
-    has_tensor_scale: bool = field(init=False, repr=False)
-    square: bool = field(init=False, repr=False)
 
     def __post_init__(self):
         known = {

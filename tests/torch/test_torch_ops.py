@@ -55,6 +55,16 @@ def test_gradients_pass_through_compiled_code():
     assert torch.equal(x.grad, weight.to(x.dtype))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4"])
+def test_a_compiled_function_makes_a_quantized_tensor(name):
+    torch._dynamo.reset()
+    x = torch.randn((37, 80), generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(lambda x: bfp.quantize(x, name), fullgraph=True, backend="aot_eager")
+    got, wanted = compiled(x), bfp.quantize(x, name)
+    assert got.format is wanted.format
+    assert all(torch.equal(one, other) for one, other in zip(got.parts, wanted.parts, strict=True))
+
+
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_quantized_arguments_and_parameters_compile(name):
     """Their format can be read inside the graph; another tensor of the same format is no recompilation."""
