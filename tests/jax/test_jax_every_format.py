@@ -1,8 +1,8 @@
 """Every format on every mesh of eight devices: gather(quantize(shard)) == quantize(whole), bit for bit, and its gradient.
 
 All formats are in one program for each mesh, so that a mesh is compiled for once. Of tensor parallelism's two ways to cut a
-weight every other format takes the one, and with cuts inside blocks the other. Without tensor parallelism formats that lie alike
-take turns: those with aligned cuts under FSDP have cuts inside blocks under HSDP.
+weight every other format takes the one, and with cuts inside blocks the other. Without it formats that lie alike take turns:
+those with aligned cuts under FSDP have cuts inside blocks under HSDP.
 """
 
 from collections import defaultdict

@@ -7,9 +7,9 @@ from sharded import ALIKE, GEOMETRIES
 from blockfp import recipes
 from blockfp.recipes import Cast
 
-# Kind of mesh, sequence parallelism. All formats run where weights are gathered, too: aligned in one style, and unaligned in the
-# other, with those that lie alike taking turns. The other kinds are part of that, or have a mean of gradients more, and nothing of
-# it goes by what a format rounds to.
+# Kind of mesh, sequence parallelism. All formats run where weights are gathered, too: aligned in one style, and unaligned in
+# the other, with those that lie alike taking turns. The other kinds are part of that, or have a mean of gradients more, and
+# nothing of it goes by what a format rounds to.
 MESHES = {"tp": ("tp", False), "tp+sp": ("tp", True), "fsdp x tp": ("fsdp x tp", True), "hsdp x tp": ("hsdp x tp", True)}
 
 
