@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import gloo
@@ -33,10 +34,20 @@ def run(tmp_path, *command):
     return done.stdout
 
 
+def fork(tmp_path, ranks, body, **options):
+    """Runs lines of Python on ranks that need not import torch anew; `rank` is each one's number."""
+    file = tmp_path / "forked.py"
+    lines = textwrap.indent(f"import os\nos.chdir({str(tmp_path)!r})\n{body}\n", "    ")
+    file.write_text(f"def forked(rank):\n{lines}")
+    gloo.run(ranks, file, "forked", timeout=300, **options)
+
+
 @pytest.fixture(autouse=True)
-def _libraries():
+def _libraries(monkeypatch):
     pytest.importorskip("jax")
     pytest.importorskip("torch")
+    # Programs that compile long and hardly run, as tests/jax has them.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if program(page)], ids=lambda page: page.stem)
@@ -44,14 +55,8 @@ def test_pages_run(tmp_path, page):
     """Each page is a program, from its first block to its last."""
     # The whole of inductor is for other tests: here the code has to be right, not fast.
     code = program(page).replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"')
-    if page.name in RANKS:
-        file = tmp_path / "page.py"
-        file.write_text(
-            f"import os\n\nos.chdir({str(tmp_path)!r})\n\n\ndef page(rank):\n    exec({code!r}, {{'__name__': 'page'}})\n"
-        )
-        gloo.run(RANKS[page.name], file, "page", timeout=300)
-    else:
-        run(tmp_path, "-c", code)
+    options = {} if page.name in RANKS else {"backend": None}
+    fork(tmp_path, RANKS.get(page.name, 1), f"exec({code!r}, {{'__name__': 'page'}})", **options)
 
 
 def test_every_named_block_is_run_by_a_test():
@@ -85,12 +90,53 @@ def test_a_backend_of_your_own():
         assert crosscheck.check(x, "mxfp8_e4m3", [crosscheck.Definition(), mine]).identical is same
 
 
+# A Python program of its own is what starts the ranks of train_fsdp2; the others are run as one.
+AS_A_PROGRAM = """
+import contextlib, io, runpy, sys
+sys.argv = {command!r}
+sys.path.insert(0, {folder!r})
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    runpy.run_path({command!r}[0], run_name="__main__")
+assert rank or printed.getvalue()
+"""
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_run(tmp_path, example):
     short = ["--steps", "2"] if example.stem.startswith("train_") else []
-    short += ["--recipes", "mxfp8"] if example.stem in ("train_fsdp2", "train_jax") else []
+    short += ["--recipes", "mxfp8", "--batch", "8", "--held-out", "8"] if example.stem in ("train_fsdp2", "train_jax") else []
     short += ["--base-steps", "20", "--steps", "20"] if example.stem == "finetune_released" else []
-    assert run(tmp_path, example, *short)
+    body = AS_A_PROGRAM.format(command=[str(example), *short], folder=str(example.parent))
+    if example.stem == "train_fsdp2":
+        assert run(tmp_path, example, *short)
+    elif example.stem == "train_fsdp2_tp":
+        fork(tmp_path, 4, AS_TORCHRUN + body)
+    else:
+        fork(tmp_path, 1, body, backend=None)
+
+
+# The process group stays until all are done.
+AS_TORCHRUN = """
+import torch.distributed as dist
+os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "4"}
+dist.destroy_process_group = dist.barrier
+"""
+
+
+def test_an_example_starts_its_ranks(tmp_path, monkeypatch):
+    """`train_fsdp2_tp.py` without torchrun runs itself by it, with the same options; the ranks run above."""
+    example, started = ROOT / "examples" / "train_fsdp2_tp.py", []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.syspath_prepend(example.parent)
+    monkeypatch.setattr(sys, "argv", [str(example), "--steps", "2"])
+    monkeypatch.setattr(subprocess, "call", lambda command, env: started.append((command, env)) or 3)
+    with pytest.raises(SystemExit, match="3"):
+        runpy.run_path(str(example), run_name="__main__")
+    ((command, env),) = started
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {"--standalone", "--nproc-per-node=4"} <= set(command)
+    assert command[-3:] == [str(example), "--steps", "2"]
+    assert env["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_is_promised_is_held():

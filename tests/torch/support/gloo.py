@@ -14,11 +14,14 @@ from pathlib import Path
 
 # Begun at the first call, in each worker once.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.torch"])
+# The last two are not there for all; what they import is most of what a rank of their tests would do.
+_TORCH = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.torch"]
+_FORKS.set_forkserver_preload(["pytest", *_TORCH, "transformers.modeling_utils", "peft"])
 
 
 def run(world, file, function, timeout=120, backend="gloo"):
-    """Calls `function(rank)` of a file on `world` ranks; with "nccl", each with the GPU of its number.
+    """Calls `function(rank)` of a file on `world` ranks; with "nccl", each with the GPU of its number; with None, without a
+    process group.
 
     Returns:
         What they have printed, warnings included.
@@ -64,9 +67,11 @@ def _rank_main(rank, world, file, name, backend, environment, here, folder):
         spec.loader.exec_module(module)
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        if backend is not None:
+            dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
         getattr(module, name)(rank)
-        dist.barrier()
+        if backend is not None:
+            dist.barrier()
         code = 0
     except BaseException:
         print(f"rank {rank} of {world}:\n{traceback.format_exc()}", file=sys.stderr)
