@@ -46,6 +46,7 @@ def test_onto_a_gpu(name, recipe, tmp_path):
 
 
 def test_a_release_onto_a_gpu(tmp_path):
+    pytest.importorskip("transformers", "5.23", reason="5.17 doesn't say how experts are taken apart, and that is refused")
     family("Mixtral", **WIDE).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     model = load(tmp_path / "plain", quantization_config=BlockfpConfig("fp8_block", modules_to_not_convert=["lm_head"]))
     save_in_layout(model.to("cuda"), tmp_path / "release", "fine-grained-fp8")

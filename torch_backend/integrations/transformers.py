@@ -235,7 +235,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         """Returns what quantizes one weight."""
         return QuantizeOnLoad(self.quantization_config, self.state_names)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Puts the weights that files have quantized before transformers' own conversions."""
         ours = self.released.conversion(weight_conversions, self.quantization_config, self.state_names)
         return [*([] if ours is None else [ours]), *weight_conversions]
