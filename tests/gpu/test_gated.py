@@ -99,7 +99,8 @@ def test_casts(activation, layout, name):
                         assert amax.view(torch.float32) == made.abs().max()
                     what = f"{activation} {layout} {dtype} {shape} {row} {column}, multiplier {multiplier}"
                     assert_same(ours, theirs, what)
-    assert all(planned), "the kernels take all of these"
+    slower = layout == "alone" and format.has_tensor_scale
+    assert set(planned) == {not slower}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

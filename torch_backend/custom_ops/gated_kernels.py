@@ -70,7 +70,9 @@ def plan_of(
         return None
     rows, columns = gate.shape
     fits = rows % (32 if format.element.bits == 4 else 16) == 0 if column is not None else columns % (length or 1) == 0
-    if not fits or not agrees(gate, activation, up is not None):
+    measures = not multiplied and not knows_amax and format.has_tensor_scale
+    # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
+    if not fits or (up is None and measures) or not agrees(gate, activation, up is not None):
         return None
     device, run = gate.device, library().quantize_gated
     eps_bits, largest = cuda.limits(format, eps_for(format, eps), dtype_name(gate))
@@ -80,7 +82,6 @@ def plan_of(
         outputs += found + [None] * (3 - len(found))
     rotated = rotate and column is not None
     whole = format.per_tensor
-    measures = not multiplied and not knows_amax and format.has_tensor_scale
     numbers = (NUMBERS[activation], *format_numbers(format), measures, eps_bits, largest, rotated)
     empty, int32 = torch.empty, torch.int32
 
@@ -125,10 +126,14 @@ def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Te
 
 
 def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, layout: str) -> list[Tensor] | None:
-    """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them."""
+    """Returns the gradients of gate and up, or of the one tensor in which they lie; None where the kernels don't take them.
+
+    Of a gate alone PyTorch's own kernel is the faster one.
+    """
     pairs = layout == "pairs"
     if (
-        not _takes(gate, up, pairs)
+        up is None
+        or not _takes(gate, up, pairs)
         or not lies_aligned(gate, None if pairs else up)
         or not agrees(gate, activation, up is not None)
     ):
@@ -139,13 +144,11 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
             gradient = gradient.clone()
     rows, columns = gate.shape
     if layout == "apart":
-        results = [gate.new_empty((rows, columns)) for one in (gate, up) if one is not None]
-        d_gate, d_up = results[0], results[1] if up is not None else None
+        d_gate, d_up = results = [gate.new_empty((rows, columns)) for _ in range(2)]
     else:
         results = [gate.new_empty((rows, 2 * columns))]
         d_gate, d_up = (results[0][:, ::2], results[0][:, 1::2]) if pairs else results[0].chunk(2, -1)
-    up = None if up is None else up.detach()
-    library().activation_gradient(gradient.detach(), gate.detach(), up, d_gate, d_up, NUMBERS[activation])
+    library().activation_gradient(gradient.detach(), gate.detach(), up.detach(), d_gate, d_up, NUMBERS[activation])
     return results
 
 
