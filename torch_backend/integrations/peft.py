@@ -9,12 +9,10 @@ the layers below, whose adapters have PEFT's names and shapes. So they are saved
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer as peft_layers
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from blockfp.recipes import HIGH_PRECISION, Recipe
@@ -35,38 +33,15 @@ from ..modules.kinds import base_kind, weight_names
 from ..modules.linear import Linear
 from ..modules.transposed_linear import TransposedLinear
 from ..quantized_tensor import sharding
-from ..quantized_tensor.dtensors import placed, reduced
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from ..weights.loading import load_high_precision_
-from ..weights.requantize import check_writable
+from .peft_merges import Merged, MergesCodes, merged, weight_of
 
 __all__ = ["Merged", "merged", "register"]
 
 _CASTS = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
 PLAIN = Recipe("high precision", *_CASTS, *_CASTS)
 """The products of adapters."""
-
-LOST = 3.0
-"""Decibels: a merge warns where a change reaches the codes with less than this above its rounding, some half of it."""
-
-NAME = f"{__name__}.merged"
-
-
-class Merged(NamedTuple):
-    """What rounding left of one merge.
-
-    Attributes:
-        name: of the quantized parameter.
-        adapters: in the order in which they were merged.
-        sqnr: of the merged weight's codes, in dB: 10 log10(sum of squares / sum of squared errors); Inf without any error.
-        change_sqnr: of the adapters' change alone, by the same errors. At 0 dB or less nothing of it is left.
-    """
-
-    name: str
-    adapters: tuple[str, ...]
-    sqnr: float
-    change_sqnr: float
 
 
 def register(config: LoraConfig) -> LoraConfig:
@@ -94,25 +69,6 @@ def register(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def merged(model: nn.Module) -> list[Merged]:
-    """Lists the merges that quantized weights of a model hold now, of `merge_adapter()` or `merge_and_unload()`.
-
-    Example:
-        >>> model.merge_adapter()
-        >>> min(each.sqnr for each in merged(model))
-    """
-    found = []
-    for path, module in model.named_modules():
-        report: dict[str, Merged] = vars(module).get(_REPORT, {})
-        path = path.replace(".base_layer", "")
-        found += [each._replace(name=f"{path}.{name}".lstrip(".")) for name, each in report.items()]
-    return found
-
-
-_REPORT = "_merged_adapters"
-"""The attribute of a base layer that holds what was merged into it: the layer outlives its adapters."""
-
-
 def _layer_for(
     target: nn.Module, adapter_name: str, *, config: LoraConfig, parameter_name: str | None = None, **options: Any
 ) -> nn.Module | None:
@@ -134,129 +90,6 @@ def _layer_for(
     return LoraLinear(target, adapter_name, config=config, is_target_conv_1d_layer=transposed, **options)
 
 
-class MergesCodes(peft_layers.LoraLayer):
-    """A layer of PEFT's that merges into a weight that is codes, or values that will be."""
-
-    _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
-    """Of a merged weight: codes and scales (or values) as they were, sums of those it has now, and the bias as it was."""
-
-    merged_adapters: list[str]
-
-    def held(self) -> tuple[str, Tensor]:
-        """Returns the name and the parameter that is adapted."""
-        raise NotImplementedError
-
-    def change(self, adapter: str) -> Tensor:
-        """Returns what an adapter adds to the whole weight, in float32."""
-        raise NotImplementedError
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight: quantizes the sum in the weight's format, from the codes before any merge.
-
-        Under FSDP2 every rank calls it. It warns where rounding leaves less than half of the change; `merged` has the figures.
-
-        Args:
-            safe_merge: of no effect: values that codes can't hold are refused in any case.
-            adapter_names: by default the active ones.
-
-        Raises:
-            ValueError: the sum has an Inf or a NaN, or the weight is FSDP's gathered copy. Nothing is changed then.
-            NotImplementedError: a kind of LoRA other than plain and DoRA, or a layer that tensor parallelism has cut.
-        """
-        name, param = self.held()
-        if not isinstance(sharding.local_of(param), QuantizedTensor | CastWeight):
-            super().merge(safe_merge, adapter_names)  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        new = [adapter for adapter in check_adapters_to_merge(self, adapter_names) if adapter in self.lora_A]
-        if new:
-            with torch.no_grad():
-                self._merge(name, param, [*self.merged_adapters, *new])
-
-    def _merge(self, name: str, param: Tensor, adapters: list[str]) -> None:
-        base: Any = self.get_base_layer()
-        _check_merge(self, base, name, adapters)
-        bias = self._merged_bias(base, adapters)
-        before = [part.clone() for part in _parts(param)] if self._kept is None else self._kept[0]
-        original = _float32(param, before)
-        values = original.clone()
-        for adapter in adapters:
-            values = self._with(adapter, param, values, original)
-        signal, change = _energies(param, values, values - original)
-        if not math.isfinite(signal):
-            raise ValueError(
-                f"{name}: the weight with adapters {adapters} has an Inf or a NaN, which codes can't hold: look at the adapters"
-            )
-        load_high_precision_(param, placed(param, values), keep_init=False)
-        (noise,) = _energies(param, _float32(param, _parts(param)) - values)
-        old_bias = None if self._kept is None else self._kept[2]
-        if bias is not None:
-            old_bias = base.bias.detach().clone() if old_bias is None else old_bias
-            base.bias.copy_(bias)
-        self._kept = before, _sums(_parts(param)), old_bias
-        self.merged_adapters[:] = adapters
-        report = Merged(name, tuple(adapters), _decibels(signal, noise), _decibels(change, noise))
-        vars(base).setdefault(_REPORT, {})[name] = report
-        if report.change_sqnr < LOST:
-            warnings.warn(
-                "a merge into quantized weights lost more than half of what the adapter changes, in rounding: "
-                f"{NAME}(model) has each weight's SQNR. Left unmerged, or merged into weights in high precision, adapters are "
-                "exact; unmerge_adapter() gives the codes back.",
-                UserWarning,
-                stacklevel=4,
-            )
-
-    def _with(self, adapter: str, param: Tensor, values: Tensor, original: Tensor) -> Tensor:
-        """Returns this rank's part of a weight with one more adapter."""
-        change = sharding.own_part(self.change(adapter), param)
-        if adapter not in self.lora_variant:
-            return values.add_(change)
-        over = 0 if getattr(self, "fan_in_fan_out", False) else 1
-        if over == 0 and sharding.mesh_of(param) is not None:
-            raise NotImplementedError("DoRA of a weight [in, out] is merged before fully_shard, not after it")
-        magnitude = _weight(self.lora_magnitude_vector, adapter)
-        if over == 1:
-            magnitude = magnitude[sharding.region_of(param).slices[0]]
-        factor = magnitude / torch.linalg.norm(original + change, dim=over)
-        return (values + change).mul_(factor.unsqueeze(over))
-
-    def _merged_bias(self, base: Any, adapters: list[str]) -> Tensor | None:
-        """Returns the bias with those of the adapters, or None where these have none."""
-        biased = [adapter for adapter in adapters if self.lora_bias[adapter]]
-        if not biased:
-            return None
-        if base.bias is None:
-            raise ValueError(f"adapters {biased} have a bias, and the layer has none to merge it into")
-        own: Any = base.bias if self._kept is None or self._kept[2] is None else self._kept[2]
-        layers: Any = self.lora_B
-        return own.detach() + sum(layers[adapter].bias.detach() * self.scaling[adapter] for adapter in biased)
-
-    def unmerge(self) -> None:
-        """Gives the weight the codes back that it had before the first merge.
-
-        Raises:
-            ValueError: the merged codes were overwritten since (loaded, trained), or sharded in another way.
-        """
-        if self._kept is None:
-            super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
-            return
-        name, param = self.held()
-        before, sums, bias = self._kept
-        parts = _parts(param)
-        if [part.shape for part in parts] != [part.shape for part in before]:
-            raise ValueError(f"{name} was sharded after adapters were merged into it: unmerge before fully_shard")
-        if not all(torch.equal(now, then.to(now.device)) for now, then in zip(_sums(parts), sums, strict=True)):
-            raise ValueError(f"{name} was overwritten after a merge, and unmerge would undo that: load the weight again")
-        base: Any = self.get_base_layer()
-        with torch.no_grad():
-            for part, old in zip(parts, before, strict=True):
-                part.copy_(old)
-            if bias is not None:
-                base.bias.copy_(bias)
-        vars(base)[_REPORT].pop(name)
-        self._kept = None
-        self.merged_adapters.clear()
-
-
 class LoraLinear(MergesCodes, peft_layers.Linear):
     """PEFT's LoRA of a linear layer that is quantized, or may be converted later."""
 
@@ -269,7 +102,7 @@ class LoraLinear(MergesCodes, peft_layers.Linear):
         return "weight", base.weight
 
     def change(self, adapter: str) -> Tensor:
-        change = _weight(self.lora_B, adapter) @ _weight(self.lora_A, adapter)
+        change = weight_of(self.lora_B, adapter) @ weight_of(self.lora_A, adapter)
         return (change.T if self.fan_in_fan_out else change) * self.scaling[adapter]
 
 
@@ -312,7 +145,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
 
     def change(self, adapter: str) -> Tensor:
-        a, b = self._by_expert(_weight(self.lora_A, adapter), _weight(self.lora_B, adapter))
+        a, b = self._by_expert(weight_of(self.lora_A, adapter), weight_of(self.lora_B, adapter))
         change = torch.bmm(b, a).mul_(self.scaling[adapter])
         return change.mT if self._transposed else change
 
@@ -435,57 +268,3 @@ def _values(base_layer: Any) -> Tensor | None:
         return None
     with torch.no_grad():
         return weight.dequantize(torch.float32)
-
-
-def _weight(layers: Any, adapter: str) -> Tensor:
-    """Returns all of the weight of an adapter's layer, in float32."""
-    tensor = layers[adapter].weight.detach()
-    return (tensor if sharding.mesh_of(tensor) is None else tensor.full_tensor()).float()
-
-
-def _parts(param: Tensor) -> list[Tensor]:
-    """Returns this rank's codes and scales of a weight, or its values.
-
-    Raises:
-        ValueError: the weight is FSDP's gathered copy.
-    """
-    local = sharding.local_of(param)
-    if isinstance(local, CastWeight):
-        return [local.values.detach()]
-    assert isinstance(local, QuantizedTensor)
-    check_writable(local)
-    return local.parts
-
-
-def _sums(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the sums of codes, scales or values, read as integers, along each axis: what overwrites them changes some."""
-    integers = [part.view((torch.uint8, torch.int16, torch.int32)[part.element_size() // 2]) for part in parts]
-    return [each.sum(axis, dtype=torch.int64) for each in integers for axis in range(max(each.ndim, 1))]
-
-
-def _float32(param: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Returns the values of such parts."""
-    local = sharding.local_of(param)
-    return local.with_parts(*parts).dequantize(torch.float32) if isinstance(local, QuantizedTensor) else parts[0].float()
-
-
-def _energies(param: Tensor, *tensors: Tensor) -> list[float]:
-    """Returns the sums of squares of tensors of which each rank has its part, as it has of a parameter."""
-    sums = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors])
-    if sharding.mesh_of(param) is not None:
-        sums = reduced(param, sharding.sharding_of(param), sums, "sum")
-    return sums.tolist()
-
-
-def _decibels(signal: float, noise: float) -> float:
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise) if signal else -math.inf
-
-
-def _check_merge(layer: MergesCodes, base: Any, name: str, adapters: Sequence[str]) -> None:
-    others = [
-        variant for adapter in adapters if (variant := layer.lora_variant.get(adapter)) and type(variant) is not DoraVariant
-    ]
-    if others:
-        raise NotImplementedError(f"{type(others[0]).__name__} is not merged into quantized weights: plain LoRA and DoRA are")
-    if base.parallel is not None:
-        raise NotImplementedError(f"{name} is cut by tensor parallelism: merge adapters before parallelize")
