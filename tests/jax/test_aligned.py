@@ -17,7 +17,8 @@ from blockfp.kernels.format_numbers import format_numbers
 ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
 
 
-def align(out, codes, scales, *, element, block_rows, columns):
+def align(out, codes, scales, *, element, block_rows, columns, turned):
+    assert not turned
     format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
     (rows, wide), (groups, long) = out[0].shape, out[1].shape
     assert (wide, long, groups) == (-(-columns // 16) * 16, -(-rows // 4) * 4, -(-columns // 128))
