@@ -105,7 +105,7 @@ assert rank or printed.getvalue()
 def test_examples_run(tmp_path, example):
     short = ["--steps", "2"] if example.stem.startswith("train_") else []
     short += ["--recipes", "mxfp8", "--batch", "8", "--held-out", "8"] if example.stem in ("train_fsdp2", "train_jax") else []
-    short += ["--base-steps", "20", "--steps", "20"] if example.stem == "finetune_released" else []
+    short += ["--base-steps", "40", "--steps", "40"] if example.stem == "finetune_released" else []
     body = AS_A_PROGRAM.format(command=[str(example), *short], folder=str(example.parent))
     if example.stem == "train_fsdp2":
         assert run(tmp_path, example, *short)
