@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Literal
 
 from ..definition.rotation import GROUP
-from ..formats import FORMATS, Format
+from ..formats import FORMATS, WHOLE_ROW, Format
 from .placement import Mesh, Partial, Placement, Replicate, Shard, Sharding, StridedShard
 from .steps import Dequantize, Gather, Plan, Quantize, Rotate, Step, Straddle, Transpose, block_length
 
@@ -277,6 +277,11 @@ def _cut_by_gather(format: Format, sharding: Sharding, axes: tuple[str, ...], co
             # The caller's array is the one that isn't transposed yet.
             own = 2 * last - 1 - dim if columnwise else dim
             where = ", ".join(map(str, cuts[:4])) + (", .." if len(cuts) > 4 else "")
+            if unit == WHOLE_ROW:
+                return (
+                    f"axis {own} of {list(sharding.shape)} is cut at {where}, and all of it has one scale; formats in blocks "
+                    "travel quantized"
+                )
             return (
                 f"axis {own} of {list(sharding.shape)} is cut at {where}, inside a {what} of {unit}; "
                 f"shards whose length is a multiple of {unit} travel quantized"

@@ -195,6 +195,7 @@ def test_an_embedding_tied_to_a_head(recipe):
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore:all-gather of the input in fp8_e4m3_row_pow2.*, and all of it has one scale")
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_kept_for_the_backward_is_this_ranks_part(name):
     """Gathered operands live as long as their product: the graph holds this rank's tokens and its part of the weight."""
