@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import datetime
 import functools
 import importlib.metadata
@@ -82,11 +83,14 @@ def _counted(call: Call) -> tuple[int, int]:
 
     # A backward of CUDA tensors runs in a thread of its own, which the profile wouldn't see.
     with torch.autograd.set_multithreading_enabled(False):
+        # What is collected calls whoever holds a weak reference to it.
+        gc.disable()
         sys.setprofile(count)
         try:
             call()
         finally:
             sys.setprofile(None)
+            gc.enable()
     return frames, calls
 
 
