@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import datetime
 import functools
+import gc
 import importlib.metadata
 import json
 import os
