@@ -27,7 +27,7 @@ QUANTIZE = 32
 # NumPy's face and JAX's, eager, on the CPU.
 FACES = {"numpy quantize": 50, "jax quantize": 18}
 # Before a gather of codes, and of values that are cast for it, the lookup of the hook included; torchao's cast: 114.
-GATHER = {"fp8_current": (26, 102), "fp8_block": (26, 55), "mxfp8": (26, 55), "nvfp4": (26, 108)}
+GATHER = {"fp8_current": (25, 98), "fp8_block": (25, 53), "mxfp8": (25, 53), "nvfp4": (25, 104)}
 AFTER_GATHER = 5
 # A parameter: functions, and calls of C functions; torch's fused AdamW: 3.4 and 9.7.
 ADAMW = {"fp8_current": (11, 27), "fp8_block": (9, 23), "mxfp8": (9, 23), "mxfp4": (9, 23), "nvfp4": (11, 29)}

@@ -30,7 +30,7 @@ from blockfp.sharding.placement import Mesh, Shard, Sharding
 from ..sharded.gather import index_of, lengthened
 from ..sharded.rank_plan import Chunk, rank_plan
 from ..torch_internals import keeping_version
-from .geometry import Base, Geometry
+from .geometry import Base, Geometry, Origin
 from .sharding import local_of
 
 AXIS = "fsdp"
@@ -189,7 +189,7 @@ def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: 
             f"a tensor of shape {tuple(shape)} doesn't know what it is a shard of: use fully_shard, which divides the whole "
             "weight, instead of building a DTensor of shards"
         )
-    found = _weight_gather(format, base, world, rank)
+    found = _weight_gather(format, base.shape, base.origin, world, rank)
     row = base.origin[0] + (found.row if len(shape) == 2 else 0)
     if shape[0] != found.rows or (found.rows and geometry.origin not in (None, (row, base.origin[1]))):
         raise ValueError(
@@ -199,9 +199,10 @@ def weight_gather(format: Format, shape: torch.Size, geometry: Geometry, world: 
     return found
 
 
+# Of tuples, which hash and compare without entering Python.
 @lru_cache(maxsize=4096)
-def _weight_gather(format: Format, base: Base, world: int, rank: int) -> WeightGather:
-    sharding = Sharding(base.shape, Mesh((world,), (AXIS,)), (Shard(0),))
-    chunks = rank_plan(plans.gather_weight(format, sharding, (AXIS,), origin=base.origin), rank).chunks
+def _weight_gather(format: Format, shape: tuple[int, ...], origin: Origin, world: int, rank: int) -> WeightGather:
+    sharding = Sharding(shape, Mesh((world,), (AXIS,)), (Shard(0),))
+    chunks = rank_plan(plans.gather_weight(format, sharding, (AXIS,), origin=origin), rank).chunks
     assert not chunks[0].take, "shards by torch's chunk rule lie one after another"
-    return WeightGather(format, sharding, rank, base, *sharding.span(0, rank), chunks)
+    return WeightGather(format, sharding, rank, Base(shape, origin), *sharding.span(0, rank), chunks)
