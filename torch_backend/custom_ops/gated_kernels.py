@@ -135,7 +135,7 @@ def gradient_of(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: s
         up is None
         or not _takes(gate, up, pairs)
         or not lies_aligned(gate, None if pairs else up)
-        or not agrees(gate, activation, up is not None)
+        or not agrees(gate, activation, True)
     ):
         return None
     if gradient.stride(-1) != 1 or gradient.stride(0) % 8 or gradient.data_ptr() % 16:

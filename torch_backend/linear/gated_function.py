@@ -17,17 +17,17 @@ from torch import Tensor
 
 from blockfp.recipes import HIGH_PRECISION, Cast
 
-from ..custom_ops import gated_ops, linear_ops
+from ..custom_ops import gated_ops
 from ..custom_ops.activations import Activation, Layout, activate, gate_and_up, gradients, joined
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix, multiply, multiply_parts
 from ..custom_ops.quantize_plans import part_count
 from ..custom_ops.shared_casts import latest
 from ..torch_internals import apply_of
-from .call import Call, bias_gradient, keys_of_gradient
+from .call import Call
 from .delayed import record
-from .linear_function import NO_STATE, LinearFunction, taken_apart
-from .operands import amax_where_compiled, weight_operand
+from .linear_function import NO_STATE, LinearFunction, layer_backward, taken_apart
+from .operands import weight_operand
 
 
 class Gating(NamedTuple):
@@ -56,7 +56,7 @@ class GatedFunction(torch.autograd.Function):
         gating: Gating,
         *state: Tensor | None,
     ) -> Tensor:
-        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, _ = ctx.state = state or NO_STATE
+        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = ctx.state = state or NO_STATE
         recipe, (needs_x, needs_weight, _) = call.recipe, call.needs
         row = recipe.input.format
         assert row is not None
@@ -67,7 +67,7 @@ class GatedFunction(torch.autograd.Function):
         known = (scale, recipe.eps, direct)
         made, amax = _cast(gate, up, gating, recipe.input, column if at_once else HIGH_PRECISION, None, *known)
         if amax is not None and scale is not None and history is not None and call.training:
-            record(history, amax)
+            record(history, amax, now=direct)
         count = part_count(row)
         a, kept = Matrix(made[:count], row), made[count:]
         if call.traced and needs_weight:
@@ -84,6 +84,7 @@ class GatedFunction(torch.autograd.Function):
             y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
         parts = [weight] if needs_x else []
         ctx.call, ctx.gating, ctx.kept, ctx.parts = call, gating, len(kept), len(parts)
+        ctx.again = None if kept or not needs_weight else _cast_again
         # Of now: it may move on before the backward.
         ctx.input_scale = None if scale is None or call.traced or not needs_weight else scale.clone()
         ctx.input_amax = None if call.traced or not needs_weight else amax
@@ -101,50 +102,29 @@ class GatedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
         call: Call = ctx.call
-        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
-        compiled = torch.compiler.is_compiling()
+        recipe, (_, needs_weight, _) = call.recipe, call.needs
         rest = (None,) * (len(ctx.needs_input_grad) - 4)
-        if not compiled:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             latest.clear()
-            if torch.is_grad_enabled():
-                return *_with_graph(ctx, gradient), *rest
-        saved = list(ctx.saved_tensors)
-        kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-        gate, up = saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
-        del saved
-        if not compiled:
-            # From here on each copy lives until its product is done.
-            ctx.maybe_clear_saved_tensors()
-        d_gate = d_up = d_weight = d_bias = None
-        direct = call.direct and runs_now(gradient)
-        if needs_weight and not kept:
-            known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
-            kept, _ = _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known)
-        if needs_x or needs_weight:
-            row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
-            formats = (None if row is None else row.format, None if column is None else column.format)
-            stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
-            keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
-            multiplier = None if formats == (None, None) else ctx.scale
-            plain = keys is None and (column is None or not column.rotate)
-            amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
-            w = (None, None, None, (0, 0))
-            if parts:
-                w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
-            del parts
-            run = linear_ops.backward if direct else linear_ops.linear_backward
-            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
-            results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
-            if multiplier is not None and ctx.history is not None:
-                record(ctx.history, results[-1])
-            d_weight = results[int(needs_x)] if needs_weight else None
-            if needs_x:
-                # A compiler makes one kernel of the operations and of the amax that the cast behind them wants.
-                apart = compiled and ctx.scale is None and any(one is not None and one.block is None for one in formats)
-                d_gate, d_up = _through(results[0], gate, up, ctx.gating, apart, direct)
-        if needs_bias:
-            d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
+            return *_with_graph(ctx, gradient), *rest
+        gate, up = ctx.saved_tensors[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
+        d_a, d_weight, d_bias, *_ = layer_backward(ctx, gradient)
+        d_gate = d_up = None
+        if d_a is not None:
+            # A compiler makes one kernel of the operations and of the amax that the cast behind them wants.
+            casts = (recipe.gradient, recipe.gradient_columnwise if needs_weight else HIGH_PRECISION)
+            per_tensor = any(cast.format is not None and cast.format.block is None for cast in casts)
+            apart = torch.compiler.is_compiling() and ctx.scale is None and per_tensor
+            d_gate, d_up = _through(d_a, gate, up, ctx.gating, apart, call.direct and runs_now(gradient))
         return d_gate, d_up, d_weight, d_bias, *rest
+
+
+def _cast_again(ctx: Any, _: list[Tensor]) -> list[Tensor]:
+    """Returns the columnwise parts of what the activation makes, of which a forward kept none."""
+    gate, up = ctx.saved_tensors[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
+    recipe, direct = ctx.call.recipe, ctx.call.direct and runs_now(gate)
+    known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
+    return _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known)[0]
 
 
 def _through(

@@ -174,7 +174,7 @@ def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
         kept=len(kept),
         counts=counts,
         x_origin=(0, 0),
-        again=False,
+        again=None,
         observed=None,
         waiting=getattr(ctx, "waiting", None),
     )

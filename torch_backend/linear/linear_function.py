@@ -32,6 +32,56 @@ from .second_order import backward_with_graph, cast_again, plus, taken
 NO_STATE = (None,) * 7
 
 
+def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
+    """The backward of a layer on one rank: the gradients of x, weight and bias, and None for all else."""
+    call: Call = ctx.call
+    recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
+    compiled = torch.compiler.is_compiling()
+    rest = (None,) * (len(ctx.needs_input_grad) - 3)
+    if not compiled:
+        latest.clear()
+    if gradient is None:
+        return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
+    if not compiled and torch.is_grad_enabled():
+        return *backward_with_graph(ctx, gradient), *rest
+    saved = list(ctx.saved_tensors)
+    kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
+    del saved
+    if ctx.again is not None:
+        kept = ctx.again(ctx, kept)
+    if not compiled:
+        # From here on each copy lives until its product is done.
+        ctx.maybe_clear_saved_tensors()
+    d_x = d_weight = d_bias = None
+    if needs_x or needs_weight:
+        row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
+        formats = (None if row is None else row.format, None if column is None else column.format)
+        stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
+        keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
+        multiplier = None if formats == (None, None) else ctx.scale
+        plain = keys is None and (column is None or not column.rotate)
+        amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
+        run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
+        w = (None, None, None, (0, 0))
+        if parts:
+            w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
+        del parts
+        if ctx.observed is not None:
+            known = {"amax": amax, "multiplier": multiplier, "keys": keys}
+            observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
+        options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
+        results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
+        if multiplier is not None and ctx.history is not None:
+            record(ctx.history, results[-1], now=run is linear_ops.backward)
+        d_weight = results[int(needs_x)] if needs_weight else None
+        d_x = results[0] if needs_x else None
+        if d_x is not None and carried is not None:
+            d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
+    if needs_bias:
+        d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
+    return d_x, d_weight, d_bias, *rest
+
+
 class LinearFunction(torch.autograd.Function):
     """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none."""
 
@@ -43,16 +93,16 @@ class LinearFunction(torch.autograd.Function):
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         format = columnwise.format
-        ctx.again = again = False
+        ctx.again, again = None, False
         if format is not None and not call.traced and ctx.observed is None:
             node: Any = x.grad_fn
             number = x.output_nr
             while type(node).__name__ in VIEWS:
                 node, number = node.next_functions[0]
             # Codes would lie beside values that stay anyway.
-            ctx.again = again = number == 0 and type(node).__name__ in KEEPS_RESULT
+            again = number == 0 and type(node).__name__ in KEEPS_RESULT
             if again:
-                columnwise = HIGH_PRECISION
+                ctx.again, columnwise = cast_again, HIGH_PRECISION
         if call.direct and runs_now(x):
             multiplier = scale if recipe.input.format is not None or format is not None else None
             w = taken_apart([weight], call)
@@ -93,54 +143,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept, *parts, anchor)
         return y, anchor
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
-        call: Call = ctx.call
-        recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
-        compiled = torch.compiler.is_compiling()
-        rest = (None,) * (len(ctx.needs_input_grad) - 3)
-        if not compiled:
-            latest.clear()
-        if gradient is None:
-            return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
-        if not compiled and torch.is_grad_enabled():
-            return *backward_with_graph(ctx, gradient), *rest
-        saved = list(ctx.saved_tensors)
-        kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-        del saved
-        if ctx.again:
-            kept = cast_again(ctx, kept)
-        if not compiled:
-            # From here on each copy lives until its product is done.
-            ctx.maybe_clear_saved_tensors()
-        d_x = d_weight = d_bias = None
-        if needs_x or needs_weight:
-            row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
-            formats = (None if row is None else row.format, None if column is None else column.format)
-            stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
-            keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
-            multiplier = None if formats == (None, None) else ctx.scale
-            plain = keys is None and (column is None or not column.rotate)
-            amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
-            run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
-            w = (None, None, None, (0, 0))
-            if parts:
-                w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
-            del parts
-            if ctx.observed is not None:
-                known = {"amax": amax, "multiplier": multiplier, "keys": keys}
-                observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
-            options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
-            results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
-            if multiplier is not None and ctx.history is not None:
-                record(ctx.history, results[-1], now=run is linear_ops.backward)
-            d_weight = results[int(needs_x)] if needs_weight else None
-            d_x = results[0] if needs_x else None
-            if d_x is not None and carried is not None:
-                d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
-        if needs_bias:
-            d_bias = bias_gradient(gradient, None, ctx.bias_dtype)
-        return d_x, d_weight, d_bias, *rest
+    backward = staticmethod(layer_backward)
 
 
 def taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:

@@ -124,7 +124,7 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
 
 
 def cast_again(ctx: Any, kept: list[Tensor]) -> list[Tensor]:
-    """Returns the parts of x columnwise, of which a forward kept the values (`ctx.again`)."""
+    """Returns the parts of x columnwise, of which a forward kept the values: what `ctx.again` is then."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
     column = quantized(kept[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
@@ -138,7 +138,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-    if ctx.again:
+    if ctx.again is not None:
         kept = cast_again(ctx, kept)
     with torch.no_grad():
         rows, columns = _gradient_values(ctx, gradient.detach())

@@ -76,7 +76,7 @@ class SharedFunction(torch.autograd.Function):
         size = (weight.shape[-2], weight.shape[-1])
         w = weight_operand(weight, call.stored, recipe.weight, parallel)
         kept: list[Tensor] = []
-        ctx.x_origin, ctx.again = (0, 0), False
+        ctx.x_origin, ctx.again = (0, 0), None
         terms = []
         for index, group in groups_of(x, counts):
             if parallel is not None and gathers:
