@@ -143,7 +143,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept, *parts, anchor)
         return y, anchor
 
-    backward = staticmethod(layer_backward)
+    backward: Any = staticmethod(layer_backward)
 
 
 def taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
