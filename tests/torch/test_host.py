@@ -25,7 +25,8 @@ LAYER = {
 }
 QUANTIZE = 32
 # NumPy's face and JAX's, eager, on the CPU.
-FACES = {"numpy quantize": 50, "jax quantize": 18}
+# jnp.matmul's value_and_grad: 1,920. These are JAX's own but for some hundreds.
+FACES = {"numpy quantize": 50, "jax quantize": 18, "jax linear": 440, "jax linear, value_and_grad": 5700}
 # Before a gather of codes, and of values that are cast for it, the lookup of the hook included; torchao's cast: 114.
 GATHER = {"fp8_current": (25, 98), "fp8_block": (25, 53), "mxfp8": (25, 53), "nvfp4": (25, 104)}
 AFTER_GATHER = 5
