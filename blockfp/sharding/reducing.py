@@ -55,6 +55,11 @@ class SentLayout(NamedTuple):
     size: int
 
 
+def rows_alone(format: Format) -> bool:
+    """Returns True where no scale goes beyond a row."""
+    return format.block is not None and format.block[0] == 1 and not format.scale.two_level
+
+
 def check_reduce_format(format: Format | str | None, name: str = "reduce_format") -> Format | None:
     """Returns the format in which terms travel; None sends them in their own dtype.
 
@@ -64,7 +69,7 @@ def check_reduce_format(format: Format | str | None, name: str = "reduce_format"
     if format is None:
         return None
     format = Format.parse(format)
-    if format.block is None or format.block[0] != 1 or format.scale.two_level:
+    if not rows_alone(format):
         raise ValueError(
             f"{name} {format}: rows that go to different ranks must not share a scale; use a format in blocks of one "
             "row and one level of scales, such as mxfp8_e5m2 or fp8_e4m3_1x128"
