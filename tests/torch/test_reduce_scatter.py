@@ -1,6 +1,7 @@
 """FSDP2's reduce-scatter as codes: the gradients that `simulate` gives, bit for bit, on any mesh."""
 
 import numpy as np
+import gloo
 import pytest
 import threaded
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import blockfp.torch as bfp
 from blockfp.definition.rounding import fold_in
+from blockfp.kernels import switch
 from blockfp.sharding import simulate
 from blockfp.sharding.reducing import sent_layout
 
@@ -335,3 +337,58 @@ def test_beside_tensor_parallelism():
         for one, other in zip(exact, rounded, strict=True):
             assert (one - other).norm() < 0.04 * one.norm()
             assert one.ndim == 1 or not torch.equal(one, other)
+
+
+def losses(rank, format, recipe, key=0):
+    """The loss of the whole batch over 40 steps of an MLP that learns what another makes of noise."""
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Identity())
+    if recipe is not None:
+        bfp.convert(model, recipe)
+    mesh = device_mesh((2,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if format is not None:
+        bfp.quantize_reduce_scatter(model, format, key=key)
+    optimizer = bfp.AdamW(model.parameters(), lr=5e-3)
+    found = []
+    for step in range(40):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2 * step + rank))
+        loss = (model(x) - teacher(x).detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    total = torch.stack(found)
+    dist.all_reduce(total)
+    return total / 2
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_training_follows_the_same_curve(recipe):
+    exact = threaded.run(2, losses, None, recipe)[0]
+    assert exact[-1] < 0.3 * exact[0]
+    for format in ("mxfp8_e5m2", "mxfp8_e4m3"):
+        rounded = threaded.run(2, losses, format, recipe)[0]
+        assert not torch.equal(rounded, exact)
+        assert ((rounded - exact).abs() / exact).max() < 0.03
+    torch.testing.assert_close(threaded.run(2, losses, format, recipe)[0], rounded, rtol=0, atol=0)
+
+
+def test_the_definition_gives_the_same_bits():
+    with switch.definition_only():
+        results = threaded.run(2, two_steps, (2,), "mxfp8_e5m2", 5)
+    for step in range(2):
+        assert_same(results[0][step], expected(2, "mxfp8_e5m2", 5, reduction=step, step=step))
+
+
+def over_gloo(rank):
+    made = two_steps(rank, (2,), "fp8_e5m2_1x128", 8)
+    for step in range(2):
+        assert_same(made[step], expected(2, "fp8_e5m2_1x128", 8, reduction=step, step=step))
+
+
+def test_over_real_gloo():
+    gloo.run(2, __file__, "over_gloo")
