@@ -26,7 +26,8 @@ and so are codes without scales or with more than these, and blocks of another s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +139,16 @@ def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str,
         if near or found or _told(path).quantized:
             there = f"; {near[0]} is there, a name that no layout has for them" if near else ", in this file or these files"
             raise BadFile(path, f"is {tensor.dtype} {tensor.shape} without scales{there}", name)
+
+
+def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) -> list[str]:
+    """Names of scales of activations beside quantized weights, each one number: those of layers' inputs, and of KV caches."""
+    quantized = {name[: dot.start()] for name in weights for dot in re.finditer(r"\.", name)}
+    return [
+        name
+        for name, tensor in others.items()
+        if name.endswith(_OF_ACTIVATIONS) and tensor.elements == 1 and name.rpartition(".")[0] in quantized
+    ]
 
 
 def _are_codes(tensor: Tensor) -> bool:

@@ -315,6 +315,29 @@ def test_what_a_layout_has_not_is_requantized_and_said(name, tmp_path):
     assert noise < (0.03 if target.element.bits == 4 else 0.004)
 
 
+def test_scales_of_activations_are_left_out_and_named(tmp_path):
+    """Servers would look for them in a configuration that says nothing of them; what is no such scale stays."""
+    left = {"l.0.up.input_scale": ONE, "l.0.attn.k_scale": ONE, "l.0.attn.q.q_scale": np.ones(1, np.float32)}
+    kept = {
+        "l.0.attn.v_scale": np.ones(4, np.float32),
+        "l.1.input_scale": ONE,
+        "output_scale": ONE,
+        "l.0.up.bias": np.ones(8, BF16),
+    }
+    file = {"l.0.up.weight": A, "l.0.up.weight_scale": ONE, "l.0.attn.q.weight": A, "l.0.attn.q.weight_scale": ONE}
+    source = write(tmp_path / "model.safetensors", file | left | kept)
+    said = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
+    assert said.exit_code == 0, said.output
+    text = " ".join(said.output.split())
+    assert "left out: 3 scales of activations" in text
+    assert all(name in text for name in left)
+    got = blockfp.load(tmp_path / "out")
+    assert set(got) == {"l.0.up.weight", "l.0.attn.q.weight", *kept}
+    said = run("convert", source, tmp_path / "own.safetensors", "--layout", "blockfp")
+    assert "left out" not in said.output
+    assert set(left) | set(kept) < set(blockfp.load(tmp_path / "own.safetensors"))
+
+
 def test_a_config_beside_the_model_stays(tmp_path):
     (tmp_path / "in").mkdir()
     blockfp.save(
