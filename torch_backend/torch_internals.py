@@ -9,6 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -232,3 +233,24 @@ def stored_at(path: str, offset: int, length: int, transforms: list[str] | None)
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length, transforms)
+
+
+def mend_broadcast() -> None:
+    """Lets torch broadcast a state dict of codes from rank 0 with `cpu_offload=True`, as accelerate resumes from a full one.
+
+    It moves what it has broadcast to the CPU name by name, and looks each up among the parameters: a KeyError for codes and
+    scales, which blockfp's own hook broadcasts. Here all that has arrived is moved at the end.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    original: Callable[..., None] = state_dict._broadcast_state_dict
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def broadcast(full: dict[str, Any], local: dict[str, Any], *others: Any, cpu_offload: bool = False, **options: Any) -> None:
+        original(full, local, *others, **options)
+        if cpu_offload:
+            local.update({name: value.cpu() for name, value in local.items() if isinstance(value, Tensor)})
+
+    state_dict._broadcast_state_dict = broadcast
