@@ -32,8 +32,12 @@ from .second_order import backward_with_graph, cast_again, plus, taken
 NO_STATE = (None,) * 7
 
 
-def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
-    """The backward of a layer on one rank: the gradients of x, weight and bias, and None for all else."""
+def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None, saved: list[Tensor] | None = None):
+    """The backward of a layer on one rank: the gradients of x, weight and bias, and None for all else.
+
+    Args:
+        saved: `ctx.saved_tensors` of a caller that has read them, which checkpointing allows once; emptied.
+    """
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     compiled = torch.compiler.is_compiling()
@@ -44,11 +48,11 @@ def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = N
         return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
     if not compiled and torch.is_grad_enabled():
         return *backward_with_graph(ctx, gradient), *rest
-    saved = list(ctx.saved_tensors)
+    saved = list(ctx.saved_tensors) if saved is None else saved
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-    del saved
     if ctx.again is not None:
-        kept = ctx.again(ctx, kept)
+        kept = ctx.again(ctx, saved)
+    saved.clear()
     if not compiled:
         # From here on each copy lives until its product is done.
         ctx.maybe_clear_saved_tensors()

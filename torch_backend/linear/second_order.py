@@ -123,11 +123,11 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
     return d_x if carried is None else d_x + carried
 
 
-def cast_again(ctx: Any, kept: list[Tensor]) -> list[Tensor]:
+def cast_again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
     """Returns the parts of x columnwise, of which a forward kept the values: what `ctx.again` is then."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
-    column = quantized(kept[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
+    column = quantized(saved[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
     assert column is not None
     return list(column.parts)
 
