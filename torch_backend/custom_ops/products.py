@@ -227,12 +227,12 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     mixed = known is None or a.format is None or b.format is None
     scaled = [x.format is not None and x.format.has_tensor_scale for x in (a, b)]
     shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
-    # Where both are codes whose scales the values keep, or have beside them.
     left_values = right_values = None
-    if known is not None and a.format is not None and b.format is not None:
-        if not (factored and (a.format.per_tensor or b.format.per_tensor)):
-            left_values = plan_of(a.parts, a.format, known, k, a.origin)
-            right_values = plan_of(b.parts, b.format, known, columns, b.origin)
+    # A scale per tensor can't be left out of values by leaving it out of the call: it has no scales below it.
+    one_scale = factored and any(x.format is not None and x.format.per_tensor for x in (a, b))
+    if known is not None and a.format is not None and b.format is not None and not one_scale:
+        left_values = plan_of(a.parts, a.format, known, k, a.origin)
+        right_values = plan_of(b.parts, b.format, known, columns, b.origin)
 
     def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
         working: Any = known

@@ -118,8 +118,9 @@ class StatefulLayer(RecipeLayer):
         """Returns the buffers as `linear` takes them."""
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
-        own = [buffers[name] for name in _STATE]
-        return LinearState(*own, 0 if buffers["rng_key"] is None else data_rank(self.data_rank), self.observed)
+        history, scale, gradient_history, gradient_scale, key, step = [buffers[name] for name in _STATE]
+        rank = 0 if key is None else data_rank(self.data_rank)
+        return LinearState(history, scale, gradient_history, gradient_scale, key, step, rank, self.observed)
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the step to their start, and draws a new random key."""
