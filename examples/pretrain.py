@@ -6,8 +6,8 @@
 Runs of one size and seed begin with the same weights and see the same bytes in the same order, whatever their recipe. The
 folder gets run.json (what it is, and each sitting's machine), metrics.jsonl, plot.png and checkpoints. Called again with the
 same options a run goes on where its last checkpoint was, on this mesh or another: data, random keys and schedule included.
---minutes ends a sitting with a checkpoint, and so does SIGTERM. "mxfp8_floor", "mxfp6_floor" and "mxfp4_floor" are those recipes
-with OCP's rule for scales.
+--minutes ends a sitting with a checkpoint, and so does SIGTERM. "mxfp8_floor", "mxfp6_floor" and "mxfp4_floor" are those
+recipes with OCP's rule for scales.
 """
 
 from __future__ import annotations
@@ -75,11 +75,7 @@ class Training:
         about = self._about()
         if any(self.checkpoints.glob("step-????????")):
             loaded = bfp.load_checkpoint(self.checkpoints, self.model, self.optimizer)
-            self.step = loaded.step
-            if int(loaded.extra["position"]) != self.step * self.batch:
-                raise ValueError(
-                    f"{loaded.path} is at position {loaded.extra['position']} of the text, not {self.step * self.batch}"
-                )
+            self.step, self.position = loaded.step, int(loaded.extra["position"])
         if self.rank == 0:
             self._note_sitting(about)
             self.metrics = pretrain_metrics.Metrics(options.folder / "metrics.jsonl", self.step)
