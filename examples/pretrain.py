@@ -61,7 +61,7 @@ class Training:
         self.steps = options.tokens // (self.batch * self.size.context)
         if self.steps < 1:
             raise ValueError(f"--tokens must be a step's {self.batch * self.size.context} or more, got {options.tokens}")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device(options.device, torch.cuda.current_device() if options.device == "cuda" else None)
         self.text = self._read_text()
         length = self.size.context + 1
         self.order = pretrain_text.Order(self.text.training, length, options.seed)
@@ -249,6 +249,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="pieces of text in a step, over all ranks; by default the size's own")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and of the order of the text")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=device)
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and leave after so long")
     parser.add_argument("--text", type=Path, help="folder of the prepared text, made if need be; by default beside the run's")
@@ -273,9 +275,9 @@ def main() -> None:
     began, options = time.monotonic(), parsed()
     under_torchrun = "LOCAL_RANK" in os.environ
     if under_torchrun:
-        if torch.cuda.is_available():
+        if options.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     training = Training(options, began)
     signal.signal(signal.SIGTERM, training.stop)
     finished = training.run()

@@ -149,6 +149,8 @@ def build(
                 buffer.copy_(torch.randint(1 << 32, (2,), generator=generator))
     model.to(device)
     if compiled:
+        # Forwards with gradients and without, in each block at worst.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * size.layers)
         for block in model.blocks:
             block.compile(fullgraph=True)
     if shard:

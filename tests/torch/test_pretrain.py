@@ -34,7 +34,7 @@ def options(folder, text, recipe, *more):
     size = pretrain_model.SIZES["tiny"]
     tokens = STEPS * size.batch * size.context
     fixed = f"--size tiny --tokens {tokens} --text {text} --text-bytes {LIMIT} --evaluate-rows 16 --evaluate-every 6"
-    every = "--log-every 2 --observe-every 4 --save-every 0"
+    every = "--device cpu --log-every 2 --observe-every 4 --save-every 0"
     return pretrain.parsed([str(folder), "--recipe", recipe, *fixed.split(), *every.split(), *more])
 
 
@@ -125,6 +125,7 @@ def test_bf16_quantizes_nothing(text, tmp_path, monkeypatch, capsys):
     """By the command itself; its first weights are those of every recipe."""
     folder = tmp_path / "bf16"
     arguments = ["--size", "tiny", "--tokens", "1024", "--text", str(text), "--text-bytes", str(LIMIT), "--evaluate-rows", "8"]
+    arguments += ["--device", "cpu"]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", str(folder), *arguments])
     monkeypatch.setattr(pretrain.signal, "signal", lambda *_: None)
     pretrain.main()
