@@ -1,7 +1,7 @@
 """FSDP2's reduce-scatter as codes: the gradients that `simulate` gives, bit for bit, on any mesh."""
 
-import numpy as np
 import gloo
+import numpy as np
 import pytest
 import threaded
 import torch
