@@ -163,7 +163,7 @@ class Recipe:
         casts = []
         for one in six:
             name, *options = one.split("+")
-            given = {option: True for option in options}
+            given = dict.fromkeys(options, True)
             casts.append(Cast(Format.parse(name) if name else None, **given))
         names = [operand + way for operand in _OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
@@ -311,8 +311,7 @@ def nvfp4_eden() -> Recipe:
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f
-    for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
+    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated, nvfp4, nvfp4_eden)
 }
 """The named recipes."""
 

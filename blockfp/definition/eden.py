@@ -108,9 +108,7 @@ def quantize(
     width = block[1]
     columns = None if shape is None else layout.block_grid(shape[1], width, 0)
     grid = None if shape is None or columns is None else (shape[0], columns)
-    byte = numerics.element_bytes(
-        stored, fold_in(key, _ROUNDING[operand]), (origin[0], origin[1] // width), grid, materialize
-    )
+    byte = numerics.element_bytes(stored, fold_in(key, _ROUNDING[operand]), (origin[0], origin[1] // width), grid, materialize)
     exact = bits.multiply(bits.split(magnitude_bits(stored, E4M3)), bits.split(correction))
     corrected = xp.where(stored == 0, 0, round_to_element(*exact, E4M3, byte))
     corrected = xp.where(amax.nan > 0, format.scale.nan_code, corrected)

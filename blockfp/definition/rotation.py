@@ -77,7 +77,9 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
     *leading, length = x.shape
     if 0 in x.shape:
         return bits.to_float(pattern, "float32")
-    signed = _without_tiny(pattern, 2) ^ xp.reshape(_random_flips(key, pattern, length, origin), (*(1 for _ in leading), length))
+    signed = _without_tiny(pattern, 2) ^ xp.reshape(
+        _random_flips(key, pattern, length, origin), (*(1 for _ in leading), length)
+    )
     quiet, spans = not is_numpy_array(x), _spans(length)
     pieces = []
     for start, stop, size in spans:
@@ -88,7 +90,7 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
 
 
 def rotate_back(z: Array, key: Key) -> Array:
-    """Multiplies float32 z, [..., k] from its axis's start, by the inverse of `rotate_randomly`'s matrix, for values not bits."""
+    """Multiplies float32 z, [..., k] from the axis's start, by the inverse of `rotate_randomly`'s matrix."""
     xp = array_namespace(z)
     *leading, length = z.shape
     if 0 in z.shape:
