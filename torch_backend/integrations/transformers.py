@@ -32,6 +32,7 @@ from ..modules.quantized_layer import Weights
 from ..modules.stateful_layer import StatefulLayer
 from ..modules.summary import tied_elsewhere
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..torch_internals import mend_broadcast
 
 try:
     from transformers.quantizers import auto
@@ -43,6 +44,9 @@ try:
     from .transformers_writing import write_model
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
+
+# Trainer resumes from what accelerate saves.
+mend_broadcast()
 
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
