@@ -29,7 +29,8 @@ from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout
 
 from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.kernels import kernels_for
-from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, reduced_together, shard_dim
+from ..custom_ops.quantize_plans import kept
+from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
 
 _AT_ONCE = 64
 """Keys of so many reductions are made at once: those of one cost as much, and a copy to the device."""
@@ -143,16 +144,16 @@ class QuantizedReduceScatter:
         if reduced.replicas is not None:
             rank += reduced.replicas.rank() * group.size()
         firsts = [count // _AT_ONCE for count in counts]
-        kept = self._tables.get(numbers)
-        if kept is None or kept[0] != firsts:
+        made = self._tables.get(numbers)
+        if made is None or made[0] != firsts:
             reductions = np.array(firsts) * _AT_ONCE + np.arange(_AT_ONCE)[:, None]
             table = torch.from_numpy(term_keys(self.key, numbers, reductions, rank))
             # The host waits for nothing: the copy of so few bytes is taken at once.
-            kept = self._tables[numbers] = firsts, table.to(device, non_blocking=True)
-        return [kept[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
+            made = kept(self._tables, numbers, (firsts, table.to(device, non_blocking=True)))
+        return [made[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
 
     def _number(self, param: Any) -> int:
-        number = self._numbers.get((param._module_info.module, param._module_info.param_name))
+        number = self._numbers.get(fsdp_place(param))
         if number is None:
             raise RuntimeError(
                 f"parameter {fsdp_name(param)!r} came after quantize_reduce_scatter(model): call it on the finished model"
