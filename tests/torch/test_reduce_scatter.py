@@ -436,3 +436,29 @@ def over_gloo(rank):
 
 def test_over_real_gloo():
     gloo.run(2, __file__, "over_gloo")
+
+
+def from_meta(rank, shape):
+    with torch.device("meta"):
+        model = Model()
+    mesh = device_mesh(shape)
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    bfp.quantize_reduce_scatter(model, key=3)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model(gradients_of(rank)).backward()
+    return reduced(model)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_models_from_the_meta_device(shape):
+    """Replicas alone: FSDP2 reduce-scatters nothing."""
+    want = expected(2, "mxfp8_e5m2", 3)
+    if shape == (2, 1):
+        terms = [gradients_of(rank) for rank in range(2)]
+        want = {name: (value + terms[1][name]) / 2 for name, value in terms[0].items()}
+    for got in threaded.run(2, from_meta, shape):
+        assert_same(got, want)
