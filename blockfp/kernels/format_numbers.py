@@ -20,6 +20,11 @@ def format_numbers(format: Format) -> tuple[int, int, int, int]:
     return ELEMENTS[format.element.name], rows, columns, RULES[format.scale.name]
 
 
+def cuda_rotates(format: Format) -> bool:
+    """Returns True for a format whose CUDA kernels rotate its columns; for others array operations do, before the kernel."""
+    return format.name == "nvfp4"
+
+
 def largest_multiplier(format: Format, eps: float, nominal: str) -> int:
     """fp32 bits of the value that replaces an infinite multiplier.
 
