@@ -16,8 +16,10 @@ from ..definition.bits import Array
 from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
 from ..definition.rotation import rotate
-from ..definition.rounding import Key
+from ..definition.rounding import Key, fold_in
+from ..formats import Format
 from .placement import Mesh, Sharding
+from .reducing import check_reduce_format
 from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose
 
 
@@ -87,6 +89,42 @@ def max_reduce(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) ->
 def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """All-gathers arrays over mesh axes; returns for every rank the arrays of its group, in order."""
     return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
+
+
+def reduce_scatter(
+    terms: Sequence[np.ndarray],
+    format: Format | str,
+    *,
+    key: Key | None = None,
+    ranks: Sequence[int] | None = None,
+    factor: float = 1.0,
+) -> list[np.ndarray]:
+    """Sums arrays, each rounded once to a format, as `sharding.reducing` says; returns the part of the sum of every rank.
+
+    Args:
+        terms: each rank's array, all of one shape; cut along axis 0.
+        format: in blocks of one row. Arrays of one axis are added as they are.
+        key: for stochastic rounding, equal on all ranks; None rounds to nearest even.
+        ranks: the numbers that are folded into the key; 0, 1, .. by default.
+        factor: the sum is divided by it, as a multiplication by its reciprocal in fp32. The number of ranks makes a mean.
+
+    Returns:
+        float32, the parts; a last rank's may be short or empty.
+    """
+    format = check_reduce_format(format, "format")
+    total = None
+    for rank, term in zip(range(len(terms)) if ranks is None else ranks, _alike(list(terms)), strict=True):
+        values = term.astype(np.float32)
+        if term.ndim > 1:
+            finite = np.where(np.isinf(term), np.asarray(np.nan, term.dtype), term)
+            q = numerics.quantize(finite, format, key=None if key is None else fold_in(key, rank))
+            values = numerics.dequantize(*q, format, "float32", columns=term.shape[-1])
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = values if total is None else total + values
+    assert total is not None
+    total = total * np.float32(1 / factor) if factor != 1 else total
+    chunk = -(-total.shape[0] // len(terms))
+    return [total[rank * chunk : (rank + 1) * chunk] for rank in range(len(terms))]
 
 
 def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:

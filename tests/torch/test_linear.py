@@ -1,17 +1,14 @@
-"""`linear`: every product against that of its quantized operands; shapes, saved memory, gradients left out, bad use."""
+"""`linear`: every product against that of its quantized operands; shapes, gradients left out, bad use."""
 
-import numpy as np
 import pytest
 import torch
 from arrays import values
-from blockfp.torch_backend.custom_ops import blackwell_products, linear_ops, operand_ops, products, quantize_plans, shared_casts
-from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
-from blockfp.torch_backend.linear import linear
+from blockfp.torch_backend.custom_ops import blackwell_products, linear_ops, products
 from linear_reference import MIXED, SCALES, assert_close, expected, quantized, state_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
-from blockfp.definition import numerics, rotation, rounding
+from blockfp.definition import numerics
 from blockfp.formats import Format
 from blockfp.recipes import Cast
 
@@ -57,6 +54,8 @@ def test_ragged_shapes(name, shape):
         assert_close(actual, result, sums=SUMS)
 
 
+<<<<<<< HEAD
+=======
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_operands_are_bit_for_bit_those_of_quantize(name):
     """Codes and scales that reach the products: both directions, from one op."""
@@ -214,6 +213,7 @@ def test_amax_for_compilers_is_the_definitions(dtype):
         assert torch.equal(operand_ops.tensor_amax(case), wanted)
 
 
+>>>>>>> refs/heads/eden
 def test_leading_axes_are_tokens():
     x, weight = values((2, 5, 3, 32), 0).requires_grad_(), bfp.quantize(values((8, 32), 1), "mxfp8_e4m3_32x32").requires_grad_()
     y = bfp.linear(x, weight, torch.ones(8), recipe="mxfp8")
@@ -224,6 +224,8 @@ def test_leading_axes_are_tokens():
     assert x.grad.shape == x.shape
 
 
+<<<<<<< HEAD
+=======
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_only_codes_and_scales_are_saved(name):
     """Beside the weight, the backward keeps codes and scales of x columnwise; nothing where no weight gradient is wanted."""
@@ -250,6 +252,7 @@ def test_only_codes_and_scales_are_saved(name):
     assert saved(True, False) == 0
 
 
+>>>>>>> refs/heads/eden
 def test_products_nobody_wants_are_not_run(monkeypatch):
     ran = []
 
@@ -333,19 +336,8 @@ def test_stochastic_gradients_follow_the_key():
     assert not torch.equal(grads(5), grads(6))
 
 
-def test_keys_of_a_step():
-    """fold_in of step, rank, direction and group, one after another."""
-    key = torch.tensor([11, 2**32 - 5], dtype=torch.int64)
-    keys = gradient_keys(key, step=torch.tensor(9), folds=(3,), groups=2)
-    words = rounding.fold_in(rounding.fold_in((11, 2**32 - 5), 9), 3)
-    for group in range(2):
-        for direction in range(2):
-            wanted = rounding.fold_in(rounding.fold_in(words, direction), group)
-            assert tuple(int(word) & 0xFFFFFFFF for word in keys[group, direction]) == tuple(wanted)
-    assert gradient_keys(key).shape == (1, 2, 2)
-
-
 WEIGHT = bfp.quantize(torch.ones(8, 32), "mxfp8_e4m3_32x32")
+
 X = torch.ones(4, 32)
 
 
