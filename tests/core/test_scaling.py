@@ -81,7 +81,7 @@ def test_refused_options():
 
 @pytest.mark.parametrize("element", ["e2m1", "e3m2", "e2m3"])
 def test_rule_ceil_lets_nothing_saturate(element):
-    """So rounding stochastically is unbiased without room above: at MAX times a power of two, around it, and everywhere else."""
+    """So rounding stochastically is unbiased without room above: around MAX times powers of two, and everywhere else."""
     format = ELEMENTS[element]
     edge = int(np.float32(format.max).view(np.int32))
     near = np.arange(edge - 2000, edge + 2000, dtype=np.int32)
