@@ -275,8 +275,23 @@ def nvfp4() -> Recipe:
     )
 
 
+def nvfp4_4over6() -> Recipe:
+    """NVFP4 whose inputs and weights choose between two scales of each block (4-over-6); all else is as in `nvfp4`.
+
+    The choice is for rounding to nearest, so gradients are stochastic NVFP4. The input of the weight gradient is rotated NVFP4:
+    rotation spreads what the choice would mend, and TransformerEngine has no 4-over-6 with rotation.
+    """
+    recipe = nvfp4()
+    return recipe.replace(
+        name="nvfp4_4over6",
+        input=Cast(Format.parse("nvfp4_4over6")),
+        input_columnwise=recipe.input_columnwise,
+        weight=Cast(Format.parse("nvfp4_4over6_16x16")),
+    )
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
+    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4, nvfp4_4over6)
 }
 """The named recipes."""
 

@@ -17,6 +17,7 @@ TABLE = {
     "mxfp6": ("mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2"),
     "mxfp4": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2"),
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
+    "nvfp4_4over6": ("nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4"),
 }
 
 
@@ -27,6 +28,9 @@ def test_the_table(name):
         for direction in ("rowwise", "columnwise"):
             if name == "fp8_row" and (operand, direction) in recipes.PRODUCTS["dgrad"]:
                 assert recipe.cast(operand, direction) == HIGH_PRECISION
+                continue
+            if name == "nvfp4_4over6" and (operand, direction) == ("input", "columnwise"):
+                assert recipe.cast(operand, direction) == recipes.nvfp4().input_columnwise
                 continue
             assert recipe.cast(operand, direction).format.name == format
     assert recipe.fast_accum == {"forward"}
@@ -55,7 +59,7 @@ def test_only_nvfp4_rotates_and_rounds_stochastically():
         casts = {(o, d): recipe.cast(o, d) for o in ("input", "weight", "gradient") for d in ("rowwise", "columnwise")}
         stochastic = {where for where, cast in casts.items() if cast.stochastic}
         rotated = {where for where, cast in casts.items() if cast.rotate}
-        if name == "nvfp4":
+        if name in ("nvfp4", "nvfp4_4over6"):
             assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")}
             assert rotated == {("gradient", "columnwise"), ("input", "columnwise")}
         else:

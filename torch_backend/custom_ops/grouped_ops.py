@@ -59,6 +59,8 @@ def _weight(weight: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, 
 
 def _why_columns(format: Format | None) -> str | None:
     """Says why the columns of groups are not quantized all at once in a format; None where they are."""
+    if format is not None and format.scale.four_over_six:
+        return f"columns whose blocks choose between two scales, {format}"
     if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
         return None
     return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"
