@@ -51,42 +51,33 @@ def scales(
     sixth = bits.divide(amax, xp.full_like(amax, _SIX))
     base = bits.multiply(bits.split(sixth), bits.split(multiplier))
     for_4 = bits.multiply(base, bits.split(xp.full_like(amax, _THREE_HALVES)))
-    candidates = [xp.where(amax == 0, 0, round_to_element(*level, E4M3)) for level in (base, for_4)]
-    errors = [
-        materialize(_errors(stored, tensor_amax, tensor_scale, magnitude, format, materialize)) for stored in candidates
-    ]
-    six, four = _sums(xp.stack(errors))
+    tried = xp.stack([xp.where(amax == 0, 0, round_to_element(*level, E4M3)) for level in (base, for_4)])
+    six, four = _sums(_errors(tried, tensor_amax, tensor_scale, magnitude, format, materialize))
     # What the codes stand for is Inf or NaN where the tensor's amax is Inf.
     takes_4 = (four < six) & (six <= bits.INFINITY) & (tensor_amax < bits.INFINITY)
-    return xp.where(takes_4, candidates[1], candidates[0])
+    return xp.where(takes_4, tried[1], tried[0])
 
 
 def _errors(
     stored: Array, tensor_amax: Array, tensor_scale: Array, magnitude: Array, format: Format, materialize: Materialize
 ) -> Array:
-    """Bits of each element's error, in the elements' layout, if their blocks have these scales."""
+    """Bits of each element's error, in the elements' layout, for each of the scales [2, .., row blocks, column blocks]."""
     xp, element = array_namespace(stored), format.element
 
     def of_block(per_block: Array) -> Array:
-        return materialize(per_block)[..., :, None, :, None]
+        return per_block[..., :, None, :, None]
 
-    encode = of_block(scaling.clamped_reciprocal(scaled(stored, E4M3, tensor_scale)))
+    encode = of_block(materialize(scaling.clamped_reciprocal(scaled(stored, E4M3, tensor_scale))))
     code = round_to_element(*bits.multiply(bits.split(magnitude), bits.split(encode)), element)
-    scale = magnitude_bits(stored, E4M3)
-    whole = bits.constant_bits(_largest(format))
+    # A block has few values: one for each code but 0.
+    numbers = range(1, element.max_code + 1)
+    decoded = scaled(xp.stack([xp.full_like(stored, number) for number in numbers]), element, magnitude_bits(stored, E4M3))
+    product = _product_of_few_digits(decoded, tensor_amax)
+    values = materialize(bits.divide(product, xp.full_like(product, scaling.LARGEST_TWO_LEVEL[format])))
     value = xp.zeros_like(code)
-    # A block has few values: one for each code.
-    for number in range(1, element.max_code + 1):
-        decoded = scaled(xp.full_like(stored, number), element, scale)
-        product = _product_of_few_digits(decoded, tensor_amax)
-        value = xp.where(code == number, of_block(bits.divide(product, xp.full_like(product, whole))), value)
-    return bits.distance(value, magnitude)
-
-
-def _largest(format: Format) -> float:
-    """The largest number relative to the tensor's scale."""
-    assert format.scale.bound is not None
-    return format.scale.bound * format.element.max
+    for number in numbers:
+        value = xp.where(code == number, of_block(values[number - 1]), value)
+    return materialize(bits.distance(value, magnitude))
 
 
 def _product_of_few_digits(a: Array, b: Array) -> Array:

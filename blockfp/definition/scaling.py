@@ -22,7 +22,8 @@ Split = tuple[Array, Array]
 # Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
 _INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
-_LARGEST_TWO_LEVEL = {f: bits.constant_bits(f.scale.bound * f.element.max) for f in FORMATS if f.scale.bound is not None}
+LARGEST_TWO_LEVEL = {f: bits.constant_bits(f.scale.bound * f.element.max) for f in FORMATS if f.scale.bound is not None}
+"""fp32 bits of the largest number relative to the tensor's scale, of formats of two levels."""
 
 
 def eps_for(format: Format, eps: float) -> float:
@@ -112,7 +113,7 @@ def nvfp4_multiplier(amax: Array, format: Format) -> Array:
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, _LARGEST_TWO_LEVEL[format]), safe)
+    multiplier = bits.divide(xp.full_like(amax, LARGEST_TWO_LEVEL[format]), safe)
     return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 
