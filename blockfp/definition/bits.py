@@ -171,7 +171,7 @@ def add(a: Array, b: Array) -> Array:
 
 
 def distance(a: Array, b: Array) -> Array:
-    """fp32 bits of |a - b|, IEEE's difference of two non-negative numbers given as bits; NaN is canonical, as of Inf and Inf."""
+    """fp32 bits of |a - b|, as IEEE subtracts non-negative numbers given as bits; NaN, that of Inf - Inf too, is canonical."""
     xp = array_namespace(a)
     larger, exponent, high, low = _aligned(a, b)
     difference = high - low

@@ -1,15 +1,15 @@
 """NVFP4's choice between two scales of a block, "4-over-6" (Cook et al., arXiv 2512.02010), as TransformerEngine makes it.
 
-E2M1 has nothing between 4 and 6. So a block may do better with a scale that maps its amax to 4, where the elements near the amax
-find finer steps. Both scales are tried, and the one whose elements err less is taken:
+E2M1 has nothing between 4 and 6. So a block may do better with a scale that maps its amax to 4, where the elements near the
+amax find finer steps. Both scales are tried, and the one whose elements err less is taken:
 
     base = amax / 6 * G             s6 = E4M3(min(base, 448))   s4 = E4M3(min(base * 1.5, 448))
     enc  = min(1 / (s * Gd), fp32's largest)                    code = E2M1(x * enc)
     err  = sum |code * s * amax of the tensor / 1536 - x|       4 where err4 < err6; equal, Inf and NaN take 6
 
-G is the tensor's multiplier and Gd the tensor scale; 1536 = 256 * 6, so that a scale of 4 is at most 384. Every operation is one
-fp32 operation, rounded to nearest even, from left to right. A row's errors are summed from its first element to its last; those
-of a block's 16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a ragged block lacks add nothing.
+G is the tensor's multiplier and Gd the tensor scale; 1536 = 256 * 6, so that a scale of 4 is at most 384. Every operation is
+one fp32 operation, rounded to nearest even, from left to right. A row's errors are summed from its first element to its last;
+those of a block's 16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a block lacks add nothing.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def one_pass(format: Format) -> bool:
 
 
 def two_passes(format: Format) -> bool:
-    """Tells whether a GPU's kernels can write codes in a second pass, from the amax of the whole tensor that the first finds."""
+    """Tells whether a GPU's kernels can write codes in a second pass, from the tensor's amax that the first finds."""
     return format.has_tensor_scale and not format.scale.four_over_six
 
 

@@ -111,7 +111,9 @@ def test_members_that_do_not_fit_are_refused():
     x = np.ones((16, 32), np.float32)
     given = numerics.amax(x, NAMES[1])
     members = numerics.members(x, NAMES[1])
-    with pytest.raises(ValueError, match=r"amax\.members of nvfp4_4over6_16x16 must have shape \(1, 2, 256\), got \(1, 2, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"amax\.members of nvfp4_4over6_16x16 must have shape \(1, 2, 256\), got \(1, 2, 16\)"
+    ):
         numerics.quantize(x, NAMES[1], amax=given._replace(members=members[..., :16]))
     with pytest.raises(ValueError, match=r"amax\.members is for formats whose blocks choose between scales, got nvfp4"):
         numerics.quantize(x, "nvfp4", amax=numerics.amax(x, "nvfp4")._replace(members=members))
