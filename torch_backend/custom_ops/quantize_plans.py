@@ -210,7 +210,7 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
             recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
             amax = recorded[0]
         directions = _unshared(results)
-        if amax is None and not x.is_cpu:
+        if amax is None and not x.is_cpu and x.numel():
             # The largest magnitude without NaN, by which a GPU tells an Inf.
             amax = kernels_for(x).amax(x, FP8_E4M3).blocks.reshape(1)
         mark(x, directions, amax)
