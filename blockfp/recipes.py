@@ -326,7 +326,11 @@ def nvfp4_eden() -> Recipe:
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4, nvfp4_4over6)
+    f.__name__: f
+    for f in (
+        *(fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated),
+        *(nvfp4, nvfp4_4over6, nvfp4_eden),
+    )
 }
 """The named recipes."""
 

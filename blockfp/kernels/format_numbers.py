@@ -29,6 +29,11 @@ def stored_numbers(format: Format) -> tuple[int, int, int, int]:
     return element, rows, columns, RULES["e4m3"] if format.scale.four_over_six else rule
 
 
+def cuda_rotates(format: Format) -> bool:
+    """Returns True for a format whose CUDA kernels rotate its columns; for others array operations do, before the kernel."""
+    return format.name == "nvfp4"
+
+
 def largest_multiplier(format: Format, eps: float, nominal: str) -> int:
     """fp32 bits of the value that replaces an infinite multiplier.
 

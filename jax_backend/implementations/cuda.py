@@ -17,7 +17,7 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
+from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan
 
@@ -93,14 +93,14 @@ class CudaLibrary(Backend):
         return _quantize(x, format, key, amax, eps, nominal, rows=True)[0]  # pyright: ignore[reportReturnType]
 
     def quantize_columnwise(self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False) -> Quantized:
-        if rotate and not _rotates(format):
+        if rotate and not cuda_rotates(format):
             return self.quantize(rotated(x.mT), key, amax, format=format, eps=eps)
         return _quantize(x, format, key, amax, eps, None, columns=True, rotate=rotate)[1]  # pyright: ignore[reportReturnType]
 
     def quantize_both(
         self, x, key, amax, *, format: Format, eps: float = 0.0, rotate: bool = False
     ) -> tuple[Quantized, Quantized]:
-        if rotate and not _rotates(format):
+        if rotate and not cuda_rotates(format):
             row_key, column_key = keys_of_both(key)
             row = self.quantize(x, row_key, amax, format=format, eps=eps)
             return row, self.quantize(rotated(x.mT), column_key, amax, format=format, eps=eps)
@@ -119,11 +119,6 @@ class CudaLibrary(Backend):
             row=origin[0],
             column=origin[1],
         )
-
-
-def _rotates(format: Format) -> bool:
-    """Returns True for a format whose kernels rotate; for the others XLA does."""
-    return format.scale.two_level and not format.square
 
 
 def _quantize(

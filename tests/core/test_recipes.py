@@ -16,8 +16,10 @@ TABLE = {
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3"),
     "mxfp6": ("mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2"),
     "mxfp4": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2"),
+    "mxfp4_rotated": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1"),
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
     "nvfp4_4over6": ("nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4"),
+    "nvfp4_eden": ("nvfp4", "nvfp4_16x16", "nvfp4"),
 }
 
 
@@ -109,7 +111,7 @@ def test_what_is_refused():
         recipes.mxfp8().replace(input_columnwise=Cast("mxfp8_e4m3", rotate=True))
     for cast in (Cast("nvfp4"), Cast("nvfp4", rotate=True)):
         with pytest.raises(
-            ValueError, match="wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
+            ValueError, match=r"wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
         ):
             recipes.nvfp4_eden().replace(input_columnwise=cast)
     with pytest.raises(ValueError, match="EDEN corrects the E4M3 scales of nvfp4, in blocks of 1x16, got nvfp4_16x16"):

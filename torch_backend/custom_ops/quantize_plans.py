@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockfp.definition import layout, numerics
+from blockfp.definition import layout, numerics, rotation
 from blockfp.definition.bits import constant_bits, dtype_name
 from blockfp.definition.checks import check_input
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3, Format
 from blockfp.kernels import native, switch
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers, largest_multiplier
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
 from . import cuda, kernels
 from .cuda_reader import reader
@@ -114,6 +114,8 @@ def part_count(format: Format) -> int:
 
 def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
+    if rotate and column is not None and not cuda_rotates(column):
+        return _rotated_apart(x, row, column, knows_amax, multiplied, random, eps)
     strided = x.stride(-1) != 1
     if row is not None and column is row and random[0] == random[1]:
         wanted = [(row, True, True, random[0])]
@@ -138,6 +140,22 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
                 del parts[-1:]
             parts += read(x, amax, multiplier, keys)
         return parts
+
+    return run
+
+
+def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps) -> Run:
+    """The columns of a format that the kernels don't rotate are rotated by array operations, and quantized as rows."""
+    if multiplied:
+        raise ValueError(f"a rotated operand in {column} has another amax than the one that its scale was made of")
+    first = None if row is None else _cuda_plan(x, row, None, knows_amax, False, (random[0], False), False, eps)
+    second = _cuda_plan(rotation.rotate(x.mT), column, None, False, False, (random[1], False), False, eps)
+
+    def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        parts = [] if first is None else first(x, amax, None, keys)
+        # A kernel takes the first of its keys for rows.
+        own = None if keys is None else torch.stack([keys[1], keys[0]])
+        return parts + second(rotation.rotate(x.mT), None, None, own)
 
     return run
 
