@@ -1,6 +1,7 @@
 """The JAX face of blockfp: `import blockfp.jax as bfp`. Never imports PyTorch."""
 
 from . import errors, formats, recipes
+from .definition.oscillation import OsciReset
 from .formats import Format
 from .jax_backend.arrays.array import QuantizedArray
 from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
@@ -23,6 +24,7 @@ from .jax_backend.params.optimizer import (
     apply_updates,
     with_masters,
 )
+from .jax_backend.params.osci_reset import OsciResetState, osci_reset
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import (
     named_shardings,
@@ -41,6 +43,8 @@ __all__ = [
     "Format",
     "MasterState",
     "Optimizer",
+    "OsciReset",
+    "OsciResetState",
     "QuantizedArray",
     "Received",
     "Recipe",
@@ -64,6 +68,7 @@ __all__ = [
     "linear",
     "load",
     "named_shardings",
+    "osci_reset",
     "partition_specs",
     "quantize",
     "quantize_both",

@@ -6,6 +6,7 @@ weights, under FSDP2 too.
 """
 
 from . import errors, formats, recipes
+from .definition.oscillation import OsciReset
 from .formats import Format
 from .recipes import Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
@@ -17,6 +18,7 @@ from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, observe
+from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.grouped_linear import GroupedLinear
@@ -53,6 +55,8 @@ __all__ = [
     "MultiheadAttention",
     "Observation",
     "Observed",
+    "OsciReset",
+    "Oscillation",
     "QuantizedTensor",
     "QuantizedWeight",
     "Received",

@@ -1,4 +1,4 @@
-"""Quantization-aware fine-tuning: the forward has the server's bits, gradients are in high precision, files have the forward's."""
+"""Quantization-aware fine-tuning: a server's forward, gradients in high precision, files with the forward's bits."""
 
 import numpy as np
 import pytest
