@@ -31,6 +31,7 @@ from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
+from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
@@ -88,6 +89,7 @@ __all__ = [
     "recipes",
     "save",
     "save_checkpoint",
+    "set_recipe",
     "stream_weights",
     "summary",
     "update_scales",

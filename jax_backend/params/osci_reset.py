@@ -57,7 +57,9 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
     def init(params, originals=None):
         inner = optimizer.init(params) if originals is None else optimizer.init(params, originals)
         if not isinstance(inner, MasterState):
-            raise TypeError(f"osci_reset wraps adamw, adam or with_masters(..), whose state has masters, got {type(inner).__name__}")
+            raise TypeError(
+                f"osci_reset wraps adamw, adam or with_masters(..), whose state has masters, got {type(inner).__name__}"
+            )
         paths = [map_with_path(_new_path, params, inner.masters) for _ in range(2)]
         return OsciResetState(jnp.zeros((), jnp.int32), *paths, inner)
 

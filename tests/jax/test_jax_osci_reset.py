@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from meshes import CASES
 from same_trees import assert_same_tree
 
