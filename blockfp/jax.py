@@ -1,7 +1,6 @@
 """The JAX face of blockfp: `import blockfp.jax as bfp`. Never imports PyTorch."""
 
 from . import errors, formats, recipes
-from .definition.oscillation import OsciReset
 from .formats import Format
 from .jax_backend.arrays.array import QuantizedArray
 from .jax_backend.arrays.collectives import all_gather, all_reduce, reduce_scatter
@@ -35,7 +34,7 @@ from .jax_backend.params.placing import (
     unshard_state,
 )
 from .jax_backend.params.restoring import rebuild_params
-from .recipes import Recipe
+from .recipes import OsciReset, Recipe
 
 __all__ = [
     "AdamState",

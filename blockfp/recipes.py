@@ -19,7 +19,11 @@ from typing import Any, Literal, get_args
 
 from . import patterns
 from .definition.checks import check_eps
+from .definition.oscillation import OsciReset
 from .formats import Format
+
+# Both backends' optimizers take it; pickles name where users import it.
+OsciReset.__module__ = __name__
 
 Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]

@@ -6,9 +6,8 @@ weights, under FSDP2 too.
 """
 
 from . import errors, formats, recipes
-from .definition.oscillation import OsciReset
 from .formats import Format
-from .recipes import Recipe
+from .recipes import OsciReset, Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
@@ -28,6 +27,8 @@ from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
+from .torch_backend.modules.sensitivity import sensitivity
+from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
@@ -49,6 +50,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LayerSensitivity",
     "LeftWeight",
     "Linear",
     "LinearState",
@@ -63,6 +65,7 @@ __all__ = [
     "Received",
     "Recipe",
     "Saving",
+    "Sensitivity",
     "Summary",
     "TransformerLayer",
     "WeightBucket",
@@ -89,6 +92,7 @@ __all__ = [
     "recipes",
     "save",
     "save_checkpoint",
+    "sensitivity",
     "set_recipe",
     "stream_weights",
     "summary",

@@ -22,8 +22,8 @@ class OsciResetState(NamedTuple):
 
     Attributes:
         step: number of steps done, int32.
-        master_paths, quantized_paths: lengths of the paths in the window, float32, of the structure of gradients; None where the
-            parameter isn't quantized.
+        master_paths, quantized_paths: lengths of the paths in the window, float32, of the structure of gradients; None where
+            the parameter isn't quantized.
         inner: the optimizer's own state, a `MasterState`.
     """
 
@@ -39,8 +39,8 @@ jax.export.register_namedtuple_serialization(OsciResetState, serialized_name="bl
 def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
     """Wraps an optimizer with masters: those of quantized weights that oscillate between two codes become what these stand for.
 
-    `blockfp.torch.AdamW(osci_reset=..)` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as the
-    optimizer made them; the next step moves on from the new masters.
+    `blockfp.torch.AdamW(osci_reset=..)` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as
+    the optimizer made them; the next step moves on from the new masters.
 
     Args:
         optimizer: `adamw`, `adam`, or what `with_masters` returns.

@@ -1,5 +1,7 @@
 """Flips of codes and OsciReset's paths, against what loops over single weights give."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -48,7 +50,7 @@ def decoded(codes, element):
 def test_flips_are_changes_against_the_last_one():
     walks = np.array([[0, 1, 0, 0, 1, 1, 2], [0, 1, 2, 3, 4, 5, 6], [3, 3, 3, 3, 3, 3, 3], [0, 5, -5, 5, 4, 4, 3]]).T
     direction, counts, mean = np.zeros(4, np.int8), np.zeros(4, int), np.zeros(4, np.float32)
-    for before, now in zip(walks[:-1], walks[1:], strict=True):
+    for before, now in pairwise(walks):
         flipped, direction = oscillation.flips(before, now, direction)
         counts += flipped
         mean = oscillation.frequency(mean, flipped, 0.25)

@@ -190,5 +190,5 @@ def test_wrong_settings():
     with pytest.raises(TypeError, match="osci_reset must be None or an OsciReset, got 8"):
         bfp.AdamW([q], osci_reset=8)
     layer = bfp.Linear(32, 32, recipe="mxfp8", weights="high_precision")
-    with pytest.raises(ValueError, match="has no codes between two steps.*osci_reset=None"):
+    with pytest.raises(ValueError, match=r"has no codes between two steps.*osci_reset=None"):
         bfp.AdamW(layer.parameters(), osci_reset=SETTINGS)

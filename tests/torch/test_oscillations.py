@@ -1,5 +1,7 @@
 """`observe(oscillations=True)`: flips of codes, against a loop over NumPy's quantizations of the masters."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import threaded
@@ -43,7 +45,7 @@ def by_numpy(histories, momentum, threshold):
     """(changed, flipped, mean frequency, oscillating) of each step, from lists of dequantized values over their scales."""
     last = np.zeros(histories[0].shape)
     mean = np.zeros(histories[0].shape)
-    for before, now in zip(histories[:-1], histories[1:], strict=True):
+    for before, now in pairwise(histories):
         moved = np.sign(now - before)
         flipped = (moved * last) < 0
         last = np.where(moved != 0, moved, last)
@@ -66,7 +68,8 @@ def test_counts(recipe, weights):
     format = str(model[0].recipe.weight.format)
     values = [p.initial if weights == "quantized" else p.values for p in (model[0].weight, model[1].weight)]
     histories = [[elements(value.detach(), format)] for value in values]
-    for observation, optimizer in train(model, momentum=0.25, threshold=0.1):
+    for found, optimizer in train(model, momentum=0.25, threshold=0.1):
+        observation = found
         for history, layer in zip(histories, model, strict=True):
             master = optimizer.state[layer.weight]["master"] if weights == "quantized" else layer.weight.values
             history.append(elements(master.detach(), format))

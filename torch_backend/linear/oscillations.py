@@ -80,15 +80,15 @@ class Flips:
         if isinstance(local, CastWeight):
             if sharding.mesh_of(weight) is not None or local.cut is not None:
                 raise ValueError(
-                    f"{self.path!r} keeps its weight in high precision and shares it among ranks, so there are no codes between "
-                    "two steps: observe oscillations of weights='quantized'"
+                    f"{self.path!r} keeps its weight in high precision and shares it among ranks, so there are no codes "
+                    "between two steps: observe oscillations of weights='quantized'"
                 )
             local = local.quantized()
         if not isinstance(local, QuantizedTensor):
             raise ValueError(f"{self.path!r} has a weight in high precision, by its recipe {self.layer.linear_recipe}")
         if local.geometry.gathered:
             raise ValueError(
-                f"{self.path!r} holds FSDP's gathered weight: call step() behind optimizer.step(), or reshard() of its module"
+                f"{self.path!r} holds FSDP's gathered weight: call step() behind optimizer.step(), or reshard() first"
             )
         codes = layout.unpack(local.codes, local.format.element.bits, local.shape[-1])
         return local.format, oscillation.ordinals(codes, local.format.element).to(torch.int8)

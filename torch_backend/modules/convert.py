@@ -76,8 +76,8 @@ def convert(
         TypeError: model is not a module, or filter_fn no function.
         ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
             a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
-            (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is sharded
-            already. The model is as it was then.
+            (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
+            sharded already. The model is as it was then.
 
     Example:
         >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")

@@ -41,7 +41,8 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | s
     layers' paths say.
 
     Call it between two steps, on every rank alike, under FSDP2 too. Compiled blocks are compiled again; CUDA graphs that you
-    captured yourself have to be captured again. To load a checkpoint saved before it, take `load_checkpoint(.., requantize=True)`.
+    captured yourself have to be captured again. A checkpoint saved before it is loaded by
+    `load_checkpoint(.., requantize=True)`.
 
     Args:
         model: with layers of `convert`, or of this library; sharded or not.
