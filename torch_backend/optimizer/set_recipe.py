@@ -33,8 +33,8 @@ Layer = QuantizedLayer | Experts
 def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | str | ByPath) -> nn.Module:
     """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
 
-    Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those that
-    the new recipe would have given them in the last step. Weights without a master are quantized from the original values that
+    Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
+    that the new recipe would have given them in the last step. Weights without a master are quantized from the original values that
     they keep, or from what their codes stand for (frozen ones, `master=None`). Parameters stay the same objects, and the
     optimizer's state stays as it is: masters, moments, step. Random keys and steps of stochastic rounding are carried over, and
     so are histories and scales of delayed scaling where the new recipe has the same; otherwise these begin anew, keys as the
@@ -54,9 +54,9 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | s
 
     Raises:
         TypeError: model or optimizer is something else.
-        ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights that
-            two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor parallelism
-            cut; weights that FSDP2 holds gathered, or on the meta device. Everything is as it was then.
+        ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights
+            that two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor
+            parallelism cut; weights that FSDP2 holds gathered, or on the meta device. Everything is as it was then.
 
     Example:
         >>> bfp.set_recipe(model, optimizer, "mxfp8")  # the last steps of a run in nvfp4
