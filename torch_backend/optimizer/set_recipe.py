@@ -34,8 +34,8 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | s
     """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
 
     Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
-    that the new recipe would have given them in the last step. Weights without a master are quantized from the original values that
-    they keep, or from what their codes stand for (frozen ones, `master=None`). Parameters stay the same objects, and the
+    that the new recipe would have given them in the last step. Weights without a master are quantized from the original values
+    that they keep, or from what their codes stand for (frozen ones, `master=None`). Parameters stay the same objects, and the
     optimizer's state stays as it is: masters, moments, step. Random keys and steps of stochastic rounding are carried over, and
     so are histories and scales of delayed scaling where the new recipe has the same; otherwise these begin anew, keys as the
     layers' paths say.
