@@ -70,6 +70,8 @@ class _Adam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = not self.__dict__  # torch's load_state_dict comes here too
         super().__setstate__(state)
+        for group in self.param_groups:  # pickles of another version may lack it
+            group.setdefault("osci_reset", None)
         if copied:  # copies and pickles lose the hooks
             self._prepare()
 
@@ -153,7 +155,7 @@ class _Adam(Optimizer):
                     number += 1
                 if len(todo) > first and not self._begin(group, todo[first:], found, scale):
                     return
-                if group.get("osci_reset") is not None:
+                if group["osci_reset"] is not None:
                     watched |= dict.fromkeys(range(first, len(todo)), OsciReset(*group["osci_reset"]))
             # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
             windows = Windows(todo, watched) if watched else None
@@ -174,7 +176,7 @@ class _Adam(Optimizer):
                 renew_master(one, state)
         elif needs_master(one, group["master"]):
             state["master"] = new_master(one)
-        if group.get("osci_reset") is not None and resets(one, state):
+        if group["osci_reset"] is not None and resets(one, state):
             state |= new_paths(one, state)
         return state
 
@@ -369,7 +371,7 @@ def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     for own, group in zip(ours, theirs, strict=True):
         if unfit := unsupported_setting(optimizer, group):
             raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
-        kept = {name: own.get(name) for name in _OWN}
+        kept = {name: own[name] for name in _OWN}
         groups.append({**optimizer.defaults, **group, **kept})
         for param, i in zip(own["params"], group["params"], strict=True):
             if state_dict["state"].get(i):
