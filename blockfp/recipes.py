@@ -311,11 +311,7 @@ def nvfp4_eden() -> Recipe:
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-<<<<<<< HEAD
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
-=======
     f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated, nvfp4, nvfp4_eden)
->>>>>>> refs/heads/eden
 }
 """The named recipes."""
 

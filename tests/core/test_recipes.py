@@ -107,11 +107,7 @@ def test_what_is_refused():
         recipes.mxfp8().replace(input_columnwise=Cast("mxfp8_e4m3", rotate=True))
     for cast in (Cast("nvfp4"), Cast("nvfp4", rotate=True)):
         with pytest.raises(
-<<<<<<< HEAD
-            ValueError, match="wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
-=======
             ValueError, match=r"wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
->>>>>>> refs/heads/eden
         ):
             recipes.nvfp4_eden().replace(input_columnwise=cast)
     with pytest.raises(ValueError, match="EDEN corrects the E4M3 scales of nvfp4, in blocks of 1x16, got nvfp4_16x16"):
