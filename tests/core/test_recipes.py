@@ -18,6 +18,7 @@ TABLE = {
     "mxfp4": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2"),
     "mxfp4_rotated": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1"),
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
+    "nvfp4_4over6": ("nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4"),
     "nvfp4_eden": ("nvfp4", "nvfp4_16x16", "nvfp4"),
 }
 
@@ -29,6 +30,9 @@ def test_the_table(name):
         for direction in ("rowwise", "columnwise"):
             if name == "fp8_row" and (operand, direction) in recipes.PRODUCTS["dgrad"]:
                 assert recipe.cast(operand, direction) == HIGH_PRECISION
+                continue
+            if name == "nvfp4_4over6" and (operand, direction) == ("input", "columnwise"):
+                assert recipe.cast(operand, direction) == recipes.nvfp4().input_columnwise
                 continue
             assert recipe.cast(operand, direction).format.name == format
     assert recipe.fast_accum == {"forward"}
@@ -59,7 +63,7 @@ def test_only_some_rotate_and_round_stochastically():
         rotated = {where for where, cast in casts.items() if cast.rotate}
         eden = {where for where, cast in casts.items() if cast.eden}
         assert eden == ({("gradient", "columnwise"), ("input", "columnwise")} if name == "nvfp4_eden" else set())
-        if name in ("nvfp4", "nvfp4_eden", "mxfp4_rotated"):
+        if name in ("nvfp4", "nvfp4_4over6", "nvfp4_eden", "mxfp4_rotated"):
             assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")} | eden
             assert rotated == {("gradient", "columnwise"), ("input", "columnwise")}
         else:
