@@ -32,9 +32,11 @@ class StatefulLayer(RecipeLayer):
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        keyed_by_unit: whether `rng_key` is that of a unit of the batch (`Reproducible`), into which no rank is folded.
     """
 
     compute: Compute
+    keyed_by_unit = False
 
     def __init__(self, recipe: Recipe | str, compute: Compute):
         # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
@@ -121,7 +123,7 @@ class StatefulLayer(RecipeLayer):
             self.gradient_scale,
             self.rng_key,
             self.step,
-            0 if self.rng_key is None else data_rank(self.data_rank),
+            0 if self.rng_key is None or self.keyed_by_unit else data_rank(self.data_rank),
             self.observed,
         )
 
