@@ -8,8 +8,8 @@ import reproducible_runs as runs
 import threaded
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.quantized_tensor.sharding import local_of
-from reproducible_runs import RECIPES, UNITS, differences, on
+from blockfp.torch_backend.quantized_tensor.sharding import mesh_of
+from reproducible_runs import RECIPES, differences, on
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -237,7 +237,7 @@ def test_units_that_draw_or_differ():
     run = bfp.Reproducible(model, 4)
     with pytest.raises(RuntimeError, match="unit 0 drew from torch's random generator"):
         run.backward(lambda unit: F.dropout(model(ROWS[unit])))
-    with pytest.raises(RuntimeError, match="unit 2 must give gradients of the same parameters as unit 0, .* other"):
+    with pytest.raises(RuntimeError, match=r"unit 2 must give gradients of the same parameters as unit 0, .* other"):
         run.backward(lambda unit: model(ROWS[unit]) + (model.other.sum() if unit == 2 else 0))
     with pytest.raises(ValueError, match=r"a loss of shape \(\), got \(2,\)"):
         run.backward(lambda unit: model.other)
@@ -248,7 +248,7 @@ def test_units_that_draw_or_differ():
 def refused_on_ranks(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hsdp = fully_shard(Product(), mesh=mesh)
-    with pytest.raises(ValueError, match="weight lies .* not the mesh of Reproducible"):
+    with pytest.raises(ValueError, match=r"weight lies .* not the mesh of Reproducible"):
         bfp.Reproducible(hsdp, 8, mesh["shard"])
     with pytest.raises(ValueError, match="mesh must have the one axis"):
         bfp.Reproducible(hsdp, 8, mesh)
@@ -287,14 +287,14 @@ def splits_on_ranks(rank):
         bfp.parallelize(layer, mesh, splits=2, sequence_parallel=True)
     with pytest.raises(ValueError, match="splits=8: 4 heads of keys and values"):
         bfp.parallelize(layer, mesh, splits=8)
-    with pytest.raises(ValueError, match="splits=8: 128 features are not 8 pieces of whole blocks of mxfp8; .* 256"):
+    with pytest.raises(ValueError, match=r"splits=8: 128 features are not 8 pieces of whole blocks of mxfp8; .* 256"):
         bfp.parallelize(bfp.LayerNormMLP(128, 128, recipe="mxfp8"), mesh, splits=8)
     with pytest.raises(ValueError, match="splits=2 is for a TransformerLayer"):
         bfp.parallelize(nn.Sequential(bfp.Linear(64, 64, recipe="mxfp8")), mesh, {"0": "column"}, splits=2)
     with pytest.raises(ValueError, match="splits=2 is for layers of one weight"):
         bfp.parallelize(bfp.GroupedLinear(2, 64, 64, recipe="mxfp8"), mesh, "column", splits=2)
     assert layer.attention.qkv.parallel is None
-    assert not hasattr(local_of(layer.norm.weight), "device_mesh")
+    assert mesh_of(layer.norm.weight) is None
     return True
 
 
@@ -302,6 +302,13 @@ def test_splits_that_do_not_fit():
     assert all(threaded.run(2, splits_on_ranks))
 
 
-def test_units_number_four():
-    """The meshes above have ranks that divide them."""
-    assert all(UNITS % shape[0] == 0 for shape in MESHES)
+def compiled_on_a_rank(rank):
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))["tp"]
+    layer = bfp.parallelize(bfp.Linear(64, 64, recipe="mxfp8"), mesh, "column", splits=2)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="splits is not compiled"):
+        torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(4, 64))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_pieces_are_not_compiled():
+    threaded.run(1, compiled_on_a_rank)

@@ -60,9 +60,15 @@ def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
     whole = max((side for format in formats for side in format.block or () if side != WHOLE_ROW), default=1)
     if features % (splits * whole):
         raise ValueError(
-            f"splits={splits}: {features} features are not {splits} pieces of whole blocks of {recipe}; they must be a multiple "
-            f"of {splits * whole}, or splits smaller"
+            f"splits={splits}: {features} features are not {splits} pieces of whole blocks of {recipe}; they must be a "
+            f"multiple of {splits * whole}, or splits smaller"
         )
+
+
+def check_eager() -> None:
+    """Raises NotImplementedError where a compiler traces."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("a layer with splits is not compiled: compilers join what is computed in pieces")
 
 
 def _casts(recipe: Recipe) -> list[Any]:
@@ -108,9 +114,7 @@ def multiply_pieces(
         return torch.cat([multiply(_cut(a, 0, i, length), _whole(b), (n, k), None, dtype, **options) for i in range(count)])
     length = _piece(n, count)
     biases = [None] * count if bias is None else bias.split(length)
-    pieces = [
-        multiply(_whole(a), _cut(b, 0, i, length), (length, k), own, dtype, **options) for i, own in enumerate(biases)
-    ]
+    pieces = [multiply(_whole(a), _cut(b, 0, i, length), (length, k), own, dtype, **options) for i, own in enumerate(biases)]
     return torch.cat(pieces, 1)
 
 
@@ -121,6 +125,7 @@ def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, parallel: Paralle
     """
     if parallel is None or parallel.splits is None:
         return function(x)
+    check_eager()
     mesh, placements = mesh_of(x), getattr(x, "placements", ())
     pieces = _Divided.apply(to_local(x), parallel.splits // parallel.ranks)
     return from_local(_Joined.apply(*map(function, pieces)), mesh, placements)

@@ -68,8 +68,8 @@ class SharedFunction(torch.autograd.Function):
         observed: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         recipe, parallel = call.recipe, call.parallel
-        if call.traced and parallel is not None and parallel.splits is not None:
-            raise NotImplementedError("a layer with splits is not compiled: compilers may join what is computed in pieces")
+        if parallel is not None and parallel.splits is not None:
+            pieces.check_eager()
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         shard = None if parallel is None else parallel.cut_input

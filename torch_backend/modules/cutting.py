@@ -43,7 +43,7 @@ class Cutter:
 
     Raises:
         TypeError: no mesh.
-        ValueError: a mesh of more axes, another sequence_dim, a reduce_format that is none, or that nothing would use, or splits
+        ValueError: a mesh of more axes, another sequence_dim, a reduce_format that is none, or that nothing would use; splits
             that the ranks don't divide, or beside sequence parallelism.
     """
 
@@ -74,7 +74,7 @@ class Cutter:
         check_splits(splits, self.ranks)
         if splits is not None and sequence:
             raise ValueError(
-                f"splits={splits} is not for sequence_parallel=True: the gradients of norms would be sums over each rank's tokens"
+                f"splits={splits} is not for sequence_parallel=True: gradients of norms would be sums over each rank's tokens"
             )
         self.splits = splits
 

@@ -82,7 +82,7 @@ def parallelize(
             heads that the ranks don't divide, another sequence_dim, attention with its tokens on axis 0, a weight that is cut
             already, that layers of two styles share, or that a module has too which stays as it is; with sequence parallelism
             a class derived from torch's norms, or experts alone, whose tokens are sent to them; splits that the ranks, the
-            heads or a layer's blocks don't divide, of experts, of layers named in a mapping, or beside sequence parallelism. The
+            heads or a layer's blocks don't divide, of experts, of layers in a mapping, or beside sequence parallelism. The
             module is as it was then.
 
     Example:
@@ -94,13 +94,11 @@ def parallelize(
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if not isinstance(style, (str, Mapping, NoneType)):
         raise TypeError(f"style must be one, such as 'column', or a mapping from paths to styles, got {type(style).__name__}")
-    cutter = Cutter(
-        tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format, splits=splits
-    )
+    cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format, splits=splits)
     if splits is not None and isinstance(style, Mapping):
         raise ValueError(
-            f"splits={splits} is for a TransformerLayer, MultiheadAttention, LayerNormMLP, LayerNormLinear, for models of these "
-            "and for one Linear: what stands between the layers named in style isn't known to compute in pieces"
+            f"splits={splits} is for a TransformerLayer, MultiheadAttention, LayerNormMLP, LayerNormLinear, for models of "
+            "these and for one Linear: what stands between the layers named in style isn't known to compute in pieces"
         )
     if isinstance(module, QuantizedLayer | Experts):
         if isinstance(style, Mapping):

@@ -34,8 +34,8 @@ class Reproducible:
     A batch is divided into units, each a forward and a backward by itself: a sequence, or a few. Units are numbered over all
     ranks, and a rank runs as many as any other, one behind the other. Losses, and gradients in float32, are added in a fixed
     binary tree over these numbers. The random bits of stochastic rounding are those of the unit. So meshes whose data-parallel
-    ranks divide the units give the same bits, also one after another, by way of a checkpoint. Tensor parallelism is part of that
-    with `parallelize(.., splits=)`; the same splits then, on a mesh of one rank too.
+    ranks divide the units give the same bits, also one after another, by way of a checkpoint. Tensor parallelism is part of
+    that with `parallelize(.., splits=)`; the same splits then, on a mesh of one rank too.
 
     Everything else has to be the same: the device, the versions, the number of threads, and
     `torch.use_deterministic_algorithms(True)` on a GPU.
@@ -240,12 +240,11 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh | None) -> None:
     """Raises ValueError unless parameters are sharded over the mesh, and cut over nothing else but by `parallelize`."""
     own = None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
     # The group over which `parallelize` has cut or replicated a parameter.
-    cut = {
-        parameter: module.group if isinstance(module, SharedNorm) else module.parallel.group
-        for module in model.modules()
-        if isinstance(module, SharedNorm) or (isinstance(module, StatefulLayer | Experts) and module.parallel is not None)
-        for parameter in module.parameters(recurse=False)
-    }
+    cut: dict[Tensor, str] = {}
+    for module in model.modules():
+        by = module if isinstance(module, SharedNorm) else getattr(module, "parallel", None)
+        if by is not None and isinstance(module, SharedNorm | StatefulLayer | Experts):
+            cut |= dict.fromkeys(module.parameters(recurse=False), by.group)
     for path, parameter in model.named_parameters():
         dtensor = sharding.as_dtensor(parameter)
         sharded = False
@@ -257,8 +256,8 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh | None) -> None:
                 sharded = True
             elif len(ranks) > 1 and cut.get(parameter) != group.group_name:
                 raise ValueError(
-                    f"{path} lies {placement} over ranks {ranks}, which are not the mesh of Reproducible: give it the axis that "
-                    "fully_shard got; HSDP, and what other libraries cut, are not reproducible on other meshes"
+                    f"{path} lies {placement} over ranks {ranks}, which are not the mesh of Reproducible: give it the axis "
+                    "that fully_shard got; HSDP, and what other libraries cut, are not reproducible on other meshes"
                 )
         if own is not None and len(own) > 1 and parameter.requires_grad and not sharded:
             raise ValueError(f"{path} is not sharded over {mesh}: fully_shard the whole model on it")

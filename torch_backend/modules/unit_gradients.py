@@ -1,7 +1,7 @@
 """Gradients of the units of a batch, added in a fixed tree: where FSDP2 would sum over ranks, and of plain parameters.
 
-    each unit        FSDP2 reduces its gradients: they join this rank's subtree, unsharded, and nothing is sent
-    the last unit    subtrees are cut into the ranks' shards, sent, and added in the order of the ranks
+each unit        FSDP2 reduces its gradients: they join this rank's subtree, unsharded, and nothing is sent
+the last unit    subtrees are cut into the ranks' shards, sent, and added in the order of the ranks
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class UnitReduction:
         if op != dist.ReduceOp.AVG or group.size() != self.world:
             raise ValueError(
                 f"{self.path}: Reproducible takes the mean over a mesh of {self.world} ranks itself, in float32, got {op} over "
-                f"{group.size()}: leave out set_gradient_divide_factor and set_force_sum_reduction_for_comms, reduce in float32 "
-                "or bfloat16 (MixedPrecisionPolicy), and give it the mesh that fully_shard got"
+                f"{group.size()}: leave out set_gradient_divide_factor and set_force_sum_reduction_for_comms, reduce in "
+                "float32 or bfloat16 (MixedPrecisionPolicy), and give it the mesh that fully_shard got"
             )
         self._add(input_tensor)
         if self.count < self.progress.own:

@@ -20,9 +20,9 @@ _INF = 0x7F800000
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Scales gradients in place so that the 2-norm of all of them together is at most `max_norm`.
 
-    It is `torch.nn.utils.clip_grad_norm_` with a norm that no sharding changes: of each parameter the squares, exact in float64,
-    are added as integers of a width that the parameter's largest gradient sets. Integer sums have no order. What is lost is
-    below 2^-60 of that square for each element of a parameter of a million. The sums of parameters are added in their order.
+    It is `torch.nn.utils.clip_grad_norm_` with a norm that no sharding changes. Squares are exact in float64, and those of a
+    parameter are added as integers, in units that its largest gradient sets. Integer sums have no order. In a parameter of a
+    million elements each square loses less than 2^-80 of the largest. The parameters' sums are added in their order.
 
     Args:
         parameters: one, or several, plain or DTensors; those without a gradient are left out. Every rank gives them alike.

@@ -1,9 +1,9 @@
 """Sums in one fixed order: a binary tree over the numbers of the terms.
 
-    0   1   2   3   4   5        (((0 + 1) + (2 + 3)) + (4 + 5))
-    └─┬─┘   └─┬─┘   └─┬─┘
-      └───┬───┘       │          A rank that has a power of two of them, one behind the other and as many as every other rank,
-          └─────┬─────┘          makes a whole subtree. So the ranks' sums, added in the same way, give the same bits.
+0   1   2   3   4   5        (((0 + 1) + (2 + 3)) + (4 + 5))
+└─┬─┘   └─┬─┘   └─┬─┘
+  └───┬───┘       │          A rank that has a power of two of them, one behind the other and as many as every other rank,
+      └─────┬─────┘          makes a whole subtree. So the ranks' sums, added in the same way, give the same bits.
 """
 
 from __future__ import annotations
