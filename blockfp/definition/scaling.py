@@ -104,15 +104,20 @@ def e8m0_bits(stored: Array) -> Array:
     return xp.where(stored == 0xFF, bits.NAN, xp.where(stored == 0, 0x400000, stored << 23))
 
 
-def nvfp4_multiplier(amax: Array, element: ElementFormat) -> Array:
+def nvfp4_multiplier(amax: Array, element: ElementFormat, largest: int | None = None) -> Array:
     """fp32 bits of NVFP4's global multiplier G = 448 * MAX / amax of the tensor; 1 where amax is 0 or Inf.
 
     `tensor_scale` is its reciprocal. (TransformerEngine's `compute_global_encode_scaling_factor_FP4`.)
+
+    Args:
+        amax: int32 bits.
+        element: E2M1.
+        largest: fp32 bits of what stands instead of 448 * MAX.
     """
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, _LARGEST_TWO_LEVEL[element.name]), safe)
+    multiplier = bits.divide(xp.full_like(amax, largest or _LARGEST_TWO_LEVEL[element.name]), safe)
     return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 

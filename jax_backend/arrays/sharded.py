@@ -208,15 +208,18 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
     """
     for step in reversed(plan.steps):
         assert isinstance(step, Gather)
-        axis, stored = step.dim - 2, storage.length(step.sharding, step.dim)
-        ranks = range(step.sharding.mesh.size)
-        places = []
-        for rank in ranks:
-            runs = step.elements(rank).runs
-            index = _join_index(runs, stored)
-            inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
-            inverse[index] = np.arange(len(index))
-            places.append(inverse)
-        gradient = storage.take(gradient, storage.of_rank(step.sharding.mesh, places), axis)
+        axis = step.dim - 2
+        gradient = storage.take(gradient, storage.of_rank(step.sharding.mesh, sent_from(step)), axis)
         gradient = lax.psum_scatter(gradient, step.axes, scatter_dimension=gradient.ndim + axis, tiled=True)
     return gradient
+
+
+def sent_from(step: Gather) -> list[np.ndarray]:
+    """By rank: where in the gathered array everything lies that it sends back, rank after rank; -1 for padding."""
+    stored, tables = storage.length(step.sharding, step.dim), []
+    for rank in range(step.sharding.mesh.size):
+        index = _join_index(step.elements(rank).runs, stored)
+        inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
+        inverse[index] = np.arange(len(index))
+        tables.append(inverse)
+    return tables

@@ -147,6 +147,8 @@ def key_array(key: Key | None) -> jax.Array | np.ndarray | None:
         )
     if isinstance(key, jax.Array) and key.dtype == np.int64 and not isinstance(key, Tracer):
         key = np.asarray(key)
+    if isinstance(key, jax.Array) and key.dtype == np.uint32 and key.shape == (2,):
+        return key
     words = key_words(key)
     if isinstance(key, jax.Array):
         return jnp.asarray(key, jnp.uint32)

@@ -23,6 +23,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
+from ..implementations.jax_internals import runs_at_once
 from .arguments import transposed_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
@@ -58,10 +59,13 @@ class Layer(ABC):
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
+        # Operation by operation a layer would cost the host many times as much. A bias stays outside, where XLA can't leave out
+        # the rounding of what it is added to.
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state))):
-            # Operation by operation it would cost the host many times as much.
-            y, state = _jitted(self, x, weight, sizes, state)
+            y, state = _at_once(self, x, weight, None, sizes, None, state)
             return self.with_bias(y, bias, None if bias is None else self.tiles(x, sizes)), state
+        if bias is None and runs_at_once():
+            return _at_once(self, x, weight, carrier, sizes, key, state)
         return either(_plain, _differentiable, self, x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
@@ -143,8 +147,8 @@ def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
 
 
 @partial(jax.jit, static_argnums=0)
-def _jitted(layer: Layer, x, weight, sizes, state):
-    return _plain(layer, x, weight, None, None, sizes, None, state)
+def _at_once(layer: Layer, x, weight, carrier, sizes, key, state):
+    return either(_plain, _differentiable, layer, x, weight, carrier, None, sizes, key, state)
 
 
 def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:

@@ -245,3 +245,65 @@ def hadamard(x: np.ndarray) -> np.ndarray:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
     return (signs * x) @ matrix / 4
+
+
+def randomly_hadamard(x: np.ndarray, key: tuple[int, int], origin: int = 0) -> np.ndarray:
+    """One row [columns] rotated as EDEN wants it: random signs, then the fp32 butterfly written out, float32."""
+    columns = len(x)
+    flips = random_bytes(key, origin, columns) & 1
+    tiny = np.abs(x.astype(np.float64)) < 2.0**-98
+    z = np.where(tiny, np.copysign(0.0, x), x).astype(np.float32) * np.where(flips, -1, 1).astype(np.float32)
+    start = 0
+    for size in (128, 64, 32, 16):
+        while columns - start >= size:
+            group = z[start : start + size]
+            h = 1
+            while h < size:
+                for i in range(size):
+                    if not i & h:
+                        with np.errstate(over="ignore", invalid="ignore"):
+                            group[i], group[i + h] = group[i] + group[i + h], group[i] - group[i + h]
+                h *= 2
+            group *= np.float32(size**-0.5)
+            start += size
+    return z
+
+
+def eden(z: np.ndarray, key: tuple[int, int], *, first_row: int = 0, first_block: int = 0, blocks: int | None = None):
+    """(codes one a byte, scales, tensor_scale) of rotated values [rows, columns] by MS-EDEN, block after block.
+
+    Random bytes count blocks: row * blocks + block, beginning at first_row and first_block.
+    """
+    rows, columns = z.shape
+    own = -(-columns // 16)
+    blocks = first_block + own if blocks is None else blocks
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        z = np.where(np.isnan(z), np.nan, z.astype(np.float64))
+    amax = largest_magnitude(z)
+    multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(256 * 6.0, amax), FP32_MAX))
+    tensor_scale = np.float32(div32(1.0, multiplier))
+    codes, scales = np.zeros(z.shape, np.uint8), np.zeros((rows, own), np.uint8)
+    for row in range(rows):
+        for block in range(own):
+            x = z[row, 16 * block : 16 * (block + 1)]
+            level = mul32(largest_magnitude(x), mul32(multiplier, fp32(1 / 6)))
+            scale = to_element(np.minimum(level, FP32_MAX), "e4m3")
+            stored = float(decode(scale, "e4m3"))
+            encode = np.minimum(div32(1.0, mul32(stored, tensor_scale)), FP32_MAX)
+            with np.errstate(invalid="ignore"):
+                y = mul32(x, encode)
+            code = to_element(y, "e2m1")
+            squares = products = 0
+            for value, digit in zip(y, code, strict=True):
+                if np.isnan(value):
+                    continue
+                # Python rounds to even.
+                steps = min(round(abs(value) * 512), 8191) if np.isfinite(value) else 8191
+                squares += steps * steps
+                products += steps * int(2 * abs(float(decode(digit, "e2m1"))))
+            c = float(div32((squares + 128) // 256, products)) if products else 1.0
+            u = random_bytes(key, (first_row + row) * blocks + first_block + block, 1)
+            corrected = to_element(mul32(stored, c), "e4m3", u)[0]
+            codes[row, 16 * block : 16 * (block + 1)] = code
+            scales[row, block] = 0x7F if np.isnan(x).any() else corrected
+    return codes, scales, tensor_scale

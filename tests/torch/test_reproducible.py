@@ -201,15 +201,6 @@ def test_no_gradients():
 # ---- refusals
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(self.layer(x)).sum()
-
-
 def test_units_that_do_not_fit():
     for units in (0, 3, 6, True, "4"):
         with pytest.raises(ValueError, match="units must be the 1 ranks of mesh times a power of two"):
@@ -247,6 +238,10 @@ def test_units_that_draw_or_differ():
 
 def refused_on_ranks(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer, other, quantized, divided = (nn.Linear(4, 4) for _ in range(4))
+    model = bfp.TransformerLayer(64, 64, 2, recipe="mxfp8")
+    # Ranks are threads, and draw from one generator.
+    torch.distributed.barrier()
     hsdp = fully_shard(Product(), mesh=mesh)
     with pytest.raises(ValueError, match=r"weight lies .* not the mesh of Reproducible"):
         bfp.Reproducible(hsdp, 8, mesh["shard"])
@@ -256,20 +251,27 @@ def refused_on_ranks(rank):
         bfp.Reproducible(Product(), 8, mesh["shard"])
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         bfp.Reproducible(DistributedDataParallel(Product()), 8)
-    model = bfp.TransformerLayer(64, 64, 2, recipe="mxfp8")
     bfp.parallelize(model, mesh["shard"])
     with pytest.raises(ValueError, match=r"attention.qkv, a Linear, .*splits="):
         bfp.Reproducible(model, 8)
-    # Of a rank or of all of them.
-    layer = fully_shard(Twice().layer, mesh=mesh["shard"])
-    run = bfp.Reproducible(layer, 4, mesh["shard"])
+    fully_shard(layer, mesh=mesh["shard"])
+    bfp.Reproducible(layer, 4, mesh["shard"])
     with pytest.raises(RuntimeError, match=r"backward in Reproducible\.backward"):
         layer(torch.ones(1, 4)).sum().backward()
-    layer = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
-    layer.set_gradient_divide_factor(3.0)
-    run = bfp.Reproducible(layer, 4, mesh["shard"])
+    fully_shard(quantized, mesh=mesh["shard"])
+    bfp.quantize_reduce_scatter(quantized)
+    with pytest.raises(ValueError, match="reduces by a QuantizedReduceScatter already"):
+        bfp.Reproducible(quantized, 4, mesh["shard"])
+    fully_shard(other, mesh=mesh["shard"])
+    run = bfp.Reproducible(other, 4, mesh["shard"])
+    bfp.quantize_reduce_scatter(other)
+    with pytest.raises(RuntimeError, match="the model took part in 0 of this rank's 2 units"):
+        run.backward(lambda unit: other(torch.ones(1, 4)).sum())
+    fully_shard(divided, mesh=mesh["shard"])
+    divided.set_gradient_divide_factor(3.0)
+    run = bfp.Reproducible(divided, 4, mesh["shard"])
     with pytest.raises(ValueError, match="set_gradient_divide_factor"):
-        run.backward(lambda unit: layer(torch.ones(1, 4)).sum())
+        run.backward(lambda unit: divided(torch.ones(1, 4)).sum())
     return True
 
 

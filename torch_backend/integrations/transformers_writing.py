@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from blockfp.definition.layout import scales_shape
 from blockfp.definition.views import DTYPES
 from blockfp.files import modelfile
 from blockfp.files.contents import Contents, Weight
@@ -26,6 +26,8 @@ from blockfp.files.layouts.layout import write_layout
 from ..check import to_numpy
 from ..checkpoint import ranks
 from ..checkpoint.high_precision import high_precision_state_dict
+from ..checkpoint.stream import WeightStream, stream_apart
+from ..checkpoint.taken_apart import split_weight
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
@@ -46,12 +48,26 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
     release = _Names(model)
     weights = {}
     for name, q in quantized.items():
-        weights |= release.taken_apart(name, q, mxfp4=layout == "mxfp4")
+        # gpt-oss's files have experts together.
+        made = {name: _weight(name, q)} if layout == "mxfp4" else split_weight(_weight(name, q), release.of_one)
+        weights |= {part: _of_numpy(weight) for part, weight in made.items()}
     others = release.of(remove_tied_weights_from_state_dict(others, model))
     path = folder / "model.safetensors"
     contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()})
     write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
     _write_configs(model, folder)
+
+
+def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
+    """Does what `stream_in_layout` says."""
+    release = _Names(model)
+    quantized = {f"{path}.{own}" for path, module in model.named_modules() for own in quantized_names(module)}
+    together = quantized if layout == "mxfp4" else set()
+
+    def apart(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        return {name: tensor} if name in together else release.of_one(name, tensor)
+
+    return stream_apart(model, apart, layout=layout, **options)
 
 
 def _write_configs(model: Any, folder: Path) -> None:
@@ -99,48 +115,21 @@ class _Names:
         model: Any = self.model
         return revert_weight_conversion(model, dict(state))
 
-    def taken_apart(self, name: str, q: QuantizedTensor, *, mxfp4: bool) -> dict[str, Weight]:
-        """Returns a weight under their names, with the codes and scales that it has.
-
-        Args:
-            name: of the parameter.
-            q: its value.
-            mxfp4: whether experts stay together, as gpt-oss has them.
-
-        Raises:
-            ValueError: a part would begin within a block.
-        """
-        if mxfp4:
-            return {name: _weight(name, q)}
-        codes = self.of({name: q.codes})
-        if q.format.block is None:
-            scales = {part: q.scales.reshape((1,) * own.ndim) for part, own in codes.items()}
-        else:
-            scales = self.of({name: q.scales})
-        made = {}
-        for part, own in codes.items():
-            shape = (*own.shape[:-1], q.shape[-1])
-            if scales[part].shape != scales_shape(shape, q.format) or (len(codes) > 1 and _cuts_blocks(q, shape)):
-                raise ValueError(
-                    f"{name} {list(q.shape)} in {q.format} can't be taken apart into {part} {list(shape)} and others: blocks "
-                    "reach over their ends"
-                )
-            whole = QuantizedTensor.from_parts(
-                own.contiguous(), scales[part].contiguous(), q.tensor_scale, format=q.format, columns=q.shape[-1], dtype=q.dtype
-            )
-            made |= {part: _weight(part, whole)}
-        return made
-
-
-def _cuts_blocks(q: QuantizedTensor, shape: tuple[int, ...]) -> bool:
-    block = q.format.block
-    return block is not None and shape[-2] != q.shape[-2] and shape[-2] % block[0] != 0
+    def of_one(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns what one tensor becomes under their names."""
+        return self.of({name: tensor})
 
 
 def _weight(name: str, q: QuantizedTensor) -> Weight:
+    """Returns a weight whose parts are read as torch's tensors."""
     dtype = DTYPES[str(q.dtype).removeprefix("torch.")]
-    codes, scales, *factor = (_entry(name, part) for part in q.parts)
+    codes, scales, *factor = (replace(_entry(name, part), read=lambda part=part: part) for part in q.parts)
     return Weight(name, q.format, tuple(q.shape), dtype, codes, scales, factor[0] if factor else None)
+
+
+def _of_numpy(weight: Weight) -> Weight:
+    codes, scales, *factor = (replace(part, read=lambda part=part: _entry("", part.read()).read()) for part in weight.parts)
+    return replace(weight, codes=codes, scales=scales, tensor_scale=factor[0] if factor else None)
 
 
 def _entry(name: str, tensor: Tensor) -> modelfile.Tensor:

@@ -32,8 +32,19 @@ from .second_order import backward_with_graph, cast_again, plus, taken
 NO_STATE = (None,) * 7
 
 
-def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
-    """The backward of a layer on one rank: the gradients of x, weight and bias, and None for all else."""
+def layer_backward(
+    ctx: Any, gradient: Tensor | None, carried: Tensor | None = None, saved: list[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Runs the backward of a layer on one rank.
+
+    Args:
+        ctx: of its forward.
+        gradient, carried: of the forward's outputs.
+        saved: the tensors that it saved, which checkpoints hand out once; the list is emptied. From `ctx` by default.
+
+    Returns:
+        The gradients of x, weight and bias, and None for all else.
+    """
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs
     compiled = torch.compiler.is_compiling()
@@ -44,11 +55,11 @@ def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = N
         return taken(ctx.waiting, ctx.saved_tensors[-1].dtype), None, None, *rest
     if not compiled and torch.is_grad_enabled():
         return *backward_with_graph(ctx, gradient), *rest
-    saved = list(ctx.saved_tensors)
+    saved = list(ctx.saved_tensors) if saved is None else saved
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
-    del saved
     if ctx.again is not None:
-        kept = ctx.again(ctx, kept)
+        kept = ctx.again(ctx, saved)
+    del saved[:]
     if not compiled:
         # From here on each copy lives until its product is done.
         ctx.maybe_clear_saved_tensors()

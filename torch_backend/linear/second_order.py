@@ -123,11 +123,11 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
     return d_x if carried is None else d_x + carried
 
 
-def cast_again(ctx: Any, kept: list[Tensor]) -> list[Tensor]:
+def cast_again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
     """Returns the parts of x columnwise, of which a forward kept the values: what `ctx.again` is then."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
-    column = quantized(kept[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
+    column = quantized(saved[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
     assert column is not None
     return list(column.parts)
 
@@ -139,7 +139,7 @@ def backward_with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]
     saved, lengths = list(ctx.saved_tensors), ctx.counts or [gradient.shape[0]]
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
     if ctx.again is not None:
-        kept = cast_again(ctx, kept)
+        kept = cast_again(ctx, saved)
     with torch.no_grad():
         rows, columns = _gradient_values(ctx, gradient.detach())
         inputs = kept_inputs(kept, recipe.input_columnwise.format, ctx.counts, ctx.x_origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from blockfp.definition.rounding import threefry2x32
 
 from ..quantized_tensor import sharding
 from ..sharded.tree_sum import TreeSum, tree_sum
-from ..torch_internals import foreach_copy_
+from ..torch_internals import foreach_copy_, fsdp_params, fsdp_reduce_scatters
 from ..torch_internals import functional_collectives as collectives
 from .experts import Experts
 from .shared_norms import SharedNorm
@@ -51,7 +52,8 @@ class Reproducible:
     Raises:
         TypeError: a model or a mesh that is none.
         ValueError: units that don't fit; delayed scaling, batch norms, DistributedDataParallel, HSDP, experts on several ranks;
-            layers that are cut without splits, or by other libraries; parameters that the mesh doesn't shard.
+            layers that are cut without splits, or by other libraries; parameters that the mesh doesn't shard; a reduce-scatter
+            of another kind.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, bias=False)
@@ -84,6 +86,13 @@ class Reproducible:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = [(path, module) for path, module in self.model.named_modules() if isinstance(module, FSDPModule)]
+        for path, module in sharded:
+            for other in fsdp_reduce_scatters(module):
+                if not isinstance(other, UnitReduction) and not type(other).__module__.startswith("torch."):
+                    raise ValueError(
+                        f"{path or 'the model'} reduces by a {type(other).__name__} already: Reproducible sums in float32, so "
+                        "leave out quantize_reduce_scatter and set_custom_reduce_scatter"
+                    )
         pairs = [(module, UnitReduction(path or "the model", self._progress, self._ranks)) for path, module in sharded]
         for module, reduction in pairs:
             reduction.attach(module)
@@ -130,8 +139,9 @@ class Reproducible:
                     _check_nothing_drawn(drawn, unit)
                     losses.add(loss.detach())
                     names = self._collect(parameters, unit, names, trees)
-            for _, reduction in self._reductions:
-                reduction.finish()
+            with_gradients = {id(parameter) for parameter in parameters.values() if parameter.grad is not None}
+            for module, reduction in self._reductions:
+                reduction.finish(has_gradients=any(id(p.sharded_param) in with_gradients for p in chain(*fsdp_params(module))))
         except BaseException:
             for name, parameter in parameters.items():
                 parameter.grad = before[name]

@@ -100,7 +100,10 @@ class UnitReduction:
         self.tree.add(gradients)
         self.count += 1
 
-    def finish(self) -> None:
-        """Raises RuntimeError where some units had no gradients."""
-        if self.count not in (0, self.progress.own):
-            raise RuntimeError(f"{self.path} took part in {self.count} of this rank's {self.progress.own} units, not in each")
+    def finish(self, *, has_gradients: bool) -> None:
+        """Raises RuntimeError where some units had no gradients, or they went elsewhere."""
+        if self.count != (self.progress.own if has_gradients else 0):
+            raise RuntimeError(
+                f"{self.path} took part in {self.count} of this rank's {self.progress.own} units, and must in each: let every "
+                "unit call it, and leave set_custom_reduce_scatter and set_all_reduce_hook to Reproducible"
+            )
