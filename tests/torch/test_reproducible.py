@@ -48,9 +48,8 @@ def test_without_tensor_parallelism_or_sharding(name):
 
 def test_more_layers_units_and_pieces(monkeypatch):
     monkeypatch.setattr(runs, "UNITS", 12)
-    options = {"splits": 4, "width": 512, "hidden": 512, "key_value_heads": 4, "layers": 2, "last": 2}
+    options = {"splits": 4, "key_value_heads": 4, "layers": 2, "last": 2}
     first = on((3, 1), "mxfp8", **options)
-    assert not differences(first, on((3, 2), "mxfp8", **options))
     assert not differences(first, on((6, 1), "mxfp8", **options))
     assert not differences(first, on((3, 4), "mxfp8", **options))
 

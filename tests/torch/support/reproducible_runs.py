@@ -2,6 +2,7 @@
 
 import threaded
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,7 +13,8 @@ from blockfp import recipes
 from blockfp.recipes import HIGH_PRECISION
 
 VALUES = recipes.mxfp8().replace(name="values", input=HIGH_PRECISION, weight=HIGH_PRECISION, gradient=HIGH_PRECISION)
-RECIPES = {name: (name, None) for name in ("mxfp8", "fp8_block", "fp8_current", "nvfp4")} | {"bf16": (VALUES, torch.bfloat16)}
+RECIPES = {name: (name, None) for name in ("mxfp8", "fp8_block", "fp8_current", "nvfp4")}
+RECIPES |= {"nvfp4_eden": (recipes.nvfp4_eden(), None), "bf16": (VALUES, torch.bfloat16)}
 """Recipes, and the dtype of the parameters."""
 
 UNITS, SPLITS, TOKENS, WORDS = 4, 2, 32, 64
@@ -70,6 +72,8 @@ def train(rank, shape, name, *, first=0, last=3, load=None, save=None, mode=True
     dp = None if mesh is None else mesh["dp"]
     ranks, place = (1, 0) if dp is None else (dp.size(), dp.get_local_rank())
     run = bfp.Reproducible(model, UNITS, dp) if mode else None
+    # Where ranks are threads, making a model draws from the generator of all of them.
+    dist.barrier()
     losses, norms = [], []
     for step in range(first, last):
         if run is not None:
