@@ -110,7 +110,15 @@ def add(results: dict, run: dict) -> None:
 
 
 def make_runs(options: argparse.Namespace) -> None:
-    """Makes the runs that are not in the results, until the time is up."""
+    """Makes the runs that are not in the results, until the time is up.
+
+    Raises:
+        ValueError: no recipe has a name of the list.
+    """
+    import pretrain_model
+
+    for recipe, _ in listed(options.runs):
+        pretrain_model.recipe_of(recipe)
     end = time.monotonic() + 60 * options.minutes
     results = read_results(options.results)
     for recipe, seed in listed(options.runs):

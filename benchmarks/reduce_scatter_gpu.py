@@ -1,14 +1,12 @@
 """FSDP2's reduce-scatter of gradients in bf16 and as codes: bytes, milliseconds, and the curve of a training run.
 
     torchrun --nproc-per-node 2 benchmarks/reduce_scatter_gpu.py
-    torchrun --nproc-per-node 2 benchmarks/reduce_scatter_gpu.py --width 64 --hidden 128 --layers 2 --tokens 256 --train 20
-
-The second is small enough for a CPU.
+    torchrun --nproc-per-node 2 benchmarks/reduce_scatter_gpu.py --width 64 --hidden 256 --layers 2 --train 20    # on a CPU
 
 For every contender: the bytes that a rank sends in the reduce-scatters of a step; milliseconds of the reduction of one block's
 gradients by itself (its copy into FSDP2's buffer included), and of a step of a stack of MLPs (both the median of timed ones,
-slowest rank; zero on a CPU); and the losses of a byte-level transformer, from the same weights on the same bytes, whose layers
-are bf16 throughout, with the largest distance from the first contender's curve.
+slowest rank; zero on a CPU); and the losses of a byte-level transformer in bf16, from the same weights on the same bytes, with
+the largest distance from the first contender's curve. (There, sums are rounded to fp32, in "bf16" too.)
 """
 
 from __future__ import annotations

@@ -299,6 +299,21 @@ def nvfp4() -> Recipe:
     )
 
 
+def nvfp4_4over6() -> Recipe:
+    """NVFP4 whose inputs and weights choose between two scales of each block (4-over-6); all else is as in `nvfp4`.
+
+    The choice is for rounding to nearest, so gradients are stochastic NVFP4. The input of the weight gradient is rotated NVFP4:
+    rotation spreads what the choice would mend, and TransformerEngine has no 4-over-6 with rotation.
+    """
+    recipe = nvfp4()
+    return recipe.replace(
+        name="nvfp4_4over6",
+        input=Cast(Format.parse("nvfp4_4over6")),
+        input_columnwise=recipe.input_columnwise,
+        weight=Cast(Format.parse("nvfp4_4over6_16x16")),
+    )
+
+
 def nvfp4_eden() -> Recipe:
     """NVFP4: 1x16, weights 16x16; both operands of the weight gradient by MS-EDEN, rowwise gradients stochastic.
 
@@ -311,7 +326,11 @@ def nvfp4_eden() -> Recipe:
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
+    f.__name__: f
+    for f in (
+        *(fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated),
+        *(nvfp4, nvfp4_4over6, nvfp4_eden),
+    )
 }
 """The named recipes."""
 

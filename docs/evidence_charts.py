@@ -67,7 +67,7 @@ def panel(drawing: Any, left: float, curves: dict[str, list[tuple[float, float]]
     for value in (low, (low + high) / 2, high):
         drawing.text(left - 5, place(0, value)[1] + 4, f"{value:.3f}" if zero else f"{value:.0f}", "s", "end")
     if zero:
-        drawing.box(left, place(0, 0)[1], 210, 0)
+        drawing.lines.append(f'<path d="M{left:g} {place(0, 0)[1]:.4g}h210" class="l"/>')
     for recipe, points in curves.items():
         kind, dashed = KINDS[recipe]
         drawing.line([place(x, y) for x, y in points], kind, dashed)

@@ -123,8 +123,11 @@ class Training:
 
     def rows(self, order: pretrain_text.Order, first: int) -> torch.Tensor:
         """This rank's pieces of a batch of the text, int64."""
-        rows = order.rows(first, self.batch)[self.rank :: self.ranks]
-        return torch.from_numpy(rows).to(self.device, torch.int64)
+        rows = torch.from_numpy(order.rows(first, self.batch)[self.rank :: self.ranks])
+        if self.device.type == "cuda":
+            # The host doesn't wait for the steps before.
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True).to(torch.int64)
 
     def train_step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One step: this rank's loss, and the norm of all gradients before they are clipped."""

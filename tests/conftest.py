@@ -37,15 +37,27 @@ def route(request):
 
 
 @pytest.fixture
-def little_optimization(request):
+def little_optimization(request, monkeypatch):
     """Of JAX's programs, for tests that compile long and hardly run; not of those that are marked `optimized`.
 
     The mark's argument, if it has one, are the formats to optimize for, of a test with a parameter of that name.
     """
     import jax
+    from jax._src import compiler
 
     mark = request.node.get_closest_marker("optimized")
-    optimized = mark is not None and (not mark.args or request.node.callspec.params["format"] in mark.args[0])
-    jax.config.update("jax_disable_most_optimizations", not optimized)
+    if mark is not None and (not mark.args or request.node.callspec.params["format"] in mark.args[0]):
+        yield
+        return
+    original = compiler.get_compile_options
+
+    def options(*arguments, **named):
+        made = original(*arguments, **named)
+        # XLA's newer generator of fused loops, which takes a third of the time of compiling, has no other switch for a while.
+        made.env_option_overrides = [*made.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+        return made
+
+    monkeypatch.setattr(compiler, "get_compile_options", options)
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

@@ -177,6 +177,11 @@ def fsdp_name(param: Any) -> str:
     return getattr(param, "_param_fqn", None) or param._module_info.param_name
 
 
+def fsdp_place(param: Any) -> tuple[nn.Module, str]:
+    """The module of the parameter of one of FSDP2's records, and the parameter's name in it."""
+    return param._module_info.module, param._module_info.param_name
+
+
 def fsdp_module(param: Any) -> nn.Module:
     """The module of the parameter of one of FSDP2's records."""
     return param._module_info.module

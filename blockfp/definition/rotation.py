@@ -90,7 +90,7 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
 
 
 def rotate_back(z: Array, key: Key) -> Array:
-    """Multiplies float32 z, [..., k] from its axis's start, by the inverse of `rotate_randomly`'s matrix, for values not bits."""
+    """Multiplies float32 z, [..., k] from the axis's start, by the inverse of `rotate_randomly`'s matrix."""
     xp = array_namespace(z)
     *leading, length = z.shape
     if 0 in z.shape:

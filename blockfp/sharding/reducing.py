@@ -60,14 +60,12 @@ def rows_alone(format: Format) -> bool:
     return format.block is not None and format.block[0] == 1 and not format.scale.two_level
 
 
-def check_reduce_format(format: Format | str | None, name: str = "reduce_format") -> Format | None:
-    """Returns the format in which terms travel; None sends them in their own dtype.
+def check_reduce_format(format: Format | str, name: str = "reduce_format") -> Format:
+    """Returns a format in which terms can travel.
 
     Raises:
         ValueError: a format in which the rows of different ranks would share a scale.
     """
-    if format is None:
-        return None
     format = Format.parse(format)
     if not rows_alone(format):
         raise ValueError(
@@ -115,11 +113,10 @@ def sent_bytes(format: Format | str | None, shapes: Sequence[Sequence[int]], ran
         item_size: bytes of a value; 2 of bfloat16.
     """
     own = tuple(tuple(shape) for shape in shapes)
-    format = check_reduce_format(format, "format")
     if format is None:
         one = sum(-(-shape[0] // ranks) * math.prod(shape[1:]) * item_size for shape in own)
     else:
-        one = sent_layout(format, own, ranks, item_size).size
+        one = sent_layout(check_reduce_format(format, "format"), own, ranks, item_size).size
     return (ranks - 1) * one
 
 

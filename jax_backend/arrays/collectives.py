@@ -73,7 +73,8 @@ def all_gather(
         axis_index(name)
     if gradient_format is None and gradient_key is not None:
         raise ValueError("gradient_key: gradients are rounded only where a gradient_format is given")
-    back = _Back(check_reduce_format(gradient_format, "gradient_format"), ops.key_array(gradient_key))
+    wanted = None if gradient_format is None else check_reduce_format(gradient_format, "gradient_format")
+    back = _Back(wanted, ops.key_array(gradient_key))
     if isinstance(x, QuantizedArray):
         return _gather_weight(x, axes, format, columnwise, rotate or key is not None, back)
     if format is None:

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 import gloo
 import pytest
 import torch
+import transformers
 from blockfp.torch_backend.integrations.transformers import BlockfpConfig, save_in_layout, stream_in_layout
 from documented import run_documented
 from hf_models import family, logits
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import blockfp.torch as bfp
+from blockfp import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -110,3 +113,36 @@ def test_plain_names_are_refused_where_experts_lie_turned():
     model, layout = converted("gpt-oss")
     with pytest.raises(ValueError, match=r"experts\.gate_up_proj .* lies as \[experts, in, out\].*stream_in_layout"):
         bfp.stream_weights(model, layout=layout)
+
+
+def test_releases_that_have_weights_together_are_refused(tmp_path):
+    """Each would take the place of the one before: three of four were lost, silently."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.HrmTextConfig(**sizes, head_dim=64, H_cycles=1, L_cycles=1, num_layers_per_stack=1)
+    model = transformers.HrmTextForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    bfp.convert(model, "fp8_block", filter_fn=lambda path, _: path != "lm_head")
+    message = r"q_proj\.weight: this model's releases have it as attn\.gqkv_proj\.weight, made by .*Concatenate"
+    with pytest.raises(ValueError, match=message):
+        save_in_layout(model, tmp_path / "served", "fine-grained-fp8")
+    with pytest.raises(ValueError, match=message):
+        stream_in_layout(model, "fine-grained-fp8")
+    assert "model.H_module.layers.0.self_attn.q_proj.weight" in bfp.stream_weights(model, layout="fine-grained-fp8").shapes
+
+    # Nor is such a release read, whose pieces would be said to be missing.
+    file = tmp_path / "plain" / "model.safetensors"
+    held = {
+        name: bfp.quantize(value, "fp8_e4m3_128x128_fp32") if "_proj" in name else value
+        for name, value in load_file(file).items()
+    }
+    bfp.save(tmp_path / "own.safetensors", held)
+    said = CliRunner().invoke(cli.app, ["convert", str(tmp_path / "own.safetensors"), str(tmp_path / "release"),
+                                        "--layout", "fine-grained-fp8"])  # fmt: skip
+    assert said.exit_code == 0, said.output
+    (tmp_path / "release" / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
+    for requantize in (False, True):
+        with pytest.raises(ValueError, match=r"gqkv_proj\.weight is quantized, and the model has it as .*q_proj"):
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path / "release", quantization_config=BlockfpConfig("fp8_block", requantize=requantize)
+            )

@@ -164,7 +164,7 @@ def test_unbiased_at_half_the_error():
     _, of_elements = estimates(x, range(100), by_element)
     assert error < 0.0096
     assert error < 0.515 * of_elements
-    # Along x nothing but the scale's rounding is left of an estimate's error. To nearest, without the correction, it is shorter.
+    # Along x nothing but the scale's rounding is left of an estimate's error. To nearest it is shorter than x.
     assert abs(along(few, x) - 1) < 3e-4
     nearest, _ = estimates(x, range(20), by_nearest)
     assert along(nearest, x) < 0.997

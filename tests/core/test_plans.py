@@ -216,9 +216,9 @@ def test_refusals():
         plans.quantize_shards("nvfp4", sharding, operand="input", columnwise=True, rotate=True)
     with pytest.raises(ValueError, match=r"eden = True: a cut of axis 1.*inside a group of 128; gather over tp first"):
         plans.quantize_shards("nvfp4", sharding, operand="input", columnwise=True, eden=True)
-    with pytest.raises(ValueError, match="EDEN corrects the E4M3 scales of nvfp4.*got mxfp4_e2m1"):
+    with pytest.raises(ValueError, match=r"EDEN corrects the E4M3 scales of nvfp4.*got mxfp4_e2m1"):
         plans.quantize_shards("mxfp4_e2m1", sharding, operand="input", eden=True)
-    with pytest.raises(ValueError, match="eden = True: an input or a gradient.*a weight's codes are stored"):
+    with pytest.raises(ValueError, match=r"eden = True: an input or a gradient.*a weight's codes are stored"):
         plans.quantize_shards("nvfp4", sharding, eden=True)
     batch = Sharding((50, 64), MESH, (Shard(0), Replicate(), Shard(1)))
     with pytest.raises(ValueError, match=r"Shard\(0\) on data-parallel axis 'dp' of the input.*with Replicate\(\) on 'dp'"):

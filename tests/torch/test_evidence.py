@@ -99,6 +99,13 @@ def test_time_that_is_up_before_it_began(tmp_path, monkeypatch, in_this_process,
     assert in_this_process == []
 
 
+def test_a_recipe_that_there_is_not(tmp_path, monkeypatch, in_this_process):
+    """Before any run."""
+    with pytest.raises(ValueError, match="recipe 'nvfp3' is not known"):
+        command(monkeypatch, "run", tmp_path, "--runs", "bf16", "nvfp3", "--results", tmp_path / "r.json")
+    assert in_this_process == []
+
+
 def results_of(**losses):
     runs = [{"recipe": r, "seed": i, "held_out_loss": x} for r, found in losses.items() for i, x in enumerate(found)]
     return {"runs": runs, "operands": {"nvfp4": {"weight": 19.0}, "nvfp4_4over6": {"weight": 20.5}}}

@@ -19,7 +19,7 @@ def terms(ranks, rows, columns):
 
 def scattered(rank, ranks, rows, columns, runs, format):
     place = TensorParallelShard(dist.group.WORLD.group_name, ranks, rank, ROWS, runs=runs)
-    format = check_reduce_format(format)
+    format = None if format is None else check_reduce_format(format)
     pending = outputs.begin(terms(ranks, rows, columns)[rank], place, format)
     return outputs.finish(pending, place, columns, torch.bfloat16, format)
 

@@ -1,5 +1,7 @@
 """FSDP2's reduce-scatter as codes: the gradients that `simulate` gives, bit for bit, on any mesh."""
 
+import copy
+
 import gloo
 import numpy as np
 import pytest
@@ -214,6 +216,39 @@ def test_parameters_without_a_gradient_have_no_place_in_the_buffer():
         assert reductions == [1, 1, 2, 2, 1, 1, 1]
 
 
+def divided(rank):
+    model, _ = sharded(device_mesh((2,)), "mxfp8_e5m2", 2)
+    for module in (model, model.inner):
+        module.set_gradient_divide_factor(3.0)
+    model(gradients_of(rank)).backward()
+    return reduced(model)
+
+
+def test_another_divisor():
+    for got in threaded.run(2, divided):
+        assert_same(got, expected(2, "mxfp8_e5m2", 2, factor=3))
+
+
+def often(rank):
+    model = fully_shard(Terms({"few": (2, 32)}), mesh=device_mesh((2,)))
+    bfp.quantize_reduce_scatter(model, key=1)
+    gradients = {"few": gradients_of(rank)["matrix"][:2, :32]}
+    made = []
+    for _ in range(67):
+        model.zero_grad()
+        model(gradients).backward()
+        made.append(reduced(model)["few"])
+    return made
+
+
+def test_each_reduction_has_random_bits_of_its_own():
+    terms = [{"few": gradients_of(rank)["matrix"][:2, :32]} for rank in range(2)]
+    (made, _) = threaded.run(2, often)
+    assert len({got.numpy().tobytes() for got in made}) == len(made)
+    for step in (0, 63, 64, 66):
+        assert_same({"few": made[step]}, expected(2, "mxfp8_e5m2", 1, reduction=step, terms=terms))
+
+
 def infinite(rank):
     model, _ = sharded(device_mesh((2,)), "fp8_e4m3_1x128", 0)
     gradients = gradients_of(rank)
@@ -339,11 +374,20 @@ def test_beside_tensor_parallelism():
             assert one.ndim == 1 or not torch.equal(one, other)
 
 
+def mlp(hidden, seed):
+    """An MLP with weights of its own generator: ranks are threads, which share torch's."""
+    model = nn.Sequential(nn.Linear(32, hidden), nn.GELU(), nn.Linear(hidden, 32), nn.Identity())
+    for number, p in enumerate(model.parameters()):
+        nn.init.normal_(p, std=p.shape[-1] ** -0.5, generator=torch.Generator().manual_seed(10 * seed + number))
+    return model
+
+
+MLPS = mlp(64, 0), mlp(128, 1)
+
+
 def losses(rank, format, recipe, key=0):
     """The loss of the whole batch over 40 steps of an MLP that learns what another makes of noise."""
-    torch.manual_seed(0)
-    teacher = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Identity())
+    teacher, model = (copy.deepcopy(first) for first in MLPS)
     if recipe is not None:
         bfp.convert(model, recipe)
     mesh = device_mesh((2,))
@@ -392,3 +436,29 @@ def over_gloo(rank):
 
 def test_over_real_gloo():
     gloo.run(2, __file__, "over_gloo")
+
+
+def from_meta(rank, shape):
+    with torch.device("meta"):
+        model = Model()
+    mesh = device_mesh(shape)
+    fully_shard(model.inner, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    bfp.quantize_reduce_scatter(model, key=3)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model(gradients_of(rank)).backward()
+    return reduced(model)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_models_from_the_meta_device(shape):
+    """Replicas alone: FSDP2 reduce-scatters nothing."""
+    want = expected(2, "mxfp8_e5m2", 3)
+    if shape == (2, 1):
+        terms = [gradients_of(rank) for rank in range(2)]
+        want = {name: (value + terms[1][name]) / 2 for name, value in terms[0].items()}
+    for got in threaded.run(2, from_meta, shape):
+        assert_same(got, want)

@@ -309,7 +309,8 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         file_bytes: the most bytes of a file; None for one file.
 
     Raises:
-        ValueError: the layout isn't known, or a weight can't be taken apart into the release's without another scale.
+        ValueError: the layout isn't known, a weight can't be taken apart into the release's without another scale, or releases
+            have several of the model's weights as one.
         BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
     """
     write_model(model, Path(folder), layout, file_bytes)
@@ -327,7 +328,8 @@ def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
         options: bucket_bytes, keep_on, sha256 of `stream_weights`.
 
     Raises:
-        TypeError, ValueError: see `stream_weights`; blocks of an expert that reach into another one.
+        TypeError, ValueError: see `stream_weights`; blocks of an expert that reach into another one; releases that have several
+            of the model's weights as one.
     """
     return stream_model(model, layout, **options)
 

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from blockfp.definition.views import DTYPES
@@ -49,7 +56,11 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
     weights = {}
     for name, q in quantized.items():
         # gpt-oss's files have experts together.
-        made = {name: _weight(name, q)} if layout == "mxfp4" else split_weight(_weight(name, q), release.of_one)
+        made = (
+            {name: _weight(name, q)}
+            if layout == "mxfp4"
+            else split_weight(_weight(name, q), partial(release.of_one, codes=True))
+        )
         weights |= {part: _of_numpy(weight) for part, weight in made.items()}
     others = release.of(remove_tied_weights_from_state_dict(others, model))
     path = folder / "model.safetensors"
@@ -65,7 +76,7 @@ def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
     together = quantized if layout == "mxfp4" else set()
 
     def apart(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        return {name: tensor} if name in together else release.of_one(name, tensor)
+        return {name: tensor} if name in together else release.of_one(name, tensor, codes=name in quantized)
 
     return stream_apart(model, apart, layout=layout, **options)
 
@@ -109,14 +120,30 @@ class _Names:
         known = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [one for one in known if not isinstance(one, PrefixChange)]
         self.model = SimpleNamespace(_weight_conversions=conversions, config=model.config)
+        self.converters = [one.reverse_transform() for one in conversions if isinstance(one, WeightConverter)]
 
     def of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a state dict under their names, what the model has put together taken apart."""
         model: Any = self.model
         return revert_weight_conversion(model, dict(state))
 
-    def of_one(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns what one tensor becomes under their names."""
+    def of_one(self, name: str, tensor: Tensor, *, codes: bool = False) -> dict[str, Tensor]:
+        """Returns what one tensor becomes under their names.
+
+        Raises:
+            ValueError: they have it together with other tensors of the model, or, of codes and scales, otherwise than end to
+                end, or as matrices that lie on each other.
+        """
+        for conversion in self.converters:
+            if conversion.rename_source_key(name)[1] is None:
+                continue
+            others = [operation for operation in conversion.operations if type(operation) not in (Chunk, SplitModulelist)]
+            if len(conversion.source_patterns) > 1 or (codes and others):
+                raise ValueError(
+                    f"{name}: this model's releases have it as {', '.join(conversion.target_patterns)}, made by {others} of "
+                    f"{', '.join(conversion.source_patterns)}, which isn't done with codes, nor with one tensor after another: "
+                    "use save_pretrained, or blockfp.torch.stream_weights, which keep the model's own names"
+                )
         return self.of({name: tensor})
 
 

@@ -66,7 +66,7 @@ class Cutter:
             raise ValueError(
                 f"sequence_dim must be -2, of [batch, tokens, features], or 0, of [tokens, batch, features], got {sequence_dim}"
             )
-        self.reduce_format = check_reduce_format(reduce_format)
+        self.reduce_format = None if reduce_format is None else check_reduce_format(reduce_format)
         if self.reduce_format is not None and not sequence:
             raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
         self.mesh, self.sequence, self.sequence_dim = mesh, sequence, sequence_dim

@@ -14,7 +14,6 @@ FSDP2 tells nothing but the buffer: its frame knows what lies in it (`torch_inte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -30,10 +29,11 @@ from blockfp.sharding.reducing import SentPart, check_reduce_format, sent_layout
 
 from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.kernels import kernels_for
-from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, reduced_together, shard_dim
+from ..custom_ops.quantize_plans import kept
+from ..torch_internals import Reduced, frame_above, fsdp_name, fsdp_params, fsdp_place, reduced_together, shard_dim
 
 _AT_ONCE = 64
-"""Keys of so many reductions are made at once: those of one cost as much."""
+"""Keys of so many reductions are made at once: those of one cost as much, and a copy to the device."""
 
 
 class QuantizedReduceScatter:
@@ -55,6 +55,8 @@ class QuantizedReduceScatter:
             for name, param in module.named_parameters(recurse=False):
                 self._numbers[module, name] = numbers.setdefault(id(param), len(numbers))
         self.reductions = [0] * len(numbers)
+        # The keys of reductions to come, int32 [_AT_ONCE, parameters, 2], of the parameters that are reduced together.
+        self._tables: dict[tuple[int, ...], tuple[list[int], Tensor]] = {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns how often the gradient of each parameter was reduced: {"reductions": int64 [parameters]}."""
@@ -141,12 +143,17 @@ class QuantizedReduceScatter:
         rank = group.rank()
         if reduced.replicas is not None:
             rank += reduced.replicas.rank() * group.size()
-        table = _key_table(self.key, numbers, tuple(count // _AT_ONCE for count in counts), rank)
-        chosen = table[[count % _AT_ONCE for count in counts], range(len(numbers))]
-        return torch.from_numpy(chosen).to(device).unbind()
+        firsts = [count // _AT_ONCE for count in counts]
+        made = self._tables.get(numbers)
+        if made is None or made[0] != firsts:
+            reductions = np.array(firsts) * _AT_ONCE + np.arange(_AT_ONCE)[:, None]
+            table = torch.from_numpy(term_keys(self.key, numbers, reductions, rank))
+            # The host waits for nothing: the copy of so few bytes is taken at once.
+            made = kept(self._tables, numbers, (firsts, table.to(device, non_blocking=True)))
+        return [made[1][count % _AT_ONCE, i] for i, count in enumerate(counts)]
 
     def _number(self, param: Any) -> int:
-        number = self._numbers.get((param._module_info.module, param._module_info.param_name))
+        number = self._numbers.get(fsdp_place(param))
         if number is None:
             raise RuntimeError(
                 f"parameter {fsdp_name(param)!r} came after quantize_reduce_scatter(model): call it on the finished model"
@@ -184,9 +191,10 @@ def quantize_reduce_scatter(
         fully_shard(model)
         bfp.quantize_reduce_scatter(model, "mxfp8_e5m2")
     """
-    found = check_reduce_format(format, "format")
-    assert found is not None
-    words = None if key is None else tuple(int(word) & 0xFFFFFFFF for word in key_words(key))
+    found, words = check_reduce_format(format, "format"), None
+    if key is not None:
+        first, second = key_words(key)
+        words = int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF
     from torch.distributed.fsdp import FSDPModule
 
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -205,7 +213,8 @@ def quantize_reduce_scatter(
                     f"model: parameter {fsdp_name(param)!r} is cut along axis {shard_dim(param)}; gradients that are cut along "
                     "axis 0 travel as codes, so leave shard_placement_fn out"
                 )
-    reduce_scatter = QuantizedReduceScatter(model, found, words)
+    # FSDP2 asks for the methods of torch's base class, which has no public name.
+    reduce_scatter: Any = QuantizedReduceScatter(model, found, words)
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
     return reduce_scatter
@@ -227,13 +236,6 @@ def _factor(op: Any, ranks: int, divisor: float | None) -> float:
     if op == dist.ReduceOp.PREMUL_SUM and divisor is not None:
         return 1 / divisor
     raise ValueError(f"op must be SUM, AVG or PREMUL_SUM, got {op}")
-
-
-@lru_cache(maxsize=4096)
-def _key_table(key: tuple[int, int], numbers: tuple[int, ...], firsts: tuple[int, ...], rank: int) -> np.ndarray:
-    """The keys of `_AT_ONCE` reductions of each parameter, int32 [reductions, parameters, 2]."""
-    reductions = np.array(firsts) * _AT_ONCE + np.arange(_AT_ONCE)[:, None]
-    return term_keys(key, numbers, reductions, rank)
 
 
 def _split(buffer: Tensor, parts: Sequence[SentPart]) -> Sequence[Tensor]:
