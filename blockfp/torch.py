@@ -33,6 +33,8 @@ from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary,
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.set_recipe import set_recipe
+from .torch_backend.modules.reproducible import Reproducible
+from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
@@ -66,12 +68,14 @@ __all__ = [
     "QuantizedWeight",
     "Received",
     "Recipe",
+    "Reproducible",
     "Saving",
     "Sensitivity",
     "Summary",
     "TransformerLayer",
     "WeightBucket",
     "WeightStream",
+    "clip_grad_norm_",
     "combine",
     "convert",
     "dispatch",

@@ -189,11 +189,20 @@ def fsdp_module(param: Any) -> nn.Module:
 
 def fsdp_params(module: nn.Module) -> list[list[Any]]:
     """FSDP2's records of the parameters that it shards for a module, by group. There is no public list of them."""
+    return [list(group.fsdp_params) for group in _fsdp_groups(module)]
+
+
+def fsdp_reduce_scatters(module: nn.Module) -> list[Any]:
+    """What `set_custom_reduce_scatter` has set, or FSDP2's own, by group. It can be set and not asked for."""
+    return [group._reduce_scatter_comm for group in _fsdp_groups(module)]
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [list(group.fsdp_params) for group in groups]
+    return groups
 
 
 def shard_dim(param: Any) -> int:
