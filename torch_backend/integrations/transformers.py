@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
 
 METHOD = "blockfp"
-"""What config.json calls it."""
+"""The name of the method in config.json."""
 
 Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 

@@ -52,7 +52,7 @@ def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = N
     kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
     if ctx.again is not None:
         kept = ctx.again(ctx, saved)
-    saved.clear()
+    del saved[:]
     if not compiled:
         # From here on each copy lives until its product is done.
         ctx.maybe_clear_saved_tensors()
