@@ -12,7 +12,8 @@ GPUs FSDP2 shards each. Each rank has tokens of its own. Adapters are float32, u
     RECIPE+exact    codes, dequantized in products: inputs and gradients stay in bfloat16, as with QLoRA
     bitsandbytes    NF4 with double quantization, experts too; on one GPU: FSDP2 would replicate its weights
 
-Weights are GiB after sharding, before the first step; the peak is that of a whole step. Milliseconds are the median.
+Weights are GiB after sharding, before the first step; the peak is that of a whole step. Milliseconds are the median. "counted"
+has the bytes of a rank's parameters and of what belongs to them (scales, bitsandbytes' constants): known without a GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ import ranks
 import torch
 import torch.distributed as dist
 from blockfp.torch_backend.integrations.peft import register
+from blockfp.torch_backend.quantized_tensor import sharding
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrize
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import blockfp.torch as bfp
@@ -72,6 +76,8 @@ def to_bitsandbytes(layer: nn.Module, device: torch.device) -> None:
     import bitsandbytes
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
 
+    # PEFT 0.21 looks for the other of its two proxies behind one of bitsandbytes', and would leave each forward's there.
+    ParamWrapper._remove_parametrizations = without_the_last
     for module in list(layer.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -84,6 +90,31 @@ def to_bitsandbytes(layer: nn.Module, device: torch.device) -> None:
         for name, param in list(module.named_parameters(recurse=False)):
             if param.ndim == 3:
                 replace_parameter_4bit(module, name, compress_statistics=True, quant_type="nf4")
+
+
+def without_the_last(wrapper: Any) -> None:
+    """Takes off the parametrization that was put on last."""
+    layer, name = wrapper.get_base_layer(), wrapper.parameter_name
+    found = layer.parametrizations[name]
+    if len(found) == 1:
+        parametrize.remove_parametrizations(layer, name, leave_parametrized=False)
+    else:
+        del found[len(found) - 1]
+
+
+def counted_bytes(model: nn.Module) -> int:
+    """The bytes of a rank's parameters, with their scales and constants."""
+    held: list[torch.Tensor] = []
+    states = [getattr(module, "quant_state", None) for module in model.modules()]
+    for param in model.parameters():
+        local = sharding.local_of(param)
+        held += local.parts if isinstance(local, bfp.QuantizedTensor) else [local]
+        states.append(getattr(param, "quant_state", None))
+    for state in states:
+        while state is not None:
+            held += [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
+            state = state.state2
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
 def shard(model: nn.Module) -> None:
@@ -107,6 +138,7 @@ def measure(contender: str, device: torch.device, options: argparse.Namespace) -
     if dist.get_world_size() > 1:
         shard(model)
     ranks.forget()
+    counted = counted_bytes(model)
     weights = torch.cuda.memory_allocated() if cuda else 0
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda, foreach=None if cuda else False)
@@ -133,6 +165,7 @@ def measure(contender: str, device: torch.device, options: argparse.Namespace) -
         "ms": round(ms, 1),
         "peak_gib": round(peak / 2**30, 2),
         "weights_gib": round(weights / 2**30, 2),
+        "counted": counted,
         "adapters": sum(param.numel() for param in trained),
         "loss": [round(loss.item(), 4) for loss in (losses[0], losses[-1])],
     }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from .definition.checks import check_eps
+from .definition.checks import check_eden, check_eps
 from .formats import Format
 
 Operand = Literal["input", "weight", "gradient"]
@@ -38,24 +38,33 @@ class Cast:
         format: a `Format` (or its name); None keeps the operand in high precision.
         stochastic: round stochastically, with a key given at the point of use.
         rotate: apply the random Hadamard transform along the contraction axis first. Both operands of the product must.
+        eden: MS-EDEN (`definition.eden`): rotate with random signs, round to nearest, and round the corrected scales
+            stochastically. So it is stochastic and rotates. Both operands of the product must, in nvfp4.
     """
 
     format: Format | None
     stochastic: bool = False
     rotate: bool = False
+    eden: bool = False
 
     def __post_init__(self):
         if self.format is not None:
             object.__setattr__(self, "format", Format.parse(self.format))
-        elif self.stochastic or self.rotate:
+        elif self.stochastic or self.rotate or self.eden:
             raise ValueError("an operand in high precision (format None) is neither rounded stochastically nor rotated")
+        if self.eden and self.format is not None:
+            check_eden(self.format)
+            object.__setattr__(self, "stochastic", True)
+            object.__setattr__(self, "rotate", True)
+
+    def _options(self) -> list[str]:
+        return ["eden"] if self.eden else [name for name in ("stochastic", "rotate") if getattr(self, name)]
 
     def _text(self) -> str:
-        return (self.format.name if self.format else "") + "+stochastic" * self.stochastic + "+rotate" * self.rotate
+        return "+".join([self.format.name if self.format else "", *self._options()])
 
     def __str__(self) -> str:
-        extras = [name for name in ("stochastic", "rotate") if getattr(self, name)]
-        return " ".join([str(self.format or "high precision"), *extras])
+        return " ".join([str(self.format or "high precision"), *self._options()])
 
 
 HIGH_PRECISION = Cast(None)
@@ -154,7 +163,8 @@ class Recipe:
         casts = []
         for one in six:
             name, *options = one.split("+")
-            casts.append(Cast(Format.parse(name) if name else None, "stochastic" in options, "rotate" in options))
+            given = dict.fromkeys(options, True)
+            casts.append(Cast(Format.parse(name) if name else None, **given))
         names = [operand + way for operand in _OPERANDS for way in ("", "_columnwise")]
         products: Any = frozenset(fast.split("+")) - {""}
         return Recipe(
@@ -174,9 +184,9 @@ class Recipe:
 
     def _check_rotations(self):
         for product, (a, b) in PRODUCTS.items():
-            if self.cast(*a).rotate != self.cast(*b).rotate:
+            if self.cast(*a).rotate != self.cast(*b).rotate or self.cast(*a).eden != self.cast(*b).eden:
                 raise ValueError(
-                    f"{product} contracts {a[0]} {a[1]} with {b[0]} {b[1]}: rotate both or neither, "
+                    f"{product} contracts {a[0]} {a[1]} with {b[0]} {b[1]}: rotate both or neither, by the same signs, "
                     f"got {self.cast(*a)} and {self.cast(*b)}"
                 )
 
@@ -265,6 +275,20 @@ def mxfp4(*, exact_products: bool = False) -> Recipe:
     return _recipe("mxfp4", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2", exact_products=exact_products)
 
 
+def mxfp4_rotated(*, exact_products: bool = False) -> Recipe:
+    """MXFP4: 1x32, weights 32x32, stochastic gradients in MXFP4 too; both operands of the weight gradient rotated.
+
+    Rule ceil lets nothing saturate, so rounding stochastically is unbiased as it is. (Tseng et al., "Training LLMs with MXFP4",
+    2025, whose floor rule needs values scaled by 3/4.)
+    """
+    format = Format.parse("mxfp4_e2m1")
+    return _recipe("mxfp4_rotated", "mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1", exact_products=exact_products).replace(
+        input_columnwise=Cast(format, rotate=True),
+        gradient=Cast(format, stochastic=True),
+        gradient_columnwise=Cast(format, stochastic=True, rotate=True),
+    )
+
+
 def nvfp4() -> Recipe:
     """NVFP4: 1x16, weights 16x16, stochastic gradients; both operands of the weight gradient rotated."""
     format = Format.parse("nvfp4")
@@ -275,8 +299,38 @@ def nvfp4() -> Recipe:
     )
 
 
+def nvfp4_4over6() -> Recipe:
+    """NVFP4 whose inputs and weights choose between two scales of each block (4-over-6); all else is as in `nvfp4`.
+
+    The choice is for rounding to nearest, so gradients are stochastic NVFP4. The input of the weight gradient is rotated NVFP4:
+    rotation spreads what the choice would mend, and TransformerEngine has no 4-over-6 with rotation.
+    """
+    recipe = nvfp4()
+    return recipe.replace(
+        name="nvfp4_4over6",
+        input=Cast(Format.parse("nvfp4_4over6")),
+        input_columnwise=recipe.input_columnwise,
+        weight=Cast(Format.parse("nvfp4_4over6_16x16")),
+    )
+
+
+def nvfp4_eden() -> Recipe:
+    """NVFP4: 1x16, weights 16x16; both operands of the weight gradient by MS-EDEN, rowwise gradients stochastic.
+
+    A weight is stored in square blocks, whose codes can't be rotated: dgrad's gradient is rounded stochastically instead, which
+    is unbiased without a rotation. The input is kept as it came for the backward, which knows the signs.
+    """
+    return nvfp4().replace(name="nvfp4_eden", input_columnwise=_EDEN, gradient_columnwise=_EDEN)
+
+
+_EDEN = Cast(Format.parse("nvfp4"), eden=True)
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    f.__name__: f for f in (fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, nvfp4)
+    f.__name__: f
+    for f in (
+        *(fp8_delayed, fp8_current, fp8_block, fp8_row, mxfp8, mxfp6, mxfp4, mxfp4_rotated),
+        *(nvfp4, nvfp4_4over6, nvfp4_eden),
+    )
 }
 """The named recipes."""
 
@@ -377,7 +431,8 @@ def for_linear(recipe: Recipe | str, compute: Compute = "quantized") -> Recipe:
         raise ValueError(f"compute must be 'quantized' or 'high_precision', got {compute!r}")
     for operand in ("input", "weight"):
         for direction in _DIRECTIONS:
-            if recipe.cast(operand, direction).stochastic:
+            cast = recipe.cast(operand, direction)
+            if cast.stochastic and not cast.eden:
                 raise ValueError(f"recipe {recipe}: {operand} {direction} is stochastic, but only gradients are rounded so")
     for cast in (recipe.input, recipe.weight, recipe.gradient, recipe.weight_columnwise):
         if cast.rotate:

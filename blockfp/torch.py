@@ -33,6 +33,7 @@ from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
 from .torch_backend.quantized_tensor.tensor import QuantizedTensor, _rebuild_tensor
+from .torch_backend.sharded.reduce_scatter import QuantizedReduceScatter, quantize_reduce_scatter
 from .torch_backend.weights.cast_weight import CastWeight, _rebuild_cast_weight
 from .torch_backend.weights.init import init_
 from .torch_backend.weights.loading import load_high_precision_
@@ -53,6 +54,7 @@ __all__ = [
     "MultiheadAttention",
     "Observation",
     "Observed",
+    "QuantizedReduceScatter",
     "QuantizedTensor",
     "QuantizedWeight",
     "Received",
@@ -80,6 +82,7 @@ __all__ = [
     "observe",
     "parallelize",
     "quantize",
+    "quantize_reduce_scatter",
     "random_key",
     "recipes",
     "save",

@@ -17,6 +17,9 @@ from blockfp.sharding.placement import Mesh, Shard, Sharding, StridedShard
 from blockfp.sharding.plans import gather_activation, gather_weight, quantize_shards
 from blockfp.sharding.steps import Gather, Quantize, grid_span
 
+sys.path.append(str(Path(__file__).parent))
+from evidence_charts import evidence
+
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 COLORS = {"r0": "#3b82f6", "r1": "#f5990b", "r2": "#22c55e", "r3": "#d946ef"}
@@ -355,6 +358,7 @@ def drawings() -> dict[str, Drawing]:
         "layer-mxfp8.svg": layer(parse("mxfp8")),
         "layer-nvfp4.svg": layer(parse("nvfp4")),
         "gpu.svg": kernels(result("gpu-2026-11-21.json")),
+        "evidence.svg": evidence(Drawing("Recipes beside bf16", 800, 320), result("evidence-1m-cpu-2026-11-22.json")),
         "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),
     }

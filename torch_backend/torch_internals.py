@@ -9,8 +9,9 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -176,9 +177,56 @@ def fsdp_name(param: Any) -> str:
     return getattr(param, "_param_fqn", None) or param._module_info.param_name
 
 
+def fsdp_place(param: Any) -> tuple[nn.Module, str]:
+    """The module of the parameter of one of FSDP2's records, and the parameter's name in it."""
+    return param._module_info.module, param._module_info.param_name
+
+
 def fsdp_module(param: Any) -> nn.Module:
     """The module of the parameter of one of FSDP2's records."""
     return param._module_info.module
+
+
+def fsdp_params(module: nn.Module) -> list[list[Any]]:
+    """FSDP2's records of the parameters that it shards for a module, by group. There is no public list of them."""
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [list(group.fsdp_params) for group in groups]
+
+
+def shard_dim(param: Any) -> int:
+    """The axis along which FSDP2 cuts the parameter of one of its records."""
+    return param.fsdp_placement.dim
+
+
+class Reduced(NamedTuple):
+    """What FSDP2 reduces together.
+
+    Attributes:
+        params: its records of the parameters that have a gradient, in the order of the buffer.
+        shapes: of their unsharded gradients, axis 0 padded to a multiple of the ranks.
+        replicas: the group of the all-reduce that follows, of HSDP.
+        divisor: what `set_gradient_divide_factor` was told.
+    """
+
+    params: Sequence[Any]
+    shapes: tuple[tuple[int, ...], ...]
+    replicas: Any
+    divisor: float | None
+
+
+def reduced_together(frame: FrameType) -> Reduced | None:
+    """What lies in the buffer that FSDP2 hands to a reduce-scatter, by the frame that calls it; None where FSDP2 doesn't call.
+
+    `set_custom_reduce_scatter` is public. What it sets is told of one flat buffer, where only parameters with a gradient lie.
+    """
+    found = frame.f_locals
+    if "fsdp_params" not in found or "padded_unsharded_sizes" not in found:
+        return None
+    shapes = tuple(tuple(size) for size in found["padded_unsharded_sizes"])
+    return Reduced(found["fsdp_params"], shapes, found.get("all_reduce_group"), found.get("gradient_divide_factor"))
 
 
 # ---- checkpoints
@@ -190,3 +238,24 @@ def stored_at(path: str, offset: int, length: int, transforms: list[str] | None)
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length, transforms)
+
+
+def mend_broadcast() -> None:
+    """Lets torch broadcast a state dict of codes from rank 0 with `cpu_offload=True`, as accelerate resumes from a full one.
+
+    It moves what it has broadcast to the CPU name by name, and looks each up among the parameters: a KeyError for codes and
+    scales, which blockfp's own hook broadcasts. Here all that has arrived is moved at the end.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    original: Callable[..., None] = state_dict._broadcast_state_dict
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def broadcast(full: dict[str, Any], local: dict[str, Any], *others: Any, cpu_offload: bool = False, **options: Any) -> None:
+        original(full, local, *others, **options)
+        if cpu_offload:
+            local.update({name: value.cpu() for name, value in local.items() if isinstance(value, Tensor)})
+
+    state_dict._broadcast_state_dict = broadcast

@@ -97,6 +97,7 @@ def convert_command(
     """Writes a quantized model in another library's layout, or a released one in blockfp's.
 
     Codes and scales stay as they are where the layout has their format; what has to be requantized is named, with its SQNR.
+    Scales of activations go into blockfp's layout alone; elsewhere they are left out, and named.
     """
     if layout != "blockfp" and layout not in LAYOUTS:
         raise refused(f"--layout {layout}: must be one of blockfp, {', '.join(LAYOUTS)}")
@@ -123,7 +124,11 @@ def convert_command(
         if layout == "blockfp":
             export.export_quantized(model, target, file_bytes, done)
         else:
-            write_layout(LAYOUTS[layout], in_formats_of(LAYOUTS[layout], model, requantized), target, file_bytes, done)
+            model = in_formats_of(LAYOUTS[layout], model, requantized)
+            write_layout(LAYOUTS[layout], model, target, file_bytes, done)
+    if model.left_out:
+        what = "scales of activations, which the new config.json doesn't tell of"
+        say(f"left out: {_some(list(map(untrusted.printable, model.left_out)), what)}", "yellow")
     for name, (before, after, sqnr) in noise.items():
         say(f"requantized {untrusted.printable(name)}: {before} to {after}, SQNR {sqnr:.1f} dB", "yellow")
     kept = len(model.weights) - len(noise)

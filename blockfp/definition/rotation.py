@@ -10,11 +10,15 @@ from array_api_compat import array_namespace, is_numpy_array
 from . import bits
 from .bits import Array
 from .layout import on_device_of
+from .rounding import Key, random_bytes
 
 GROUP = 16
+RANDOM_GROUP = 128
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _FLIPPED = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 _SMALLEST = 27 << 23  # bits of 2^-100: sums of multiples of what is not below it are never subnormal
+# Sizes of random groups, the whole ones first, and fp32 of one over the root of each.
+_FACTORS = {size: float(np.float32(size**-0.5)) for size in (RANDOM_GROUP, 64, 32, GROUP)}
 
 
 def rotate(x: Array, origin: int = 0) -> Array:
@@ -38,19 +42,108 @@ def rotate(x: Array, origin: int = 0) -> Array:
     whole = length - length % GROUP
     if whole == 0 or 0 in x.shape:
         return x
-    pattern = bits.from_float(x[..., :whole]).reshape((*leading, whole // GROUP, GROUP))
     # Made where x is: a list would be copied from the host, which a CUDA graph can't record.
     place = xp.arange(GROUP, dtype=xp.int32, **on_device_of(x))
     flip = -(((place * 0 + _FLIPPED) >> place) & 1) & bits.SIGN
-    flip = xp.reshape(flip, (*(1 for _ in leading), 1, GROUP))
-    magnitude = pattern & bits.MAGNITUDE
-    pattern = xp.where(magnitude < _SMALLEST, pattern & bits.SIGN, pattern) ^ flip
-    z = pattern.view(xp.float32)
-    # Inf and NaN follow IEEE everywhere; NumPy alone would warn of them.
-    with np.errstate(over="ignore", invalid="ignore") if is_numpy_array(x) else nullcontext():
-        for h in (1, 2, 4, 8):
-            pairs = z.reshape((*leading, whole // GROUP, GROUP // (2 * h), 2, h))
-            a, b = pairs[..., 0, :], pairs[..., 1, :]
-            z = xp.stack([a + b, a - b], axis=-2).reshape((*leading, whole // GROUP, GROUP))
-    rotated = bits.to_float((z * 0.25).view(xp.int32), bits.dtype_name(x)).reshape((*leading, whole))
+    pattern = _without_tiny(bits.from_float(x[..., :whole]).reshape((*leading, whole // GROUP, GROUP)))
+    z = _butterfly(pattern ^ xp.reshape(flip, (*(1 for _ in leading), 1, GROUP)), GROUP, not is_numpy_array(x))
+    rotated = bits.to_float(z, bits.dtype_name(x)).reshape((*leading, whole))
     return rotated if whole == length else xp.concat([rotated, x[..., whole:]], axis=-1)
+
+
+def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
+    """Multiplies groups along the last axis by random signs, then by Hadamard's orthogonal matrix, as EDEN wants it.
+
+    Groups have 128 elements. What is left of the unsharded axis is one group each of 64, 32 and 16 where it has that many. The
+    last elements, fewer than 16, get signs alone. An element's sign depends on the key and on its place along the axis, and is
+    that of its column in every row. The sums are a fixed butterfly in fp32.
+
+    Args:
+        x: float32, float16 or bfloat16, [..., k].
+        key: a seed or two uint32 words; equal for both operands of a product.
+        origin: index of the first element in the unsharded axis; a multiple of 128, also where it is known only at run time. A
+            part that ends elsewhere than at such a multiple ends where the axis does.
+
+    Returns:
+        float32, so that no rounding but that of the sums comes before the one to codes.
+
+    Raises:
+        ValueError: `origin` cuts a group.
+    """
+    if isinstance(origin, int) and origin % RANDOM_GROUP:
+        raise ValueError(f"origin {origin} of a rotated axis must be a multiple of {RANDOM_GROUP}: a group can't be cut")
+    xp = array_namespace(x)
+    pattern = bits.from_float(x)
+    *leading, length = x.shape
+    if 0 in x.shape:
+        return bits.to_float(pattern, "float32")
+    signed = _without_tiny(pattern, 2) ^ xp.reshape(
+        _random_flips(key, pattern, length, origin), (*(1 for _ in leading), length)
+    )
+    quiet, spans = not is_numpy_array(x), _spans(length)
+    pieces = []
+    for start, stop, size in spans:
+        group = signed[..., start:stop].reshape((*leading, (stop - start) // size, size))
+        pieces.append(_butterfly(group, size, quiet).reshape((*leading, stop - start)))
+    pieces.append(signed[..., spans[-1][1] if spans else 0 :])
+    return bits.to_float(xp.concat(pieces, axis=-1), "float32")
+
+
+def rotate_back(z: Array, key: Key) -> Array:
+    """Multiplies float32 z, [..., k] from the axis's start, by the inverse of `rotate_randomly`'s matrix."""
+    xp = array_namespace(z)
+    *leading, length = z.shape
+    if 0 in z.shape:
+        return z
+    flips = _random_flips(key, z.view(xp.int32), length, 0)
+    pieces, spans = [], _spans(length)
+    for start, stop, size in spans:
+        group = z[..., start:stop].reshape((*leading, (stop - start) // size, size))
+        pieces.append((_sums(group, size) * _FACTORS[size]).reshape((*leading, stop - start)))
+    pieces.append(z[..., spans[-1][1] if spans else 0 :])
+    back = xp.concat(pieces, axis=-1)
+    return xp.where(flips < 0, -back, back)
+
+
+def _spans(length: int) -> list[tuple[int, int, int]]:
+    """(start, stop, size) of the random groups along an axis, or the end of one, of each size that there is."""
+    spans, start = [], 0
+    for size in _FACTORS:
+        stop = start + (length - start) // size * size
+        if stop > start:
+            spans.append((start, stop, size))
+        start = stop
+    return spans
+
+
+def _random_flips(key: Key, like: Array, length: int, origin: int | Array) -> Array:
+    """int32 [length]: the sign bit of each place that is flipped, by the low bit of its random byte."""
+    xp = array_namespace(like)
+    row = xp.zeros((1,), dtype=xp.int32, **on_device_of(like))
+    return random_bytes(key, row, length, origin, 0)[0] << 31
+
+
+def _without_tiny(pattern: Array, higher: int = 0) -> Array:
+    """Makes magnitudes below 2^(higher - 100) zeros of their sign."""
+    tiny = (pattern & bits.MAGNITUDE) < _SMALLEST + (higher << 23)
+    return array_namespace(pattern).where(tiny, pattern & bits.SIGN, pattern)
+
+
+def _butterfly(pattern: Array, size: int, quiet: bool) -> Array:
+    """fp32 bits of the sums of groups [..., size], over the root of size."""
+    xp = array_namespace(pattern)
+    # Inf and NaN follow IEEE everywhere; NumPy alone would warn of them.
+    with nullcontext() if quiet else np.errstate(over="ignore", invalid="ignore"):
+        return (_sums(pattern.view(xp.float32), size) * _FACTORS[size]).view(xp.int32)
+
+
+def _sums(z: Array, size: int) -> Array:
+    """Hadamard's sums of groups along the last axis, in stages of distance 1, 2, 4, .."""
+    xp = array_namespace(z)
+    h = 1
+    while h < size:
+        pairs = z.reshape((*z.shape[:-1], size // (2 * h), 2, h))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        z = xp.stack([a + b, a - b], axis=-2).reshape(z.shape)
+        h *= 2
+    return z

@@ -7,6 +7,7 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 | DeepSeek, Qwen, transformers | NAME F8_E4M3 | NAME_scale_inv F32, b 128x128 | | fp8_e4m3_128x128_fp32 |
 | the same | NAME F8_E4M3 | NAME_scale_inv F8_E8M0, b 128x128 | | fp8_e4m3_128x128 |
 | DeepSeek's experts in FP4 | NAME I8, two a byte | NAME_scale_inv F8_E8M0, b 1x32 | | mxfp4_e2m1 |
+| DeepSeek V4, Mistral | L.weight, as above | L.scale, L.qscale_weight, as above | | as above |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale, one | | fp8_e4m3, fp8_e5m2 |
 | compressed-tensors | NAME F8_E4M3, F8_E5M2 | NAME_scale F32, b 128x128 or 1x128 | | fp8_.._fp32 |
 | compressed-tensors, ModelOpt | NAME F8_E4M3, F8_E5M2 | NAME_scale [out, 1] or [out] | | fp8_e4m3_row, fp8_e5m2_row |
@@ -19,12 +20,14 @@ A layout is known by its own marks, the names and dtypes beside each other; b st
 Codes and scales are the file's bits. Three things are said otherwise: E8M0 scales of 128x128 blocks become the same powers of
 two in fp32, 16-bit scales the same numbers in fp32, and a scale that divides becomes the nearest fp32 inverse (values within
 2 ulp). Where rows have at most 128 columns, [out, 1] is a scale for each row if config.json names the strategy "channel" and
-not "group", else of 1x128, with the same values. What was quantized otherwise, such as with zero points, is refused by name.
+not "group", else of 1x128, with the same values. What was quantized otherwise, such as with zero points, is refused by name,
+and so are codes without scales or with more than these, and blocks of another size than config.json says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +49,14 @@ class Marks(NamedTuple):
         codes, scales: of the blocks.
         tensor_scale: of the scale above them, or None.
         divides: whether values are divided by that.
+        weight: of the parameter.
     """
 
     codes: str
     scales: str
     tensor_scale: str | None = None
     divides: bool = False
+    weight: str = ""
 
 
 FINE_GRAINED_FP8 = Marks("", "_scale_inv")
@@ -59,7 +64,11 @@ MODELOPT = Marks("", "_scale", "_scale_2")
 PACKED = Marks("_packed", "_scale", "_global_scale", divides=True)
 GPT_OSS = Marks("_blocks", "_scales")
 
-_BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT)
+_DEEPSEEK_V4 = Marks(".weight", ".scale", weight=".weight")
+_MISTRAL = Marks(".weight", ".qscale_weight", weight=".weight")
+
+_BY_SCALES = (FINE_GRAINED_FP8, GPT_OSS, PACKED, MODELOPT, _DEEPSEEK_V4, _MISTRAL)
+_SCALES = {ending for marks in _BY_SCALES for ending in (marks.scales, marks.tensor_scale) if ending and not marks.weight}
 _ELEMENTS = {dtype_of(element.native_dtype): element for element in (E4M3, E5M2)}
 _BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 _E8M0 = dtype_of(E8M0_CEIL.native_dtype)
@@ -71,8 +80,13 @@ _OTHERS = {
     ".quant_state.bitsandbytes__nf4": "bitsandbytes' NF4",
     ".quant_state.bitsandbytes__fp4": "bitsandbytes' FP4",
     ".SCB": "bitsandbytes' integers",
+    ".pre_quant_scale": "inputs that are scaled first (AWQ)",
+    ".bitmask": "sparse weights",
 }
 """Endings of names that tell of a way to quantize which no format has."""
+
+_OF_ACTIVATIONS = tuple(f"{name}_scale" for name in ("input", "input_global", "activation", "output", "q", "k", "v", "kv"))
+"""Endings of names of scales that no weight needs."""
 
 
 def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
@@ -89,15 +103,52 @@ def weights(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
     told: _Told | None = None
     for name, scales in tensors.items():
         for marks in _BY_SCALES:
-            weight = name.removesuffix(marks.scales)
-            codes = tensors.get(weight + marks.codes)
-            if weight == name or codes is None or weight in found or not _are_codes(codes):
+            stem = name.removesuffix(marks.scales)
+            codes = tensors.get(stem + marks.codes)
+            if stem == name or codes is None or not _are_codes(codes):
                 continue
             told = told or _told(path)
-            above = tensors.get(weight + marks.tensor_scale) if marks.tensor_scale else None
-            found[weight] = _weight(path, weight, marks, codes, scales, above, told)
+            above = tensors.get(stem + marks.tensor_scale) if marks.tensor_scale else None
+            weight = _weight(path, stem + marks.weight, marks, codes, scales, above, told)
+            _check_alone(path, weight, found.get(weight.name), tensors)
+            found[weight.name] = weight
             break
+    _check_scaled(path, tensors, found)
     return found
+
+
+def _check_alone(path: Path, weight: Weight, other: Weight | None, tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadFile where a weight has scales beyond those of its layout."""
+    beyond = [name for name in (weight.name + ending for ending in _SCALES) if name in tensors and name not in weight.entries]
+    beyond += [] if other is None else list(other.entries[1:])
+    if beyond:
+        own = ", ".join(sorted(weight.entries[1:]))
+        raise BadFile(path, f"has {own}, and {min(beyond)}, which no layout has beside it", weight.name)
+
+
+def _check_scaled(path: Path, tensors: Mapping[str, Tensor], found: Mapping[str, Weight]) -> None:
+    """Raises BadFile where codes of a quantized model have no scales that a layout knows, and would be taken for values."""
+    taken = {name for weight in found.values() for name in weight.entries}
+    for name, tensor in tensors.items():
+        fp8 = tensor.dtype in _ELEMENTS and len(tensor.shape) > 1
+        if name in taken or not (fp8 or (name.endswith((PACKED.codes, GPT_OSS.codes)) and _are_codes(tensor))):
+            continue
+        layer = name.rpartition(".")[0] + "."
+        scales = [other for other in tensors if other.startswith(layer) and "scale" in other.removeprefix(layer)]
+        near = [other for other in scales if other not in taken and not other.endswith(_OF_ACTIVATIONS)]
+        if near or found or _told(path).quantized:
+            there = f"; {near[0]} is there, a name that no layout has for them" if near else ", in this file or these files"
+            raise BadFile(path, f"is {tensor.dtype} {tensor.shape} without scales{there}", name)
+
+
+def activation_scales(weights: Collection[str], others: Mapping[str, Tensor]) -> list[str]:
+    """Names of scales of activations beside quantized weights, each one number: those of layers' inputs, and of KV caches."""
+    quantized = {name[: dot.start()] for name in weights for dot in re.finditer(r"\.", name)}
+    return [
+        name
+        for name, tensor in others.items()
+        if name.endswith(_OF_ACTIVATIONS) and tensor.elements == 1 and name.rpartition(".")[0] in quantized
+    ]
 
 
 def _are_codes(tensor: Tensor) -> bool:
@@ -111,10 +162,14 @@ class _Told(NamedTuple):
     Attributes:
         dtype: that values have; bfloat16 where it says none.
         channels: whether compressed-tensors' strategy "channel" is there, and "group" is not.
+        blocks: rows and columns of blocks, where it names some.
+        quantized: whether the model is.
     """
 
     dtype: np.dtype
-    channels: bool
+    channels: bool = False
+    blocks: frozenset[tuple[int, int]] = frozenset()
+    quantized: bool = False
 
 
 def _told(path: Path) -> _Told:
@@ -122,14 +177,23 @@ def _told(path: Path) -> _Told:
         config = untrusted.read_json(path.with_name("config.json"))
         named = config.get("dtype") or config.get("torch_dtype")
     except (OSError, ValueError, AttributeError):
-        return _Told(DTYPES["bfloat16"], False)
+        return _Told(DTYPES["bfloat16"])
     dtype = DTYPES.get(named if isinstance(named, str) else "", DTYPES["bfloat16"])
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not isinstance(settings, dict):
+        return _Told(dtype)
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise BadFile(path, "config.json tells of transform_config, which rotates inputs of layers: no format of blockfp does")
     try:
-        groups = config["quantization_config"]["config_groups"].values()
-        strategies = {group["weights"]["strategy"] for group in groups}
+        schemes = [group["weights"] for group in settings["config_groups"].values()]
+        strategies = {scheme["strategy"] for scheme in schemes}
     except (AttributeError, KeyError, TypeError):
-        strategies = set()
-    return _Told(dtype, "channel" in strategies and "group" not in strategies)
+        schemes, strategies = [], set()
+    blocks = [settings.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
+    blocks += [[1, scheme.get("group_size")] for scheme in schemes]
+    sizes = {tuple(block) for block in blocks if isinstance(block, list) and all(map(untrusted.is_size, block))}
+    sizes = frozenset((size[0], size[1]) for size in sizes if len(size) == 2)
+    return _Told(dtype, "channel" in strategies and "group" not in strategies, sizes, True)
 
 
 def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, above: Tensor | None, told: _Told) -> Weight:
@@ -143,6 +207,9 @@ def _weight(path: Path, name: str, marks: Marks, codes: Tensor, scales: Tensor, 
     if format is None:
         what = f"is {codes.dtype} {codes.shape} with scales {scales.dtype} {scales.shape}"
         raise BadFile(path, f"{what}: a way to quantize that no format of blockfp has", name)
+    if told.blocks and not any(_alike(format, block, shape) for block in told.blocks):
+        sizes = " or ".join(f"{rows}x{columns}" for rows, columns in sorted(told.blocks))
+        raise BadFile(path, f"has scales {scales.shape} as {format}, and config.json says blocks of {sizes}", name)
     stored = codes_shape(shape, format)
     kept = Tensor(name, np.dtype(np.uint8), stored, _read(codes, lambda x: x.view(np.uint8).reshape(stored)))
     grid = scales_shape(shape, format)
@@ -187,6 +254,13 @@ def _format(
         if fits or (format.per_row and scales.shape == grid[:-1]):
             return format
     return None
+
+
+def _alike(format: Format, block: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    """Tells whether FP8 blocks of another size would be the same blocks of this matrix."""
+    if format.block is None or format.per_row or format.element is E2M1:
+        return True
+    return all(a == b or size <= min(a, b) for a, b, size in zip(format.block, block, shape[-2:], strict=True))
 
 
 def _as_stored(scales: np.ndarray, format: Format) -> np.ndarray:

@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..definition import numerics
+from ..definition import eden, numerics
 from ..definition.bits import Array
 from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
 from ..definition.rotation import rotate
-from ..definition.rounding import Key
+from ..definition.rounding import Key, fold_in
+from ..formats import Format
 from .placement import Mesh, Sharding
+from .reducing import check_reduce_format
 from .steps import Dequantize, Gather, Join, Plan, Quantize, Rotate, Step, Straddle, Transpose
 
 
@@ -60,7 +62,8 @@ def run(
     Args:
         plan: a plan of `sharding.plans`.
         locals: what every rank holds before, by rank: values, or codes and scales.
-        key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`.
+        key: for stochastic rounding; None rounds to nearest even. The plan must have been made with `stochastic`, or `eden`,
+            which needs one.
         eps: see `numerics.quantize`.
         nominal: name of the array's nominal dtype.
 
@@ -88,6 +91,42 @@ def all_gather(mesh: Mesh, axes: Sequence[str], arrays: Sequence[np.ndarray]) ->
     return [_alike([arrays[r] for r in mesh.group(rank, axes)]) for rank in range(mesh.size)]
 
 
+def reduce_scatter(
+    terms: Sequence[np.ndarray],
+    format: Format | str,
+    *,
+    key: Key | None = None,
+    ranks: Sequence[int] | None = None,
+    factor: float = 1.0,
+) -> list[np.ndarray]:
+    """Sums arrays, each rounded once to a format, as `sharding.reducing` says; returns the part of the sum of every rank.
+
+    Args:
+        terms: each rank's array, all of one shape; cut along axis 0.
+        format: in blocks of one row. Arrays of one axis are added as they are.
+        key: for stochastic rounding, equal on all ranks; None rounds to nearest even.
+        ranks: the numbers that are folded into the key; 0, 1, .. by default.
+        factor: the sum is divided by it, as a multiplication by its reciprocal in fp32. The number of ranks makes a mean.
+
+    Returns:
+        float32, the parts; a last rank's may be short or empty.
+    """
+    format = check_reduce_format(format, "format")
+    total = None
+    for rank, term in zip(range(len(terms)) if ranks is None else ranks, _alike(list(terms)), strict=True):
+        values = term.astype(np.float32)
+        if term.ndim > 1:
+            finite = np.where(np.isinf(term), np.asarray(np.nan, term.dtype), term)
+            q = numerics.quantize(finite, format, key=None if key is None else fold_in(key, rank))
+            values = numerics.dequantize(*q, format, "float32", columns=term.shape[-1])
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = values if total is None else total + values
+    assert total is not None
+    total = total * np.float32(1 / factor) if factor != 1 else total
+    chunk = -(-total.shape[0] // len(terms))
+    return [total[rank * chunk : (rank + 1) * chunk] for rank in range(len(terms))]
+
+
 def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
     kinds = {(a.shape, a.dtype) for a in arrays}
     if len(kinds) > 1:
@@ -100,13 +139,19 @@ def _carry_out(step: Step, world: list[Local], options: _Options) -> list[Local]
         case Transpose():
             return [_transpose(step, local, rank) for rank, local in enumerate(world)]
         case Rotate():
-            return [local._replace(values=rotate(local.values)) for local in world]
+            return [local._replace(values=_rotated(step, local.values, rank, options)) for rank, local in enumerate(world)]
         case Quantize():
             return _quantize(step, world, options)
         case Dequantize():
             return [_dequantize(step, local, rank, options) for rank, local in enumerate(world)]
         case Gather():
             return _gather(step, world)
+
+
+def _rotated(step: Rotate, values: np.ndarray, rank: int, options: _Options) -> np.ndarray:
+    if step.random is None:
+        return rotate(values)
+    return eden.rotate(values, options.key, step.random.region(rank).origin[1])
 
 
 def _transpose(step: Transpose, local: Local, rank: int) -> Local:
@@ -121,12 +166,16 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
     format, sharding = step.format, step.sharding
     regions = sharding.regions
     amaxes = [numerics.amax(local.values, format, origin=region.origin) for local, region in zip(world, regions, strict=True)]
+    if step.straddles and format.scale.four_over_six:
+        members = [numerics.members(x.values, format, origin=region.origin) for x, region in zip(world, regions, strict=True)]
+        amaxes = [amax._replace(members=own) for amax, own in zip(amaxes, members, strict=True)]
     for straddle in step.straddles:
         amaxes = _reduce_straddling(step, straddle, amaxes)
     if step.amax_axes:
         field = "tensor" if format.scale.two_level else "blocks"
         whole = max_reduce(sharding.mesh, step.amax_axes, [getattr(amax, field) for amax in amaxes])
         amaxes = [amax._replace(**{field: largest}) for amax, largest in zip(amaxes, whole, strict=True)]
+    shape = (sharding.shape[-2], sharding.shape[-1])
     quantized = [
         numerics.quantize(
             local.values,
@@ -135,18 +184,20 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
             eps=options.eps,
             nominal=options.nominal,
             origin=region.origin,
-            shape=(sharding.shape[-2], sharding.shape[-1]),
+            shape=shape,
             amax=amax,
         )
+        if step.eden is None
+        else eden.quantize(local.values, format, options.key, step.eden, origin=region.origin, shape=shape, amax=amax)
         for local, region, amax in zip(world, regions, amaxes, strict=True)
     ]
     return [Local(None, *q) for q in quantized]
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
-    """Reduces amaxes (and NaN flags) of the blocks that straddle ranks along one axis."""
+    """Reduces amaxes (with NaN flags and members) of the blocks that straddle ranks along one axis."""
     mesh, regions = step.sharding.mesh, step.sharding.regions
-    for field in ("blocks", "nan"):
+    for field in ("blocks", "nan", "members"):
         parts = [getattr(amax, field) for amax in amaxes]
         if parts[0] is None:
             continue

@@ -15,7 +15,9 @@ from typing import Literal
 
 import numpy as np
 
+from ..definition.eden import Operand
 from ..definition.layout import block_grid, packed_columns
+from ..definition.rotation import GROUP, RANDOM_GROUP
 from ..formats import Format
 from .placement import Region, Sharding
 
@@ -57,10 +59,17 @@ class Transpose:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Rotate the values in groups along their last axis (`rotation.rotate`); no group is cut."""
+    """Rotate the values in groups along their last axis (`rotation.rotate`); no group is cut.
+
+    Attributes:
+        random: how the values lie, where signs are random by their place (`eden.rotate`); None for those that are the same
+            everywhere.
+    """
+
+    random: Sharding | None = None
 
     def __str__(self) -> str:
-        return "rotate groups of 16 along the last axis"
+        return f"rotate groups of {GROUP if self.random is None else RANDOM_GROUP} along the last axis"
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,8 @@ class Straddle:
         dim: array axis whose cuts fall inside these blocks.
         axes: mesh axes to reduce over.
         blocks: their indices along `dim` in the unsharded array's grid, ascending. Every rank puts the entries it has of
-            `numerics.Amax` (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back
-            reduced.
+            `numerics.Amax` (`blocks`, `nan` and `members` where there are any) into zeros of this length along `dim`, and takes
+            them back reduced.
     """
 
     dim: int
@@ -102,15 +111,17 @@ class Quantize:
         amax_axes: mesh axes over which the whole tensor's amax is max-reduced: `Amax.blocks` of a format with one scale per
             tensor, `Amax.tensor` of a two-level one.
         straddles: block amaxes to be reduced, in this order.
+        eden: the operand whose scales are corrected and rounded stochastically (`eden.quantize`), or None for others.
     """
 
     format: Format
     sharding: Sharding
     amax_axes: tuple[str, ...]
     straddles: tuple[Straddle, ...]
+    eden: Operand | None = None
 
     def __str__(self) -> str:
-        parts = [f"quantize to {self.format}"]
+        parts = [f"quantize to {self.format}" + (" by EDEN" if self.eden else "")]
         if self.amax_axes:
             parts.append(f"tensor amax max-reduced over {', '.join(self.amax_axes)}")
         for s in self.straddles:

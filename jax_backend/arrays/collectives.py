@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from blockfp.definition.rounding import Key, fold_in
 from blockfp.formats import FP8_E4M3, Format
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Sharding
+from blockfp.sharding.reducing import check_reduce_format, rows_alone
 
 from ..implementations import ops
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, linear_map
 from ..implementations.replication import axis_index, varying
-from . import sharded
+from . import reducing, sharded
 from .array import QuantizedArray
 from .meshes import core_mesh, sharding_of
 from .quantize import quantize
@@ -41,6 +42,8 @@ def all_gather(
     columnwise: bool = False,
     rotate: bool = False,
     key: Key | None = None,
+    gradient_format: Format | str | None = None,
+    gradient_key: Key | None = None,
 ) -> QuantizedArray:
     """Gathers the quantization of the array whose parts the ranks hold; every rank gets all of it.
 
@@ -48,7 +51,8 @@ def all_gather(
     `axes`, are quantized before they travel where that gives the same bits; where a cut falls inside a block (or a group
     that is rotated) they travel as they are.
 
-    The gradient of the result goes back as a reduce-scatter of its sum, in the dtype of the array.
+    The gradient of the result goes back as a reduce-scatter of its sum, in the dtype of the array. With `gradient_format` it
+    travels as codes and scales, each rank's rounded once, and is added in fp32 in the order of the ranks.
 
     Args:
         x: this rank's part.
@@ -57,15 +61,22 @@ def all_gather(
         columnwise: the result is the transposed array. Of a weight: exact for square blocks only.
         rotate: of values: rotate along the last axis (after transposition) first.
         key: of values: for stochastic rounding, equal on all ranks.
+        gradient_format: in which the ranks' gradients travel; in blocks of one row, with one level of scales.
+        gradient_key: for their stochastic rounding, equal on all ranks, whose numbers are folded in; another one each step.
 
     Raises:
-        ValueError: an unknown axis, one that doesn't cut the weight, or values without a format.
+        ValueError: an unknown axis, one that doesn't cut the weight, values without a format, or a `gradient_format` whose
+            rows share scales or where columns are gathered.
     """
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     for name in axes:
         axis_index(name)
+    if gradient_format is None and gradient_key is not None:
+        raise ValueError("gradient_key: gradients are rounded only where a gradient_format is given")
+    wanted = None if gradient_format is None else check_reduce_format(gradient_format, "gradient_format")
+    back = _Back(wanted, ops.key_array(gradient_key))
     if isinstance(x, QuantizedArray):
-        return _gather_weight(x, axes, format, columnwise, rotate or key is not None)
+        return _gather_weight(x, axes, format, columnwise, rotate or key is not None, back)
     if format is None:
         raise ValueError("format: values travel quantized, so say in which format")
     if x.ndim != 2:
@@ -78,10 +89,19 @@ def all_gather(
     words = None if key is None else jnp.asarray(ops.key_array(key))
     q = sharded.quantize(x, plan, sharded.Options(words, nominal=x.dtype.name))
     # The way back is the same for every format: it looks at rows.
-    return _with_gradient(q, x, plans.gather_weight(FP8_E4M3, sharding, axes), columnwise)
+    return _with_gradient(q, x, plans.gather_weight(FP8_E4M3, sharding, axes), columnwise, back)
 
 
-def _gather_weight(x: QuantizedArray, axes: tuple[str, ...], format, columnwise: bool, other: bool) -> QuantizedArray:
+class _Back(NamedTuple):
+    """The way of gradients: in which format, and the words of their key."""
+
+    format: Format | None
+    key: Any
+
+
+def _gather_weight(
+    x: QuantizedArray, axes: tuple[str, ...], format, columnwise: bool, other: bool, back: _Back
+) -> QuantizedArray:
     if x.sharding is None:
         raise ValueError("x is whole on every rank (it has no sharding): shard_params cuts it")
     if other or (format is not None and Format.parse(format) is not x.format):
@@ -89,11 +109,13 @@ def _gather_weight(x: QuantizedArray, axes: tuple[str, ...], format, columnwise:
     plan = plans.gather_weight(x.format, x.sharding, axes)
     whole = plans.gather_weight(x.format, x.sharding, axes, columnwise=columnwise)
     local = sharded.run(whole, sharded.Local(None, x.codes, x.scales, x.tensor_scale))
-    return _with_gradient(sharded.as_array(local, x.format, whole.target, x.dtype), x.carrier, plan, columnwise)
+    return _with_gradient(sharded.as_array(local, x.format, whole.target, x.dtype), x.carrier, plan, columnwise, back)
 
 
-def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise: bool) -> QuantizedArray:
+def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise: bool, back: _Back) -> QuantizedArray:
     """Sends the gradient of q to what was gathered: `source`, or what that is the carrier of."""
+    if back.format is not None:
+        reducing.check_gradient_plan(plan)
     if not isinstance(source, Tracer):
         return q
     # Made of the codes, so that it varies over the mesh axes that they do.
@@ -101,8 +123,15 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
     whole = jnp.zeros_like(q.codes, dtype=q.dtype, shape=shape)
     like = [jax.typeof(whole)]
 
-    def rule(_, carrier, tangent):
-        return linear_map(forward, lambda _, __, cotangents: sharded.scatter_sum(cotangents[0], plan), (), tangent, like)
+    kept = () if back.key is None else (jnp.asarray(back.key),)
+
+    def rule(kept, carrier, tangent):
+        return linear_map(forward, backward, kept, tangent, like)
+
+    def backward(kept, _, cotangents):
+        if back.format is None:
+            return sharded.scatter_sum(cotangents[0], plan)
+        return reducing.scatter_codes(cotangents[0], plan, back.format, kept[0] if kept else None)
 
     def forward(_, tangent):
         raise NotImplementedError(
@@ -110,15 +139,18 @@ def _with_gradient(q: QuantizedArray, source: Any, plan: plans.Plan, columnwise:
             "weights"
         )
 
-    gathered = attach(carrier_of(whole), (), carrier_of(source), rule)
+    gathered = attach(carrier_of(whole), kept, carrier_of(source), rule)
     return q.replace(tangent=jnp.swapaxes(gathered, -1, -2) if columnwise else gathered)
 
 
 def reduce_scatter(x: jax.Array, axis: str, format: Format | str, *, key: Key | None = None) -> jax.Array:
     """Sums all ranks' x, each term rounded once to `format`; each rank gets its rows.
 
-    Every rank sends each other one its part of x, an array of its own, as codes and scales. They are dequantized and added in
-    the order of the ranks in fp32, and rounded once to x's dtype: the same bits whatever the interconnect does.
+    Every rank sends each other one its part of x as codes and scales. They are dequantized and added in the order of the ranks
+    in fp32, and rounded once to x's dtype: the same bits whatever the interconnect does. An Inf becomes NaN.
+
+    In formats in blocks of one row, x is quantized as the whole that it is, as FSDP2's gradients are by
+    `blockfp.torch.quantize_reduce_scatter`. In others, whose scales go beyond a row, each part is an array of its own.
 
     Args:
         x: [rows, columns], rows a multiple of the ranks on the axis; a term of the sum.
@@ -160,22 +192,13 @@ def all_reduce(x: jax.Array, axis: str, format: Format | str, *, key: Key | None
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _reduce_scatter(static: tuple[str, Format], x: jax.Array, key: jax.Array | None) -> jax.Array:
     axis, format = static
-    size, columns = lax.axis_size(axis), x.shape[1]
-    parts = x.reshape(size, x.shape[0] // size, columns)
-    if key is None:
-        q = jax.vmap(lambda part: quantize(part, format))(parts)
+    if rows_alone(format):
+        q = reducing.rounded(x, format, key, (axis,))
+        size = lax.axis_size(axis)
+        parts = jax.tree.map(lambda leaf: leaf.reshape(size, leaf.shape[0] // size, leaf.shape[1]), q)
     else:
-        # A key for each part of each rank: they are arrays of their own.
-        own = fold_in(key, lax.axis_index(axis))
-        keys = jnp.stack([jnp.asarray(fold_in(own, i)) for i in range(size)])
-        q = jax.vmap(lambda part, key: quantize(part, format, key=key))(parts, keys)
-    send = lambda leaf: lax.all_to_all(leaf, axis, split_axis=0, concat_axis=0)  # noqa: E731
-    received = jax.tree.map(send, q)
-    terms = jax.vmap(lambda q: q.dequantize(jnp.float32))(received)
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total.astype(x.dtype)
+        parts = reducing.parts_of(x, format, key, axis)
+    return reducing.sum_in_order(parts, (axis,), x.dtype)
 
 
 def _reduce_scatter_fwd(static, x, key):
@@ -196,7 +219,7 @@ def _all_reduce(static: tuple[str, Format], x: jax.Array, key: jax.Array | None)
     filled = jnp.pad(x, ((0, -rows % size), (0, 0)))
     part: Any = _reduce_scatter(static, filled, key)
     own = None if key is None else fold_in(fold_in(key, size), lax.axis_index(axis))
-    q = jax.tree.map(lambda leaf: lax.all_gather(leaf, axis), quantize(part, format, key=own))
+    q = jax.tree.map(lambda leaf: lax.all_gather(leaf, axis), quantize(reducing.without_inf(part), format, key=own))
     values = jax.vmap(lambda q: q.dequantize())(q)
     return values.reshape(-1, x.shape[1])[:rows]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import layout, numerics
+from blockfp.definition import eden, layout, numerics
 from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
@@ -68,7 +68,7 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Transpose():
                 local = _transpose(step, local)
             case Rotate():
-                local = Local(rotate(local.values))
+                local = _rotate(step, local, options)
             case Quantize():
                 local = _quantize(step, local, options)
             case Dequantize():
@@ -77,6 +77,19 @@ def run(plan: Plan, local: Local, options: Options = Options()) -> Local:  # noq
             case Gather():
                 local = _gather(step, local)
     return local
+
+
+def _rotate(step: Rotate, local: Local, options: Options) -> Local:
+    if step.random is None:
+        return Local(rotate(local.values))
+    lies = step.random
+    spans = [lies.span(1, rank) for rank in range(lies.mesh.size)]
+    if len({size for _, size in spans}) > 1:
+        raise NotImplementedError(
+            f"EDEN rotates groups of 128 and smaller ones at the end, and the last axis of an array that lies {lies} is cut "
+            "unevenly: cut it evenly, or gather it first"
+        )
+    return Local(eden.rotate(local.values, options.key, storage.of_rank(lies.mesh, [start for start, _ in spans])))
 
 
 def _transpose(step: Transpose, local: Local) -> Local:
@@ -100,23 +113,25 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         return Local(None, *_known_alike(step, q))
     buffer = storage.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None
+    if step.straddles and format.scale.four_over_six:
+        assert amax is not None
+        amax = amax._replace(members=numerics.members(buffer, format))
     for straddle in step.straddles:
         assert amax is not None
         amax = _reduce_straddling(step, straddle, amax)
     if step.amax_axes and amax is not None:
         amax = amax._replace(**{field: replication.max_over(getattr(amax, field), step.amax_axes)})
-    q = numerics.quantize(
-        buffer,
-        format,
-        key=options.key,
-        eps=options.eps,
-        nominal=options.nominal,
-        origin=storage.corner(format, sharding),
-        shape=(sharding.shape[0], sharding.shape[1]),
-        amax=amax,
-        multiplier=whole,
-        materialize=materialize,
-    )
+    place: dict[str, Any] = {
+        "origin": storage.corner(format, sharding),
+        "shape": (sharding.shape[0], sharding.shape[1]),
+        "amax": amax,
+        "materialize": materialize,
+    }
+    if step.eden is not None:
+        q = eden.quantize(buffer, format, options.key, step.eden, **place)
+    else:
+        how: dict[str, Any] = {"key": options.key, "eps": options.eps, "nominal": options.nominal, "multiplier": whole}
+        q = numerics.quantize(buffer, format, **how, **place)
     bits = format.element.bits
     codes = layout.pack(storage.out_of_blocks(layout.unpack(q.codes, bits, buffer.shape[-1]), format, sharding), bits)
     return Local(None, *_known_alike(step, q._replace(codes=codes)))
@@ -135,7 +150,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
-    """Reduces amaxes (and NaN flags) of straddling blocks along one axis to those of the whole blocks."""
+    """Reduces amaxes (with NaN flags and members) of straddling blocks along one axis to those of the whole blocks."""
     axis = straddle.dim - 2
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
@@ -147,10 +162,13 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
         back.append([indices.get(index, -1) for index in range(stored)])
     own, back = (storage.of_rank(step.sharding.mesh, table) for table in (own, back))
 
-    def reduced(part: jax.Array) -> jax.Array:
+    def reduced(part: jax.Array | None, axis: int) -> jax.Array | None:
+        if part is None:
+            return None
         return storage.take(replication.max_over(storage.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
 
-    return amax._replace(blocks=reduced(amax.blocks), nan=None if amax.nan is None else reduced(amax.nan))
+    of_blocks = {"blocks": reduced(amax.blocks, axis), "nan": reduced(amax.nan, axis)}
+    return amax._replace(**of_blocks, members=reduced(amax.members, axis - 1))
 
 
 def _gather(step: Gather, local: Local) -> Local:
@@ -208,15 +226,18 @@ def scatter_sum(gradient: jax.Array, plan: Plan) -> jax.Array:
     """
     for step in reversed(plan.steps):
         assert isinstance(step, Gather)
-        axis, stored = step.dim - 2, storage.length(step.sharding, step.dim)
-        ranks = range(step.sharding.mesh.size)
-        places = []
-        for rank in ranks:
-            runs = step.elements(rank).runs
-            index = _join_index(runs, stored)
-            inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
-            inverse[index] = np.arange(len(index))
-            places.append(inverse)
-        gradient = storage.take(gradient, storage.of_rank(step.sharding.mesh, places), axis)
+        axis = step.dim - 2
+        gradient = storage.take(gradient, storage.of_rank(step.sharding.mesh, sent_from(step)), axis)
         gradient = lax.psum_scatter(gradient, step.axes, scatter_dimension=gradient.ndim + axis, tiled=True)
     return gradient
+
+
+def sent_from(step: Gather) -> list[np.ndarray]:
+    """By rank: where in the gathered array everything lies that it sends back, rank after rank; -1 for padding."""
+    stored, tables = storage.length(step.sharding, step.dim), []
+    for rank in range(step.sharding.mesh.size):
+        index = _join_index(step.elements(rank).runs, stored)
+        inverse = np.full(stored * len(step.group(rank)), -1, np.int32)
+        inverse[index] = np.arange(len(index))
+        tables.append(inverse)
+    return tables

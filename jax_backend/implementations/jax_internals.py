@@ -14,7 +14,7 @@ from typing import Any
 
 from jax._src import core, dtypes
 from jax._src.earray import EArray
-from jax._src.interpreters import mlir, pxla
+from jax._src.interpreters import ad, mlir, pxla
 from jax._src.sharding_impls import physical_sharding
 
 ExtendedDType = dtypes.ExtendedDType
@@ -33,6 +33,7 @@ __all__ = [
     "physical_aval",
     "physical_result_handler",
     "register_array",
+    "runs_at_once",
     "unmapped_aval",
 ]
 
@@ -47,6 +48,14 @@ def register_array(kind: type[EArray]) -> None:
 
 def _as_constant(x: Any, aval: Any) -> Any:
     return mlir.get_constant_handler(type(x._data))(x._data, core.physical_aval(aval))
+
+
+def runs_at_once() -> bool:
+    """True where operations run as they are called, and nothing but derivatives watches: not in jit, vmap or shard_map."""
+    trace = core.trace_ctx.trace
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace):
+        trace = trace.parent_trace
+    return isinstance(trace, core.EvalTrace)
 
 
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,9 +87,10 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
     weight = jnp.asarray(weight)
     carrier = carrier_of(weight) if isinstance(weight, Tracer) else None
     stopped = lax.stop_gradient(weight)
-    return stopped if format is None else _quantized_here(stopped, format), carrier
+    return stopped if format is None else _quantized_here(stopped, format=format), carrier
 
 
+@partial(jax.jit, static_argnames="format", inline=True)
 def _quantized_here(weight: jax.Array, format: Format) -> QuantizedArray:
     return overflow.propagate(quantize_weight(weight, format), overflow.is_finite(weight))
 
@@ -101,4 +104,4 @@ def transposed_weight(weight: Matrix, recipe: Recipe) -> Matrix:
         exact = exact_in_bfloat16(weight.format) and not weight.format.has_tensor_scale
         return dequantize_params(weight, "bfloat16" if exact else "float32").mT
     format = recipe.weight_columnwise.format
-    return weight.mT if format is None else _quantized_here(weight.mT, format)
+    return weight.mT if format is None else _quantized_here(weight.mT, format=format)

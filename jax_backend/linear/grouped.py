@@ -80,6 +80,11 @@ def grouped_linear(
             tensor-parallel axis cuts unevenly or inside blocks.
     """
     recipe = recipes.for_linear(recipe)
+    if recipe.input_columnwise.eden:
+        raise NotImplementedError(
+            f"recipe {recipe}: EDEN rotates groups of 128 tokens, and what is left of a group of rows in smaller ones, which "
+            "differ from call to call: use nvfp4, or a linear for each group"
+        )
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
     if isinstance(x, QuantizedArray):
@@ -140,7 +145,7 @@ class _GroupedLinear(Layer):
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
 
-    def input_operands(self, x, tiles, state, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
+    def input_operands(self, x, tiles, state, key=None, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
         scaling = self._scaling(None if state is None else state.input_scale, tiles)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
@@ -184,7 +189,7 @@ class _GroupedLinear(Layer):
     def largest_amax(self, x, tiles) -> jax.Array:
         return largest_amax(x, tiles)
 
-    def values(self, operand, tiles, carrier, cast, *, transposed=False) -> jax.Array:
+    def values(self, operand, tiles, carrier, cast, *, transposed=False, key=None) -> jax.Array:
         operand = operand.tiles(tiles) if isinstance(operand, GroupCodes) else operand
         return token_values(operand, tiles, carrier, cast, transposed=transposed)
 

@@ -23,6 +23,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
+from ..implementations.jax_internals import runs_at_once
 from .arguments import transposed_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
@@ -58,10 +59,13 @@ class Layer(ABC):
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
+        # Operation by operation a layer would cost the host many times as much. A bias stays outside, where XLA can't leave out
+        # the rounding of what it is added to.
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state))):
-            # Operation by operation it would cost the host many times as much.
-            y, state = _jitted(self, x, weight, sizes, state)
+            y, state = _at_once(self, x, weight, None, sizes, None, state)
             return self.with_bias(y, bias, None if bias is None else self.tiles(x, sizes)), state
+        if bias is None and runs_at_once():
+            return _at_once(self, x, weight, carrier, sizes, key, state)
         return either(_plain, _differentiable, self, x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
@@ -70,9 +74,16 @@ class Layer(ABC):
 
     @abstractmethod
     def input_operands(
-        self, x: Matrix, tiles: Any, state: DelayedState | None, *, rowwise: bool = True, columnwise: bool = True
+        self,
+        x: Matrix,
+        tiles: Any,
+        state: DelayedState | None,
+        key: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
     ) -> Pair:
-        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for."""
+        """Quantizes x as the forward takes it and as wgrad does; None for what isn't asked for. EDEN wants the key."""
 
     @abstractmethod
     def gradient_operands(self, g: jax.Array, kept: Residuals, *, rowwise: bool, columnwise: bool) -> Pair:
@@ -107,8 +118,13 @@ class Layer(ABC):
         """The largest amax of x, float32 ()."""
 
     @abstractmethod
-    def values(self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`."""
+    def values(
+        self, operand: Matrix, tiles: Any, carrier: Any, cast: Cast, *, transposed: bool = False, key: Any = None
+    ) -> jax.Array:
+        """The fp32 values [tokens, features] of a quantized x or gradient, with the derivative of `carrier`.
+
+        `key` is that of the call, which EDEN rotated by.
+        """
 
     @abstractmethod
     def products(self, tiles: Any) -> tuple[Product, Product, Product]:
@@ -143,8 +159,8 @@ def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
 
 
 @partial(jax.jit, static_argnums=0)
-def _jitted(layer: Layer, x, weight, sizes, state):
-    return _plain(layer, x, weight, None, None, sizes, None, state)
+def _at_once(layer: Layer, x, weight, carrier, sizes, key, state):
+    return either(_plain, _differentiable, layer, x, weight, carrier, None, sizes, key, state)
 
 
 def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:
@@ -165,11 +181,10 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
     types = replication.VaryingAxes.of(point, carrier, bias, state)
     x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
     tiles = layer.tiles(x, sizes)
-    # Where x travels, its columnwise form is made behind a second gather, in the backward: until then a shard is kept.
-    later = layer.placement.gathers_input
+    later = _makes_later(layer)
     row, column = layer.input_operands(x, tiles, state, columnwise=carriers.weight is not None and not later)
     results = _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
-    row = None if column is None or layer.placement.weight is not None or same_values(layer.recipe) else row
+    row = None if carriers.weight is None or layer.placement.weight is not None or same_values(layer.recipe) else row
     kept = Residuals(row, x if later else column, weight, tiles, key, state, types)
     like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
 
@@ -177,6 +192,14 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
         return linear_map(partial(_forward, layer, like[0]), partial(_backward, layer), (kept, carriers), tangents, like)
 
     return attach(results, kept, carriers, rule)
+
+
+def _makes_later(layer: Layer) -> bool:
+    """Returns True where x is kept as it came, and its columnwise form made in the backward.
+
+    Where x travels, that is behind a second gather, and until then a shard is kept. EDEN's form is made beside the gradient's.
+    """
+    return layer.placement.gathers_input or layer.recipe.input_columnwise.eden
 
 
 def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
@@ -206,8 +229,9 @@ def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerI
     recipe, placement, tiles, types, state = layer.recipe, layer.placement, kept.tiles, kept.types, kept.state
     g = placement.own(g, gradient=True)
     column: Any = kept.column
-    if placement.gathers_input and wanted.weight is not None:
-        _, column = layer.input_operands(column, tiles, state, rowwise=False)
+    if _makes_later(layer) and wanted.weight is not None:
+        _, column = layer.input_operands(column, tiles, state, kept.key, rowwise=False)
+        kept = kept if placement.gathers_input else kept._replace(column=column)
     directions = {"rowwise": wanted.x is not None, "columnwise": wanted.weight is not None}
     gradient_row, gradient_column = layer.gradient_operands(g, kept, **directions)
     dx = dw = db = ds = None
@@ -244,8 +268,8 @@ def _second(
         dx = sum_of_products((dgrad, g_dot, weight), (dgrad, g, dots.weight))
         dx = None if dx is None else replication.sum_like(dx.astype(layer.dtype), types.x, ())
     if made.weight is not None:
-        x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True)
-        g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True)
+        x = layer.values(forward.column, tiles, points.x, recipe.input_columnwise, transposed=True, key=forward.key)
+        g = layer.values(column, tiles, g_carrier, recipe.gradient_columnwise, transposed=True, key=forward.key)
         dw = sum_of_products((wgrad, g_dot, x), (wgrad, g, dots.x))
         dw = None if dw is None else _sum_weight(layer, types, dw.astype(layer.weight_dtype))
     if made.bias is not None and g_dot is not None:

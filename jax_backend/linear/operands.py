@@ -28,6 +28,7 @@ def input_operands(
     recipe: Recipe,
     placement: LayerPlacement,
     multiplier: jax.Array | None,
+    key: jax.Array | None = None,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -39,10 +40,11 @@ def input_operands(
         recipe: the recipe.
         placement: how the layer lies.
         multiplier: of delayed scaling, or None.
+        key: of the layer and step, for EDEN; or None.
         rowwise, columnwise: which of the two to make; the other is None.
     """
     casts = (recipe.input if rowwise else None, recipe.input_columnwise if columnwise else None)
-    return _Operands(x, recipe, placement, False, multiplier, (None, None)).make(*casts)
+    return _Operands(x, recipe, placement, False, multiplier, keys_of(key, placement)).make(*casts)
 
 
 def gradient_operands(
@@ -56,12 +58,17 @@ def gradient_operands(
     columnwise: bool = True,
 ) -> Pair:
     """Quantizes g to [tokens, out] for dgrad and [out, tokens] for wgrad; arguments as for `input_operands`."""
-    keys = (None, None)
-    if key is not None:
-        coordinate = placement.coordinate()
-        keys = tuple(gradient_key(key, direction, coordinate) for direction in (ROWWISE, COLUMNWISE))
     casts = (recipe.gradient if rowwise else None, recipe.gradient_columnwise if columnwise else None)
-    return _Operands(g, recipe, placement, True, multiplier, keys).make(*casts)
+    return _Operands(g, recipe, placement, True, multiplier, keys_of(key, placement)).make(*casts)
+
+
+def keys_of(key: jax.Array | None, placement: LayerPlacement) -> tuple[jax.Array | None, jax.Array | None]:
+    """The keys of a layer's two directions on this rank, from the one of layer and step."""
+    if key is None:
+        return None, None
+    coordinate = placement.coordinate()
+    row, column = (jnp.asarray(gradient_key(key, direction, coordinate)) for direction in (ROWWISE, COLUMNWISE))
+    return row, column
 
 
 def quantize_operand(
@@ -95,7 +102,7 @@ class _Operands:
 
     def _quantized(self, row: Cast | None, column: Cast | None) -> Pair:
         if row is not None and column is not None and row.format is not None and row.format is column.format:
-            if self.sharding is None and not row.rotate and row.stochastic == column.stochastic:
+            if self.sharding is None and not (row.rotate or column.eden) and row.stochastic == column.stochastic:
                 return self._from_one_read(row.format, row.stochastic, column.rotate)
             plain = not (row.stochastic or row.rotate or column.stochastic or column.rotate)
             if self.sharding is not None and row.format.square and plain:
@@ -119,6 +126,10 @@ class _Operands:
         if self.sharding is not None:
             return self._planned(cast, columnwise=columnwise)
         key = self.keys[columnwise] if cast.stochastic else None
+        if cast.eden:
+            assert columnwise
+            q = ops.quantize_eden(self.x, key, format=cast.format, operand="gradient" if self.gradient else "input")
+            return wrap_parts(q, cast.format, self.x, columnwise=True)
         if not columnwise:
             return quantize_operand(self.x, cast, self.eps, key=key, multiplier=self.multiplier)
         options = {"rotate": cast.rotate, "eps": eps_for(cast.format, self.eps)}
@@ -135,6 +146,7 @@ class _Operands:
             "columnwise": columnwise,
             "rotate": cast.rotate,
             "stochastic": cast.stochastic,
+            "eden": cast.eden,
         }
         if self.over:
             plan = plans.gather_activation(format, self.sharding, self.over, **options)

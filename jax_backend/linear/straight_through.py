@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from blockfp.definition import eden
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
@@ -49,10 +50,18 @@ def same_values(recipe: Recipe) -> bool:
     return row.format is column.format and not (row.rotate or column.rotate) and (row.format is None or row.format.square)
 
 
-def values(x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False) -> jax.Array:
-    """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`."""
+def values(
+    x: Matrix, carrier: Any = None, *, transposed: bool = False, rotated: bool = False, key: jax.Array | None = None
+) -> jax.Array:
+    """The fp32 values of an operand, as it was before it was rotated and transposed, with the derivative of `carrier`.
+
+    `key` is that of the cast, where EDEN rotated.
+    """
     y: Any = dequantize_params(x, jnp.float32) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)
-    y = hadamard(y, inverse=True) if rotated else y
+    if key is not None:
+        y = eden.rotate_back(y, key)
+    elif rotated:
+        y = hadamard(y, inverse=True)
     y = jnp.swapaxes(y, -1, -2) if transposed else y
     return y if carrier is None else straight_through(y, carrier)
 

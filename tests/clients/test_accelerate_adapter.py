@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import gloo
+import pytest
 import torch
 from documented import run_documented
 from torch.distributed.fsdp import fully_shard
@@ -75,10 +76,20 @@ def test_recipes_with_buffers_are_loaded_by_rank_0_alone():
 
 
 def _resumes(rank):
+    _resume(rank)
+
+
+def _resumes_from_full(rank):
+    import blockfp.torch_backend.integrations.accelerate  # noqa: F401
+
+    _resume(rank, state_dict_type="FULL_STATE_DICT")
+
+
+def _resume(rank, **options):
     common = client()
     folder = os.environ["BLOCKFP_TEST_FOLDER"]
     for recipe in ("mxfp8", *RECIPES):
-        ours = accelerator(common, rank, cpu_ram_efficient_loading=False)
+        ours = accelerator(common, rank, cpu_ram_efficient_loading=False, **options)
         model = common.net(recipe, "quantized")
         model, optimizer = ours.prepare(model, common.optimizer_of(model, "quantized"))
         common.train(model, optimizer, rank, ours.backward)
@@ -92,10 +103,11 @@ def _resumes(rank):
             assert torch.equal(getattr(value, "_local_tensor", value), ends[name]), (recipe, name)
 
 
-def test_save_state_resumes_to_the_bit(monkeypatch):
+@pytest.mark.parametrize("function", ["_resumes", "_resumes_from_full"])
+def test_save_state_resumes_to_the_bit(function, monkeypatch):
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("BLOCKFP_TEST_FOLDER", folder)
-        gloo.run(2, __file__, "_resumes")
+        gloo.run(2, __file__, function)
 
 
 def test_without_fsdp_it_is_prepare():

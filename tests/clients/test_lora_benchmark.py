@@ -1,5 +1,6 @@
 """benchmarks/lora_gpu.py with models of a few thousand parameters, on this CPU."""
 
+import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -23,8 +24,13 @@ def rows(rank):
     given = ["--tiny", "--layers", "1", "--tokens", "16", "--steps", "1", "--warm", "1", "--contenders", *contenders]
     found = lora_gpu.rows(lora_gpu.arguments(given), torch.device("cpu"))
     assert [row["contender"] for row in found] == list(contenders)
-    *figures, last = found
-    assert "left_out" in last
+    # bitsandbytes has a build for CPUs, which is not among what the tests need.
+    there = torch.distributed.get_world_size() == 1 and importlib.util.find_spec("bitsandbytes") is not None
+    assert ("left_out" not in found[-1]) is there, found[-1]
+    figures = found if there else found[:-1]
+    # Codes take what they say beside bf16: all but embeddings, norms, routers and biases, and adapters in float32.
+    counted = {row["contender"]: row["counted"] for row in figures}
+    assert all(count < counted["bf16"] for name, count in counted.items() if name != "bf16"), counted
     # The same adapters everywhere, and losses of one model.
     assert len({row["adapters"] for row in figures}) == 1, found
     assert all(abs(row["loss"][0] - figures[0]["loss"][0]) < 0.1 for row in figures), found

@@ -194,7 +194,7 @@ def test_ddp():
     gloo.run(2, __file__, "_ddp")
 
 
-def _fsdp2_trainer(folder):
+def _fsdp2_trainer(folder, run="run", kind="SHARDED_STATE_DICT"):
     """accelerate takes FSDP on accelerators only: its state is told so here; all else is its own code, and Trainer's."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState, GradientState
@@ -203,9 +203,9 @@ def _fsdp2_trainer(folder):
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     model = AutoModelForCausalLM.from_pretrained(folder / "plain", quantization_config=BlockfpConfig("mxfp8"))
-    run = trainer(model, folder / "run", 3, ddp_backend="gloo", save_strategy="steps", save_steps=2)
+    run = trainer(model, folder / run, 3, ddp_backend="gloo", save_strategy="steps", save_steps=2)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, state_dict_type="SHARDED_STATE_DICT",
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False, state_dict_type=kind,
         auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
     )  # fmt: skip
     run.accelerator.state.fsdp_plugin, run.is_fsdp_enabled = plugin, True
@@ -237,9 +237,12 @@ def _fsdp2(rank):
     again = AutoModelForCausalLM.from_pretrained(folder / "layout", quantization_config=config)
     assert all(torch.equal(value, after[name]) for name, value in values(again).items())
 
-    resumed = _fsdp2_trainer(folder)
-    resumed.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
-    assert all(torch.equal(value, after[name]) for name, value in values(resumed.model).items())
+    # Checkpoints of either kind resume to the bit.
+    _fsdp2_trainer(folder, "full", "FULL_STATE_DICT").train()
+    for where, kind in (("run", "SHARDED_STATE_DICT"), ("full", "FULL_STATE_DICT")):
+        resumed = _fsdp2_trainer(folder, where, kind)
+        resumed.train(resume_from_checkpoint=str(folder / where / "checkpoint-2"))
+        assert all(torch.equal(value, after[name]) for name, value in values(resumed.model).items())
 
 
 def test_fsdp2():

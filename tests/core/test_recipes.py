@@ -16,7 +16,10 @@ TABLE = {
     "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3_32x32", "mxfp8_e4m3"),
     "mxfp6": ("mxfp6_e3m2", "mxfp6_e3m2_32x32", "mxfp6_e3m2"),
     "mxfp4": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp6_e3m2"),
+    "mxfp4_rotated": ("mxfp4_e2m1", "mxfp4_e2m1_32x32", "mxfp4_e2m1"),
     "nvfp4": ("nvfp4", "nvfp4_16x16", "nvfp4"),
+    "nvfp4_4over6": ("nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4"),
+    "nvfp4_eden": ("nvfp4", "nvfp4_16x16", "nvfp4"),
 }
 
 
@@ -27,6 +30,9 @@ def test_the_table(name):
         for direction in ("rowwise", "columnwise"):
             if name == "fp8_row" and (operand, direction) in recipes.PRODUCTS["dgrad"]:
                 assert recipe.cast(operand, direction) == HIGH_PRECISION
+                continue
+            if name == "nvfp4_4over6" and (operand, direction) == ("input", "columnwise"):
+                assert recipe.cast(operand, direction) == recipes.nvfp4().input_columnwise
                 continue
             assert recipe.cast(operand, direction).format.name == format
     assert recipe.fast_accum == {"forward"}
@@ -49,14 +55,16 @@ def test_the_text_says_all_but_name_and_delayed_scaling():
     assert recipes.fp8_current().text == recipes.fp8_delayed().text != recipes.fp8_current(eps=1e-3).text
 
 
-def test_only_nvfp4_rotates_and_rounds_stochastically():
+def test_only_some_rotate_and_round_stochastically():
     for name in TABLE:
         recipe = recipes.parse(name)
         casts = {(o, d): recipe.cast(o, d) for o in ("input", "weight", "gradient") for d in ("rowwise", "columnwise")}
         stochastic = {where for where, cast in casts.items() if cast.stochastic}
         rotated = {where for where, cast in casts.items() if cast.rotate}
-        if name == "nvfp4":
-            assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")}
+        eden = {where for where, cast in casts.items() if cast.eden}
+        assert eden == ({("gradient", "columnwise"), ("input", "columnwise")} if name == "nvfp4_eden" else set())
+        if name in ("nvfp4", "nvfp4_4over6", "nvfp4_eden", "mxfp4_rotated"):
+            assert stochastic == {("gradient", "rowwise"), ("gradient", "columnwise")} | eden
             assert rotated == {("gradient", "columnwise"), ("input", "columnwise")}
         else:
             assert not stochastic | rotated
@@ -89,13 +97,28 @@ def test_mixed_and_high_precision():
     assert one_dimensional.weight_columnwise == HIGH_PRECISION
 
 
+def test_eden_is_stochastic_and_rotates():
+    cast = Cast("nvfp4", eden=True)
+    assert cast == Cast("nvfp4", stochastic=True, rotate=True, eden=True) != Cast("nvfp4", stochastic=True, rotate=True)
+    assert (cast.stochastic, cast.rotate, str(cast)) == (True, True, "nvfp4 eden")
+    assert "nvfp4+eden" in recipes.nvfp4_eden().text
+
+
 def test_what_is_refused():
     with pytest.raises(ValueError, match="square"):
         recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"), weight_columnwise=Cast("mxfp8_e4m3"))
     with pytest.raises(ValueError, match="rotate both"):
         recipes.mxfp8().replace(input_columnwise=Cast("mxfp8_e4m3", rotate=True))
-    with pytest.raises(ValueError, match="high precision"):
-        Cast(None, stochastic=True)
+    for cast in (Cast("nvfp4"), Cast("nvfp4", rotate=True)):
+        with pytest.raises(
+            ValueError, match=r"wgrad contracts gradient columnwise.*by the same signs, got nvfp4 eden and nvfp4"
+        ):
+            recipes.nvfp4_eden().replace(input_columnwise=cast)
+    with pytest.raises(ValueError, match="EDEN corrects the E4M3 scales of nvfp4, in blocks of 1x16, got nvfp4_16x16"):
+        Cast("nvfp4_16x16", eden=True)
+    for option in ("stochastic", "rotate", "eden"):
+        with pytest.raises(ValueError, match="high precision"):
+            Cast(None, **{option: True})
     with pytest.raises(ValueError, match="mxfp9"):
         Cast("mxfp9")
     with pytest.raises(ValueError, match="choose one of fp8_delayed"):
@@ -161,6 +184,12 @@ def test_what_a_linear_layer_runs():
     for message, recipe in (
         ("input rowwise is stochastic, but only gradients", recipes.mxfp8().replace(input=Cast("mxfp8_e4m3", stochastic=True))),
         ("only the operands of the weight gradient are rotated", rotated),
+        (
+            "only the operands of the weight gradient are rotated",
+            recipes.nvfp4_eden().replace(
+                input=Cast("nvfp4", eden=True), weight=Cast("nvfp4", eden=True), weight_columnwise=HIGH_PRECISION
+            ),
+        ),
         ("delayed scaling keeps one scale for the gradient", delayed.replace(gradient=Cast("mxfp8_e5m2"))),
         (
             "delayed scaling rounds the gradient as it is to nearest",

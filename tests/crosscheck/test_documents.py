@@ -23,8 +23,9 @@ RANKS = {"training.md": 2, "parallelism.md": 4, "experts.md": 4, "checkpoints.md
 """Pages whose programs run on several processes, with a default process group."""
 
 
-# What the training examples share, and what tests/jax/test_jax_examples.py runs.
+# What the training examples share, and what tests/jax/test_jax_examples.py and tests/torch/test_pretrain.py run.
 OTHERS = ("byte_text", "training_report", "flax_mlp", "flax_moe", "equinox_mlp")
+OTHERS += ("pretrain", "pretrain_text", "pretrain_model", "pretrain_metrics")
 EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in OTHERS]
 
 

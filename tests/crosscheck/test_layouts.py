@@ -141,6 +141,7 @@ def test_short_rows_are_what_the_config_says(strategies, format, tmp_path):
     assert got["a.weight"].format.name == f"fp8_e4m3_{format}"
 
 
+A, ONE = fp8_codes(8, 64).view(FP8), np.ones((), np.float32)
 INT4 = RNG.integers(0, 9, (16, 4), dtype=np.int32)
 REFUSED = {
     "(8, 2)": {"a.weight": fp8_codes(16, 256).view(FP8), "a.weight_scale": np.ones((8, 2), np.float32)},
@@ -150,6 +151,16 @@ REFUSED = {
     "NF4": {"a.weight": some_bytes(64, 1), "a.weight.quant_state.bitsandbytes__nf4": some_bytes(9)},
     "int8 (16, 32) with scales": {"a.weight": some_bytes(16, 32).view(np.int8), "a.weight_scale": np.ones((16, 1), BF16)},
     "(3, 3)": {"a.weight": fp8_codes(64, 32).view(FP8), "a.weight_scale_inv": np.ones((3, 3), np.float32)},
+    "AWQ": {"a.weight": A, "a.weight_scale": ONE, "a.pre_quant_scale": np.ones(64, BF16)},
+    "sparse": {"a.weight.compressed": A, "a.weight.bitmask": some_bytes(8, 8)},
+    "a.scale_weight is there": {"a.weight": A, "a.scale_weight": ONE},
+    "a._weight_scale is there": {"a._weight_qdata": A, "a._weight_scale": np.ones((8, 1), np.float32)},
+    "a.weight_scale_2, which no layout": {
+        "a.weight": A,
+        "a.weight_scale_inv": np.ones((1, 1), np.float32),
+        "a.weight_scale_2": ONE,
+    },
+    "a.weight_scale, and a.weight_scale_inv, which": {"a.weight": A, "a.weight_scale_inv": ONE, "a.weight_scale": ONE},
 }
 
 
@@ -158,6 +169,60 @@ def test_what_no_format_says_is_refused(message, tmp_path):
     with pytest.raises(BadFile) as caught:
         blockfp.load(write(tmp_path / "model.safetensors", REFUSED[message]))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["b.weight", "b.weight_packed", "b_blocks"])
+@pytest.mark.parametrize("told", [True, False], ids=["by config.json", "by another weight"])
+def test_codes_without_scales_are_refused(told, name, tmp_path):
+    """A reader would take them for values."""
+    alone = {name: some_bytes(4, 2, 16) if name == "b_blocks" else A.view(FP8 if name == "b.weight" else np.uint8)}
+    config = {"quantization_config": {"quant_method": "fp8"}} if told else None
+    file = alone if told else alone | {"a.weight": A, "a.weight_scale": ONE}
+    with pytest.raises(BadFile, match=f"{name}'.* without scales"):
+        blockfp.load(write(tmp_path / "model.safetensors", file, config))
+
+
+def test_plain_fp8_is_an_array(tmp_path):
+    got = blockfp.load(write(tmp_path / "model.safetensors", {"a.weight": A}, {"torch_dtype": "bfloat16"}))
+    np.testing.assert_array_equal(got["a.weight"].view(np.uint8), A.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "reads"),
+    [((130, 256), [96, 128], False), ((256, 512), [128, 128], True), ((64, 60), [64, 64], True), ((64, 128), [64, 64], False)],
+    ids=str,
+)
+def test_blocks_are_as_large_as_config_json_says(shape, block, reads, tmp_path):
+    grid = tuple(-(-size // 128) for size in shape)
+    file = {"a.weight": fp8_codes(*shape).view(FP8), "a.weight_scale_inv": RNG.uniform(1, 2, grid).astype(np.float32)}
+    path = write(tmp_path / "model.safetensors", file, {"quantization_config": {"weight_block_size": block}})
+    if reads:
+        assert blockfp.load(path)["a.weight"].format.name == "fp8_e4m3_128x128_fp32"
+    else:
+        with pytest.raises(BadFile, match=f"config.json says blocks of {block[0]}x{block[1]}"):
+            blockfp.load(path)
+
+
+def test_rotated_inputs_are_refused(tmp_path):
+    config = {"quantization_config": {"transform_config": {"config_groups": {"R4": {"apply": []}}}}}
+    with pytest.raises(BadFile, match="transform_config"):
+        blockfp.load(write(tmp_path / "model.safetensors", {"a.weight": A, "a.weight_scale": ONE}, config))
+
+
+@pytest.mark.parametrize("ending", [".scale", ".qscale_weight"])
+def test_other_names_of_scales(ending, tmp_path):
+    """DeepSeek V4's, FP8 in blocks beside experts in FP4, and Mistral's."""
+    fp8, fp4 = fp8_codes(128, 256), some_bytes(8, 32)
+    scales = RNG.uniform(1, 2, (1, 2)).astype(E8M0)
+    file = {"a.weight": fp8.view(FP8), f"a{ending}": scales, "norm.weight": np.ones(4, BF16), "norm.scale": np.ones(4, BF16)}
+    file |= {"e.weight": fp4.view(np.int8), f"e{ending}": some_bytes(8, 2, below=250).view(E8M0)}
+    config = {"quantization_config": {"weight_block_size": [128, 128]}}
+    got = blockfp.load(write(tmp_path / "model.safetensors", file, config))
+    assert set(got) == {"a.weight", "e.weight", "norm.weight", "norm.scale"}
+    assert (got["a.weight"].format.name, got["e.weight"].format.name) == ("fp8_e4m3_128x128", "mxfp4_e2m1")
+    np.testing.assert_array_equal(got["a.weight"].codes, fp8)
+    np.testing.assert_array_equal(got["a.weight"].scales, scales.astype(np.float32))
+    np.testing.assert_array_equal(got["e.weight"].codes, fp4)
 
 
 def test_own_arrays_of_such_names_come_back_as_they_were(tmp_path):
@@ -248,6 +313,29 @@ def test_what_a_layout_has_not_is_requantized_and_said(name, tmp_path):
     np.testing.assert_array_equal(got.codes, expected.codes)
     noise = ((got.dequantize() - x) ** 2).sum() / (x**2).sum()
     assert noise < (0.03 if target.element.bits == 4 else 0.004)
+
+
+def test_scales_of_activations_are_left_out_and_named(tmp_path):
+    """Servers would look for them in a configuration that says nothing of them; what is no such scale stays."""
+    left = {"l.0.up.input_scale": ONE, "l.0.attn.k_scale": ONE, "l.0.attn.q.q_scale": np.ones(1, np.float32)}
+    kept = {
+        "l.0.attn.v_scale": np.ones(4, np.float32),
+        "l.1.input_scale": ONE,
+        "output_scale": ONE,
+        "l.0.up.bias": np.ones(8, BF16),
+    }
+    file = {"l.0.up.weight": A, "l.0.up.weight_scale": ONE, "l.0.attn.q.weight": A, "l.0.attn.q.weight_scale": ONE}
+    source = write(tmp_path / "model.safetensors", file | left | kept)
+    said = run("convert", source, tmp_path / "out", "--layout", "compressed-tensors")
+    assert said.exit_code == 0, said.output
+    text = " ".join(said.output.split())
+    assert "left out: 3 scales of activations" in text
+    assert all(name in text for name in left)
+    got = blockfp.load(tmp_path / "out")
+    assert set(got) == {"l.0.up.weight", "l.0.attn.q.weight", *kept}
+    said = run("convert", source, tmp_path / "own.safetensors", "--layout", "blockfp")
+    assert "left out" not in said.output
+    assert set(left) | set(kept) < set(blockfp.load(tmp_path / "own.safetensors"))
 
 
 def test_a_config_beside_the_model_stays(tmp_path):

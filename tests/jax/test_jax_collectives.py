@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
 from samples import sample
@@ -14,12 +15,14 @@ import blockfp
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
+from blockfp.sharding import simulate
 
 # Bits are held in programs that XLA optimizes as it does for users.
 pytestmark = pytest.mark.optimized
 
 MESH = CASES["FSDP 8"].mesh
 AXIS = "fsdp"
+FOUR = jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 BY_FORMAT = pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3", "nvfp4"])
 
 
@@ -72,6 +75,70 @@ def test_reduce_scatter_is_an_ordered_sum(format):
         np.testing.assert_array_equal(got[10 * rank : 10 * rank + 10], total)
 
 
+@pytest.mark.parametrize("key", [None, 3])
+@pytest.mark.parametrize("format", ["mxfp8_e5m2", "fp8_e4m3_1x128", "fp8_e5m2_1x128_fp32", "fp8_e4m3_row", "mxfp4_e2m1"])
+def test_sums_of_formats_in_rows_are_those_of_simulate(format, key):
+    terms = np.stack([sample("gaussian", (20, 200), seed=rank) for rank in range(4)])
+    terms[1, 3, 7], terms[2, 19, 199] = np.inf, np.nan
+    run = jax.shard_map(
+        lambda x: bfp.reduce_scatter(x[0], AXIS, format, key=key), mesh=FOUR, in_specs=P(AXIS), out_specs=P(AXIS)
+    )
+    want = np.concatenate(simulate.reduce_scatter(terms, format, key=key))
+    np.testing.assert_array_equal(jax.jit(run)(terms), want)
+    assert np.isnan(want[[3, 19], [7, 199]]).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("rows", [5, 64])
+def test_gradient_of_a_gather_may_travel_as_codes(rows, check_vma):
+    x = jnp.asarray(sample("gaussian", (4 * rows, 48)))
+    w = np.stack([sample("gaussian", (4 * rows, 48), seed=rank) for rank in range(4)])
+
+    def body(x, w, key):
+        def loss(x):
+            q = bfp.all_gather(x, AXIS, "mxfp8_e4m3", gradient_format="mxfp8_e5m2", gradient_key=key)
+            return (q.dequantize() * w[0]).sum()
+
+        return jax.grad(loss)(x)
+
+    run = jax.shard_map(body, mesh=FOUR, in_specs=(P(AXIS), P(AXIS), P()), out_specs=P(AXIS), check_vma=check_vma)
+    for key in range(2):
+        got = jax.jit(run)(x, w, jax.random.key(key))
+        np.testing.assert_array_equal(got, np.concatenate(simulate.reduce_scatter(w, "mxfp8_e5m2", key=key)))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "axes"),
+    [
+        ("FSDP 8", P(AXIS), (AXIS,)),
+        ("HSDP 2x4", P(AXIS), (AXIS,)),
+        ("FSDP 4 x TP 2, column", P(("tp", AXIS)), (AXIS,)),
+        ("FSDP 4 x TP 2, column", P(("tp", AXIS)), ("tp", AXIS)),
+        ("FSDP 4 x TP 2, row", P(AXIS, "tp"), (AXIS,)),
+    ],
+)
+@pytest.mark.parametrize("rows", [41, 64])
+def test_gradients_of_gathered_weights_may_travel_as_codes(name, spec, axes, rows):
+    mesh = CASES[name].mesh
+    weight = bfp.shard_params(bfp.quantize(sample("gaussian", (rows, 96)), "mxfp8_e4m3_32x32"), mesh, spec)
+    terms = np.stack([sample("gaussian", (rows, 96), seed=rank) for rank in range(8)])
+    names = tuple(mesh.axis_names)
+
+    def body(weight, terms):
+        def loss(weight, format):
+            whole = bfp.all_gather(weight, axes, gradient_format=format).dequantize(jnp.float32)
+            part = terms[0][: whole.shape[0], : whole.shape[1]]
+            return (whole * part).sum()
+
+        return tuple(bfp.grad(loss)(weight, format)[None] for format in (None, "mxfp8_e5m2"))
+
+    specs = bfp.partition_specs(weight)
+    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P(names)), out_specs=P(names), check_vma=False)
+    exact, rounded = map(np.asarray, jax.jit(run)(weight, terms))
+    assert (exact != rounded).any()
+    assert np.linalg.norm(exact - rounded) < 0.07 * np.linalg.norm(exact)
+
+
 @BY_FORMAT
 def test_all_reduce(format):
     terms = sample("gaussian", (8, 21, 48))
@@ -112,6 +179,8 @@ def test_gradients_of_sums():
     [
         (lambda x: bfp.all_gather(x, "rows", "mxint8"), "mesh axis 'rows' is unknown here"),
         (lambda x: bfp.all_gather(x, AXIS), "format: values travel quantized"),
+        (lambda x: bfp.all_gather(x, AXIS, "mxint8", gradient_key=1), "gradient_key: gradients are rounded only where"),
+        (lambda x: bfp.all_gather(x, AXIS, "mxint8", gradient_format="nvfp4"), "gradient_format nvfp4: rows that go to"),
         (lambda x: bfp.all_gather(x[0], AXIS, "mxint8"), r"x must be \[rows, columns\]"),
         (lambda x: bfp.all_gather(bfp.quantize(x, "mxint8"), AXIS), "x is whole on every rank"),
         (lambda x: bfp.reduce_scatter(x, AXIS, "mxint8"), "rows a multiple of the 8 ranks of 'fsdp'"),

@@ -66,7 +66,15 @@ def test_a_scale_for_each_column_of_a_group_is_refused(arrays):
         bfp.grouped_linear(x, bfp.quantize_params(w, "fp8_row"), group_sizes=jnp.asarray(SIZES), recipe="fp8_row")
 
 
-@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name != "fp8_row"), ACROSS], ids=str)
+def test_edens_rotation_is_refused(arrays):
+    x, w, _, _ = arrays
+    with pytest.raises(
+        NotImplementedError, match=r"recipe nvfp4_eden: EDEN rotates groups of 128 tokens.*use nvfp4, or a linear"
+    ):
+        bfp.grouped_linear(x, bfp.quantize_params(w, "nvfp4_eden"), group_sizes=jnp.asarray(SIZES), recipe="nvfp4_eden", key=1)
+
+
+@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name not in ("fp8_row", "nvfp4_eden")), ACROSS], ids=str)
 def test_each_group_is_a_layer_of_its_own(recipe, arrays, monkeypatch):
     x, w, g, b = arrays
     q = bfp.quantize_params(w, recipe)

@@ -11,7 +11,7 @@ import pytest
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.recipes import RECIPES
+from blockfp.recipes import RECIPES, parse
 
 TOKENS, IN, OUT = 16, 32, 48
 
@@ -25,7 +25,7 @@ def layer(recipe):
     if recipe == "fp8_delayed":
         state = bfp.delayed_state(recipe)
         return lambda x, w: bfp.linear(x, w, recipe=recipe, state=state)[0]
-    return partial(bfp.linear, recipe=recipe, key=1 if recipe == "nvfp4" else None)
+    return partial(bfp.linear, recipe=recipe, key=1 if parse(recipe).gradient.stochastic else None)
 
 
 def products(f, x, w, g):

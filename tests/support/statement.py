@@ -40,7 +40,7 @@ def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
             return element, (1, 1 << 30) if "_row" in name else None, "pow2" if name.endswith("pow2") else "fp32"
         return element, block, "fp32" if name.endswith("fp32") else "pow2"
     if name.startswith("nvfp4"):
-        return element, block or (1, 16), "nvfp4"
+        return element, block or (1, 16), "4over6" if "4over6" in name else "nvfp4"
     return element, block or (1, 32), "floor" if name.endswith("floor") else "ceil"
 
 
@@ -157,9 +157,10 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
-    if rule == "nvfp4":
-        amax = largest_magnitude(x)
-        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(448 * 6.0, amax), FP32_MAX))
+    if rule in ("nvfp4", "4over6"):
+        amax = tensor_amax = largest_magnitude(x)
+        bound = 448 if rule == "nvfp4" else 256
+        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * 6.0, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
     amax, nan = np.zeros(grid), np.zeros(grid, bool)
     for index, where in blocks_of(x.shape, block):
@@ -175,6 +176,11 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
         decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
         multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
+    elif rule == "4over6":
+        multiplier = np.ones(grid)
+        for index, where in blocks_of(x.shape, block):
+            chosen = four_over_six(x[where], amax[index], tensor_amax, global_multiplier, tensor_scale)
+            scales[index], multiplier[index] = chosen
     else:
         for index in np.ndindex(grid):
             scales[index] = e8m0(float(amax[index]), element, rule)
@@ -184,8 +190,31 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     with np.errstate(invalid="ignore"):
         codes = to_element(multiply(x, spread(multiplier, x.shape, block)), element, u)
     if element not in OWN_NAN:
-        scales[nan] = 0x7F if rule == "nvfp4" else 0xFF
+        scales[nan] = 0x7F if tensor_scale is not None else 0xFF
     return codes, scales, tensor_scale
+
+
+def four_over_six(x: np.ndarray, amax: float, tensor_amax: float, global_multiplier: float, tensor_scale) -> tuple[int, float]:
+    """(scale, multiplier) of one block: of the scales that map amax to 6 and to 4, the one that errs less. All in fp32."""
+    f = np.float32
+    with np.errstate(all="ignore"):
+        base = f(f(amax) / f(6)) * f(global_multiplier)
+        tried = []
+        for level in (base, base * f(1.5)):
+            scale = to_element(np.float64(min(level, f(448))), "e4m3")
+            value = f(decode(scale, "e4m3"))
+            multiplier = min(f(1) / (value * f(tensor_scale)), f(FP32_MAX))
+            of_rows = np.zeros(16, f)
+            codes = decode(to_element((x.astype(f) * multiplier).astype(np.float64), "e2m1"), "e2m1").astype(f)
+            errors = abs(codes * value * f(tensor_amax) / f(1536) - x.astype(f))
+            for i, row in enumerate(errors):
+                for error in row:
+                    of_rows[i] += error
+            for half in (8, 4, 2, 1):
+                of_rows = of_rows[:half] + of_rows[half:]
+            tried.append((of_rows[0], int(scale), float(multiplier)))
+    six, four = tried
+    return four[1:] if four[0] < six[0] else six[1:]
 
 
 def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None) -> np.ndarray:
@@ -199,7 +228,7 @@ def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]
 def dequantize(codes: np.ndarray, scales: np.ndarray, tensor_scale, name: str, dtype) -> np.ndarray:
     """Values of codes (one a byte), in `dtype`; NaN has no particular bits."""
     element, block, rule = describe(name)
-    if rule == "nvfp4":
+    if tensor_scale is not None:
         scales = mul32(decode(scales, "e4m3"), tensor_scale)
     elif rule in ("ceil", "floor"):
         scales = np.where(scales == 0xFF, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
@@ -245,3 +274,65 @@ def hadamard(x: np.ndarray) -> np.ndarray:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
     return (signs * x) @ matrix / 4
+
+
+def randomly_hadamard(x: np.ndarray, key: tuple[int, int], origin: int = 0) -> np.ndarray:
+    """One row [columns] rotated as EDEN wants it: random signs, then the fp32 butterfly written out, float32."""
+    columns = len(x)
+    flips = random_bytes(key, origin, columns) & 1
+    tiny = np.abs(x.astype(np.float64)) < 2.0**-98
+    z = np.where(tiny, np.copysign(0.0, x), x).astype(np.float32) * np.where(flips, -1, 1).astype(np.float32)
+    start = 0
+    for size in (128, 64, 32, 16):
+        while columns - start >= size:
+            group = z[start : start + size]
+            h = 1
+            while h < size:
+                for i in range(size):
+                    if not i & h:
+                        with np.errstate(over="ignore", invalid="ignore"):
+                            group[i], group[i + h] = group[i] + group[i + h], group[i] - group[i + h]
+                h *= 2
+            group *= np.float32(size**-0.5)
+            start += size
+    return z
+
+
+def eden(z: np.ndarray, key: tuple[int, int], *, first_row: int = 0, first_block: int = 0, blocks: int | None = None):
+    """(codes one a byte, scales, tensor_scale) of rotated values [rows, columns] by MS-EDEN, block after block.
+
+    Random bytes count blocks: row * blocks + block, beginning at first_row and first_block.
+    """
+    rows, columns = z.shape
+    own = -(-columns // 16)
+    blocks = first_block + own if blocks is None else blocks
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        z = np.where(np.isnan(z), np.nan, z.astype(np.float64))
+    amax = largest_magnitude(z)
+    multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(256 * 6.0, amax), FP32_MAX))
+    tensor_scale = np.float32(div32(1.0, multiplier))
+    codes, scales = np.zeros(z.shape, np.uint8), np.zeros((rows, own), np.uint8)
+    for row in range(rows):
+        for block in range(own):
+            x = z[row, 16 * block : 16 * (block + 1)]
+            level = mul32(largest_magnitude(x), mul32(multiplier, fp32(1 / 6)))
+            scale = to_element(np.minimum(level, FP32_MAX), "e4m3")
+            stored = float(decode(scale, "e4m3"))
+            encode = np.minimum(div32(1.0, mul32(stored, tensor_scale)), FP32_MAX)
+            with np.errstate(invalid="ignore"):
+                y = mul32(x, encode)
+            code = to_element(y, "e2m1")
+            squares = products = 0
+            for value, digit in zip(y, code, strict=True):
+                if np.isnan(value):
+                    continue
+                # Python rounds to even.
+                steps = min(round(abs(value) * 512), 8191) if np.isfinite(value) else 8191
+                squares += steps * steps
+                products += steps * int(2 * abs(float(decode(digit, "e2m1"))))
+            c = float(div32((squares + 128) // 256, products)) if products else 1.0
+            u = random_bytes(key, (first_row + row) * blocks + first_block + block, 1)
+            corrected = to_element(mul32(stored, c), "e4m3", u)[0]
+            codes[row, 16 * block : 16 * (block + 1)] = code
+            scales[row, block] = 0x7F if np.isnan(x).any() else corrected
+    return codes, scales, tensor_scale

@@ -21,18 +21,18 @@ NAMES = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 # At most so many Python functions of the library, and calls of built-in ones from there: forward, backward.
 MOST = {
     "cpu": {
-        "fp8_current": ((27, 47), (31, 58)),
-        "fp8_block": ((21, 51), (25, 62)),
-        "fp8_delayed": ((30, 55), (32, 66)),
-        "mxfp8": ((21, 50), (25, 61)),
-        "nvfp4": ((25, 54), (191, 121)),
+        "fp8_current": ((22, 45), (22, 54)),
+        "fp8_block": ((17, 49), (17, 58)),
+        "fp8_delayed": ((26, 53), (23, 62)),
+        "mxfp8": ((17, 48), (17, 57)),
+        "nvfp4": ((22, 52), (182, 117)),
     },
     "cuda": {
-        "fp8_current": ((16, 40), (20, 46)),
-        "fp8_block": ((16, 40), (20, 48)),
-        "fp8_delayed": ((22, 42), (24, 48)),
-        "mxfp8": ((24, 49), (34, 61)),
-        "nvfp4": ((24, 50), (35, 66)),
+        "fp8_current": ((14, 40), (16, 46)),
+        "fp8_block": ((14, 40), (16, 48)),
+        "fp8_delayed": ((21, 42), (20, 48)),
+        "mxfp8": ((18, 47), (22, 57)),
+        "nvfp4": ((19, 42), (23, 50)),
     },
 }
 

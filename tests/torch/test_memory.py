@@ -15,7 +15,8 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import layout
 
-NAMES = tuple(recipes.RECIPES)
+# EDEN makes codes of inputs in the backward, and keeps their values.
+NAMES = tuple(name for name in recipes.RECIPES if name != "nvfp4_eden")
 T, D, F_ = 128, 64, 128
 NORM = 2 * 2 * T
 """Bytes of the mean and the deviation of each token, which a LayerNorm keeps."""
@@ -53,7 +54,9 @@ def code_bytes(name, *inputs):
 
 def gated_bytes(name):
     """Bytes of codes of what an activation makes; none but in two levels, where a pass for amaxes would cost more."""
-    return code_bytes(name, (T, F_)) if recipes.parse(name).input_columnwise.format.scale.two_level else 0
+    recipe = recipes.parse(name)
+    at_once = recipe.input_columnwise.format is recipe.input.format and recipe.input.format.scale.two_level
+    return code_bytes(name, (T, F_)) if at_once else 0
 
 
 def transformer(name, dtype=torch.bfloat16, **options):

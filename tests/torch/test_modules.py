@@ -98,7 +98,9 @@ def test_grouped_layers_are_a_layer_for_each_expert(name):
         # The stack's codes are the operand: quantized once, with one scale where a tensor has one.
         own = recipe.replace(weight=Cast(None), weight_columnwise=Cast(None))
         scale = {"input_scale": layer.input_scale, "gradient_scale": layer.gradient_scale}
-        wanted = expected(x.detach()[first:last], dequantized[e], gradient[first:last], own, **scale)
+        wanted = expected(
+            x.detach()[first:last], dequantized[e], gradient[first:last], own, key=None if keys is None else 0, **scale
+        )
         assert_close(y[first:last], wanted.y, sums=2.0**-20, bias=layer.bias.detach()[e].double())
         if keys is None:
             assert_close(x.grad[first:last], wanted.d_x, sums=2.0**-20)

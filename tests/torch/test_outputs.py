@@ -9,6 +9,7 @@ from blockfp.torch_backend.sharded.shard import ROWS, TensorParallelShard
 from samples import sample
 
 import blockfp.torch as bfp
+from blockfp.sharding.reducing import check_reduce_format
 
 
 def terms(ranks, rows, columns):
@@ -18,7 +19,7 @@ def terms(ranks, rows, columns):
 
 def scattered(rank, ranks, rows, columns, runs, format):
     place = TensorParallelShard(dist.group.WORLD.group_name, ranks, rank, ROWS, runs=runs)
-    format = outputs.check_reduce_format(format)
+    format = None if format is None else check_reduce_format(format)
     pending = outputs.begin(terms(ranks, rows, columns)[rank], place, format)
     return outputs.finish(pending, place, columns, torch.bfloat16, format)
 
@@ -55,7 +56,7 @@ def test_an_overflow_reaches_the_sum(format):
     y[3, 5] = torch.inf
 
     def on_rank(rank):
-        place, parsed = TensorParallelShard(dist.group.WORLD.group_name, 2, rank, ROWS), outputs.check_reduce_format(format)
+        place, parsed = TensorParallelShard(dist.group.WORLD.group_name, 2, rank, ROWS), check_reduce_format(format)
         return outputs.finish(outputs.begin(y, place, parsed), place, 144, torch.float16, parsed)
 
     assert [bool(got.isfinite().all()) for got in threaded.run(2, on_rank)] == [True, False]
@@ -64,7 +65,7 @@ def test_an_overflow_reaches_the_sum(format):
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8_e4m3_32x32", "nvfp4"])
 def test_formats_whose_rows_share_a_scale_are_refused(format):
     with pytest.raises(ValueError, match=f"reduce_format {format}: rows that go to different ranks"):
-        outputs.check_reduce_format(format)
+        check_reduce_format(format)
 
 
 def test_the_sum_on_every_rank():

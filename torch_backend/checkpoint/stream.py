@@ -26,6 +26,8 @@ from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
 from blockfp.sharding.parts import Part
 
+from ..modules.experts import Experts
+from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -33,6 +35,7 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import model_names, ranks
+from .taken_apart import Apart, split, split_weight, turned
 from .uneven import full_tensor
 
 
@@ -68,9 +71,9 @@ class WeightStream(Iterator[WeightBucket]):
     tied: dict[str, str]
 
     def __init__(self, found: _Found, known: Layout, bucket_bytes: int, keeps: bool, sha256: bool):
-        units = {name: known.laid_out(weight) for name, weight in found.weights.items()}
-        units |= {name: [entry] for name, entry in found.others.items()}
-        units = {name: units[name] for name in found.names}
+        laid = {name: known.laid_out(weight) for name, weight in found.weights.items()}
+        laid |= {name: [entry] for name, entry in found.others.items()}
+        units = {name: [entry for own in found.names[name] for entry in laid[own]] for name in found.names}
         self.shapes = {e.name: (getattr(torch, e.dtype.name), e.shape) for entries in units.values() for e in entries}
         self.configs = known.configs(Contents(Path(), found.weights, found.others))
         self.tied = found.tied
@@ -110,6 +113,22 @@ def stream_weights(
         >>> for bucket in bfp.stream_weights(model, layout="compressed-tensors"):
         ...     server.load_weights(bucket)
     """
+    return stream_apart(model, None, layout=layout, bucket_bytes=bucket_bytes, keep_on=keep_on, sha256=sha256)
+
+
+def stream_apart(
+    model: nn.Module,
+    apart: Apart | None,
+    *,
+    layout: str,
+    bucket_bytes: int = 1 << 28,
+    keep_on: Collection[int] | None = (0,),
+    sha256: bool = True,
+) -> WeightStream:
+    """Does what `stream_weights` says, with each tensor taken apart into the server's; those of one share a bucket.
+
+    Experts that a model has as [experts, in, out] are [experts, out, in] then, as servers read them; None refuses these.
+    """
 
     def checked() -> tuple[tuple[_Found, Layout], dict[str, Any], dict[str, str]]:
         if layout not in LAYOUTS:
@@ -119,7 +138,7 @@ def stream_weights(
         world = ranks.rank_and_world(None)[1]
         if keep_on is not None and not set(keep_on) <= set(range(world)):
             raise ValueError(f"keep_on must be ranks of 0..{world - 1}, got {sorted(set(keep_on))}")
-        found, known = _found(model), LAYOUTS[layout]
+        found, known = _found(model, apart), LAYOUTS[layout]
         _check(found, known)
         settings = {"layout": layout, "bucket_bytes": bucket_bytes, "the number of tensors in model": len(found.names)}
         described = {f"tensor {i} of model": f"{name}, {found.describe(name)}" for i, name in enumerate(found.names)}
@@ -135,13 +154,14 @@ class _Found:
     """A model's tensors by name: quantized weights and others, which gather what they read.
 
     Attributes:
-        names: of all, in the order of the state dict.
-        local: the quantized weights, which read this rank's part.
+        names: of all in the model, in the order of the state dict, with those that a server has for what each becomes.
+        weights, others: by the server's name.
+        local: the quantized weights by the model's name, which read this rank's part.
         tied: further names, with the first.
         device: of what is no tensor of torch's yet.
     """
 
-    names: list[str]
+    names: dict[str, list[str]]
     weights: dict[str, Weight]
     local: dict[str, Weight]
     others: dict[str, Entry]
@@ -149,28 +169,44 @@ class _Found:
     device: torch.device
 
     def describe(self, name: str) -> str:
-        weight = self.weights.get(name)
-        return f"{self.others[name].dtype} {self.others[name].shape}" if weight is None else f"{weight.format} {weight.shape}"
+        if name in self.local:
+            return f"{self.local[name].format} {self.local[name].shape}"
+        return " and ".join(f"{self.others[own].dtype} {self.others[own].shape}" for own in self.names[name])
 
 
-def _found(model: nn.Module) -> _Found:
-    found = _Found([], {}, {}, {}, {}, torch.device("cpu"))
+def _found(model: nn.Module, apart: Apart | None) -> _Found:
+    found = _Found({}, {}, {}, {}, {}, torch.device("cpu"))
+    plain = model_names.plain_module(model)
+    experts = [module for module in plain.modules() if isinstance(module, Experts) and module.transposed]
+    lie_turned = {id(module.get_parameter(name)) for module in experts for name in quantized_names(module)}
     first: dict[int, str] = {}
     device = found.device
-    for name, tensor in _tensors(model_names.plain_module(model)):
+    for name, tensor in _tensors(plain):
         if id(tensor) in first:
-            found.tied[name] = first[id(tensor)]
+            named = [name] if apart is None else list(apart(name, torch.empty(tensor.shape, device="meta")))
+            found.tied.update(zip(named, found.names[first[id(tensor)]], strict=True))
             continue
         first[id(tensor)] = name
-        found.names.append(name)
         local = sharding.local_of(tensor)
         if local.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values")
         device = local.device
         if isinstance(local, QuantizedTensor):
-            found.weights[name], found.local[name] = (_weight(name, tensor, local, whole=whole) for whole in (True, False))
+            weight, found.local[name] = (_weight(name, tensor, local, whole=whole) for whole in (True, False))
+            if id(tensor) in lie_turned:
+                if apart is None:
+                    raise ValueError(
+                        f"{name} {list(weight.shape)} lies as [experts, in, out], and servers read [experts, out, in]: "
+                        "blockfp.torch_backend.integrations.transformers.stream_in_layout sends it so"
+                    )
+                weight = turned(weight)
+            made = {name: weight} if apart is None else split_weight(weight, apart)
+            found.weights.update(made)
         else:
-            found.others[name] = _plain(name, tensor, local)
+            entry = _plain(name, tensor, local)
+            made = {name: entry} if apart is None else split(entry, apart)
+            found.others.update(made)
+        found.names[name] = list(made)
     return _Found(found.names, found.weights, found.local, found.others, found.tied, device)
 
 
@@ -231,7 +267,8 @@ def _check(found: _Found, known: Layout) -> None:
                 f"{name}: {known.name} {problem}: send it in a layout that has one of {', '.join(LAYOUTS)}, or train it in a "
                 f"format that this one has, such as {known.nearest(weight.format)}"
             )
-        trouble = known.trouble(found.local[name])
+    for name, weight in found.local.items():
+        trouble = known.trouble(weight)
         if trouble is not None:
             raise ValueError(f"{name}: {trouble}")
     names = [e.name for weight in found.weights.values() for e in known.laid_out(weight)] + list(found.others)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from blockfp.definition.bits import Array
@@ -33,14 +35,21 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int, tr
     """
     if scales.device != codes.device:
         check_beside(codes, "codes", scales=scales)
-    *leading, rows, _ = codes.shape
-    element, block_rows, *_ = format_numbers(Format.parse(format))
-    lines, length = (columns, rows) if transposed else (rows, columns)
-    shape, grid = (*leading, lines, aligned_columns(length)), (*leading, -(-length // 128), -(-lines // 4) * 4)
+    shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
     out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, element, block_rows, columns, transposed)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
     return out, powers
+
+
+@lru_cache(maxsize=4096)
+def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what `align` gives, codes and scales, and the numbers that the library wants."""
+    *leading, rows, _ = codes
+    element, block_rows, *_ = format_numbers(Format.parse(format))
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    grid = (*leading, -(-length // 128), -(-lines // 4) * 4)
+    return (*leading, lines, aligned_columns(length)), grid, (element, block_rows, columns, transposed)
 
 
 def transpose_words(x: Array) -> Array:

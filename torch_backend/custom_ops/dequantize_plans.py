@@ -12,7 +12,7 @@ from blockfp.definition import numerics
 from blockfp.definition.checks import check_codes, check_output_dtype, check_scales
 from blockfp.formats import Format
 from blockfp.kernels import native, switch
-from blockfp.kernels.format_numbers import DTYPE_NUMBERS, format_numbers
+from blockfp.kernels.format_numbers import DTYPE_NUMBERS, stored_numbers
 
 from . import cuda
 from .dtypes import name_of
@@ -42,22 +42,21 @@ def dequantize_parts(
     codes, scales = parts[0], parts[1]
     tensor_scale = parts[2] if len(parts) > 2 else None
     key = (codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device)
-    key = (*key, None if tensor_scale is None else tensor_scale.device, format, dtype, columns, origin, factored)
+    key = (*key, None if tensor_scale is None else tensor_scale.device, format, dtype, columns, origin)
     run = _plans.get(key)
     if run is None:
-        run = kept(_plans, key, _plan_of(codes, scales, tensor_scale, format, dtype, columns, origin))
+        run = kept(_plans, key, plan_of(parts, format, dtype, columns, origin))
     return run(codes, scales, None if factored else tensor_scale)
 
 
-def _plan_of(
-    codes: Tensor,
-    scales: Tensor,
-    tensor_scale: Tensor | None,
-    format: Format,
-    dtype: torch.dtype,
-    columns: int,
-    origin: tuple[int, int],
-) -> Run:
+def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns: int, origin: tuple[int, int] = (0, 0)) -> Run:
+    """Plans to dequantize tensors that lie as these parts do.
+
+    Returns:
+        A function of codes, scales and the tensor scale, or None for 1. It doesn't look at them again.
+    """
+    codes, scales = parts[0], parts[1]
+    tensor_scale = parts[2] if len(parts) > 2 else None
     name, shape = name_of(dtype), (*codes.shape[:-1], columns)
     kernels = kernels_for(codes)
     if kernels is cuda:
@@ -65,7 +64,7 @@ def _plan_of(
     check_output_dtype(name)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    numbers, device, strides = (*format_numbers(format), *origin), codes.device, cuda.strides_of(tuple(shape))
+    numbers, device, strides = (*stored_numbers(format), *origin), codes.device, cuda.strides_of(tuple(shape))
 
     def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
         out = torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from blockfp.definition.layout import parts as parts_of
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers
+from blockfp.kernels.format_numbers import cuda_rotates, format_numbers
 
 from . import cuda
 from .activations import activate, gradients
@@ -63,7 +63,11 @@ def plan_of(
     """
     format = row or column
     assert format is not None
+    if rotate and column is not None and not cuda_rotates(column):
+        return None
     if (row is not None and column is not None and row is not column) or not _takes(gate, up, layout == "pairs"):
+        return None
+    if format.scale.four_over_six:
         return None
     length = None if format.block is None else format.block[1]
     if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):

@@ -31,6 +31,7 @@ from blockfp.kernels.routes import Route, route
 
 from . import cuda, cuda_layouts, kernels
 from .blackwell_products import BLACKWELL
+from .dequantize_plans import plan_of
 from .dtypes import name_of
 from .library import define, fake, impl
 from .matrix import Matrix
@@ -226,19 +227,32 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     mixed = known is None or a.format is None or b.format is None
     scaled = [x.format is not None and x.format.has_tensor_scale for x in (a, b)]
     shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
+    left_values = right_values = None
+    # A scale per tensor can't be left out of values by leaving it out of the call: it has no scales below it.
+    one_scale = factored and any(x.format is not None and x.format.per_tensor for x in (a, b))
+    if known is not None and a.format is not None and b.format is not None and not one_scale:
+        left_values = plan_of(a.parts, a.format, known, k, a.origin)
+        right_values = plan_of(b.parts, b.format, known, columns, b.origin)
 
     def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
         working: Any = known
         if mixed:
             of_values = [x.parts[0].dtype for x in (a, b) if x.format is None or known is None]
             working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])
-        left, right = a.values(working, k, factored=factored), b.values(working, columns, factored=factored)
+        if left_values is not None and right_values is not None:
+            of_a, of_b = a.parts, b.parts
+            left = left_values(of_a[0], of_a[1], None if factored or len(of_a) == 2 else of_a[2])
+            right = right_values(of_b[0], of_b[1], None if factored or len(of_b) == 2 else of_b[2])
+        else:
+            left, right = a.values(working, k, factored=factored), b.values(working, columns, factored=factored)
         right = right if transposed else right.mT
         if factored:
             wide = working is not torch.float32
             out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
             # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
-            factor = a.factor * b.factor if scaled[0] and scaled[1] else a.factor if scaled[0] else b.factor
+            factor = a.parts[-1] if scaled[0] else b.parts[-1]
+            if scaled[0] and scaled[1]:
+                factor = factor * b.parts[-1]
             factor = factor.view(()) if factor.ndim else factor
             if bias is None:
                 return torch.mul(out, factor, out=torch.empty_strided(shape, strides, dtype=dtype, device=device))
@@ -310,17 +324,13 @@ def _multiply_codes(
         workspace = torch.empty_strided((plan.workspace,), (1,), dtype=torch.uint8, device=out.device)
     if bias is not None:
         bias = bias.contiguous()
-    left, left_scales = _readable(a)
-    right, right_scales = _readable(b)
+    # The library reads contiguous codes that begin on multiples of 16 bytes.
+    left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
+    if left.data_ptr() % 16:
+        left = left.clone()
+    if right.data_ptr() % 16:
+        right = right.clone()
     cuda_library.library().product(left, right, left_scales, right_scales, ends, bias, out, workspace, *plan.numbers)
-
-
-def _readable(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the library's product takes them: contiguous codes that begin on multiples of 16 bytes."""
-    codes, scales = parts[0].contiguous(), parts[1].contiguous()
-    if codes.data_ptr() % 16:
-        codes = codes.clone()
-    return codes, scales
 
 
 def _turned(b: Matrix, n: int) -> Matrix:

@@ -13,6 +13,7 @@ from torch import Tensor
 from blockfp.definition import groups
 from blockfp.definition.recoding import keeps_codes
 from blockfp.formats import Format
+from blockfp.kernels.format_numbers import cuda_rotates
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 
 from ..custom_ops import cuda, cuda_groups
@@ -40,6 +41,8 @@ def forward(
         columnwise: the cast of what is kept of values.
     """
     exact = recipe.exact_products
+    if columnwise.rotate and columnwise.format is not None and not cuda_rotates(columnwise.format):
+        return None
     if not _here(x) or why_apart(x, outputs, recipe.input.format, w.format, exact=exact, transposed=False) is not None:
         return None
     count, w = len(offs), _apart(w)

@@ -2,7 +2,7 @@
 
     model, optimizer = prepare(accelerator, model, bfp.AdamW(model.parameters()))
 
-All else of accelerate needs no adapter.
+Importing this module lets accelerate resume from checkpoints in `FULL_STATE_DICT`. All else of it needs no adapter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..modules.stateful_layer import StatefulLayer
+from ..torch_internals import mend_broadcast
+
+mend_broadcast()
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:

@@ -26,12 +26,14 @@ from torch import Tensor, nn
 from blockfp import recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
+from ..checkpoint.stream import WeightStream
 from ..modules.convert import convert
 from ..modules.kinds import base_kind, quantized_names, weight_names
 from ..modules.quantized_layer import Weights
 from ..modules.stateful_layer import StatefulLayer
 from ..modules.summary import tied_elsewhere
 from ..quantized_tensor.tensor import QuantizedTensor
+from ..torch_internals import mend_broadcast
 
 try:
     from transformers.quantizers import auto
@@ -40,11 +42,14 @@ try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from .transformers_reading import QuantizeOnLoad, Released, released_weights, untranspose
-    from .transformers_writing import write_model
+    from .transformers_writing import stream_model, write_model
 except ModuleNotFoundError as error:
     raise ImportError(f"{__name__} needs transformers 5 and safetensors, and there is {error}") from error
 
-__all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout"]
+# Trainer resumes from what accelerate saves.
+mend_broadcast()
+
+__all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout", "stream_in_layout"]
 
 METHOD = "blockfp"
 """The name of the method in config.json."""
@@ -304,10 +309,29 @@ def save_in_layout(model: Any, folder: str | Path, layout: str, *, file_bytes: i
         file_bytes: the most bytes of a file; None for one file.
 
     Raises:
-        ValueError: the layout isn't known, or a weight can't be taken apart into the release's without another scale.
+        ValueError: the layout isn't known, a weight can't be taken apart into the release's without another scale, or releases
+            have several of the model's weights as one.
         BadFile: the layout can't hold a weight as it is; `blockfp convert` requantizes.
     """
     write_model(model, Path(folder), layout, file_bytes)
+
+
+def stream_in_layout(model: Any, layout: str, **options: Any) -> WeightStream:
+    """Sends weights to a server bucket by bucket, under the names of the model's releases, as `save_in_layout` writes them.
+
+    It is `blockfp.torch.stream_weights`, but for names and experts: these are matrices of their own where the family's files
+    have them so, which is what vLLM and SGLang load. Those of one parameter share a bucket.
+
+    Args:
+        model: a transformers model, sharded or whole.
+        layout: see `stream_weights`.
+        options: bucket_bytes, keep_on, sha256 of `stream_weights`.
+
+    Raises:
+        TypeError, ValueError: see `stream_weights`; blocks of an expert that reach into another one; releases that have several
+            of the model's weights as one.
+    """
+    return stream_model(model, layout, **options)
 
 
 def _merging(theirs: Any) -> Any:

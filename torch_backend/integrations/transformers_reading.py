@@ -173,7 +173,7 @@ def released_weights(model: Any, files: Iterable[str]) -> Released:
 
     Raises:
         BadFile: they hold weights that are quantized in a way that blockfp has no format for.
-        ValueError: a parameter is made of weights in several formats.
+        ValueError: a parameter is made of weights in several formats, or is a piece of one.
     """
     paths = [Path(file) for file in files]
     if not paths or any(path.suffix != ".safetensors" for path in paths):
@@ -197,6 +197,12 @@ def released_weights(model: Any, files: Iterable[str]) -> Released:
         if len(formats) > 1:
             raise ValueError(f"{param} is made of weights in {', '.join(map(str, formats))}, and has one format")
         conversion = by_pattern.get(next(iter(weights)))
+        if conversion is not None and len(conversion.target_patterns) > 1:
+            first = next(iter(weights.values()))[0]
+            raise ValueError(
+                f"{first.name} is quantized, and the model has it as {', '.join(conversion.target_patterns)}: from_pretrained "
+                "takes no quantized weight to pieces; blockfp dequantize writes a folder of values"
+            )
         params[param] = FromFile(param, formats.pop(), weights, conversion)
     names = {entry: param for param, one in params.items() for weight in one.all for entry in weight.entries}
     own = any(f"{weight.name}{FORMAT}{weight.format}" in weight.entries for weight in held.weights.values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from blockfp.definition.layout import scales_shape
 from blockfp.definition.views import DTYPES
 from blockfp.files import modelfile
 from blockfp.files.contents import Contents, Weight
@@ -26,6 +33,8 @@ from blockfp.files.layouts.layout import write_layout
 from ..check import to_numpy
 from ..checkpoint import ranks
 from ..checkpoint.high_precision import high_precision_state_dict
+from ..checkpoint.stream import WeightStream, stream_apart
+from ..checkpoint.taken_apart import split_weight
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
@@ -46,12 +55,30 @@ def write_model(model: Any, folder: Path, layout: str, file_bytes: int | None) -
     release = _Names(model)
     weights = {}
     for name, q in quantized.items():
-        weights |= release.taken_apart(name, q, mxfp4=layout == "mxfp4")
+        # gpt-oss's files have experts together.
+        made = (
+            {name: _weight(name, q)}
+            if layout == "mxfp4"
+            else split_weight(_weight(name, q), partial(release.of_one, codes=True))
+        )
+        weights |= {part: _of_numpy(weight) for part, weight in made.items()}
     others = release.of(remove_tied_weights_from_state_dict(others, model))
     path = folder / "model.safetensors"
     contents = Contents(path, weights, {name: _entry(name, value) for name, value in others.items()})
     write_layout(LAYOUTS[layout], contents, folder, file_bytes, lambda _: None)
     _write_configs(model, folder)
+
+
+def stream_model(model: Any, layout: str, **options: Any) -> WeightStream:
+    """Does what `stream_in_layout` says."""
+    release = _Names(model)
+    quantized = {f"{path}.{own}" for path, module in model.named_modules() for own in quantized_names(module)}
+    together = quantized if layout == "mxfp4" else set()
+
+    def apart(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        return {name: tensor} if name in together else release.of_one(name, tensor, codes=name in quantized)
+
+    return stream_apart(model, apart, layout=layout, **options)
 
 
 def _write_configs(model: Any, folder: Path) -> None:
@@ -93,54 +120,43 @@ class _Names:
         known = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [one for one in known if not isinstance(one, PrefixChange)]
         self.model = SimpleNamespace(_weight_conversions=conversions, config=model.config)
+        self.converters = [one.reverse_transform() for one in conversions if isinstance(one, WeightConverter)]
 
     def of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a state dict under their names, what the model has put together taken apart."""
         model: Any = self.model
         return revert_weight_conversion(model, dict(state))
 
-    def taken_apart(self, name: str, q: QuantizedTensor, *, mxfp4: bool) -> dict[str, Weight]:
-        """Returns a weight under their names, with the codes and scales that it has.
-
-        Args:
-            name: of the parameter.
-            q: its value.
-            mxfp4: whether experts stay together, as gpt-oss has them.
+    def of_one(self, name: str, tensor: Tensor, *, codes: bool = False) -> dict[str, Tensor]:
+        """Returns what one tensor becomes under their names.
 
         Raises:
-            ValueError: a part would begin within a block.
+            ValueError: they have it together with other tensors of the model, or, of codes and scales, otherwise than end to
+                end, or as matrices that lie on each other.
         """
-        if mxfp4:
-            return {name: _weight(name, q)}
-        codes = self.of({name: q.codes})
-        if q.format.block is None:
-            scales = {part: q.scales.reshape((1,) * own.ndim) for part, own in codes.items()}
-        else:
-            scales = self.of({name: q.scales})
-        made = {}
-        for part, own in codes.items():
-            shape = (*own.shape[:-1], q.shape[-1])
-            if scales[part].shape != scales_shape(shape, q.format) or (len(codes) > 1 and _cuts_blocks(q, shape)):
+        for conversion in self.converters:
+            if conversion.rename_source_key(name)[1] is None:
+                continue
+            others = [operation for operation in conversion.operations if type(operation) not in (Chunk, SplitModulelist)]
+            if len(conversion.source_patterns) > 1 or (codes and others):
                 raise ValueError(
-                    f"{name} {list(q.shape)} in {q.format} can't be taken apart into {part} {list(shape)} and others: blocks "
-                    "reach over their ends"
+                    f"{name}: this model's releases have it as {', '.join(conversion.target_patterns)}, made by {others} of "
+                    f"{', '.join(conversion.source_patterns)}, which isn't done with codes, nor with one tensor after another: "
+                    "use save_pretrained, or blockfp.torch.stream_weights, which keep the model's own names"
                 )
-            whole = QuantizedTensor.from_parts(
-                own.contiguous(), scales[part].contiguous(), q.tensor_scale, format=q.format, columns=q.shape[-1], dtype=q.dtype
-            )
-            made |= {part: _weight(part, whole)}
-        return made
-
-
-def _cuts_blocks(q: QuantizedTensor, shape: tuple[int, ...]) -> bool:
-    block = q.format.block
-    return block is not None and shape[-2] != q.shape[-2] and shape[-2] % block[0] != 0
+        return self.of({name: tensor})
 
 
 def _weight(name: str, q: QuantizedTensor) -> Weight:
+    """Returns a weight whose parts are read as torch's tensors."""
     dtype = DTYPES[str(q.dtype).removeprefix("torch.")]
-    codes, scales, *factor = (_entry(name, part) for part in q.parts)
+    codes, scales, *factor = (replace(_entry(name, part), read=lambda part=part: part) for part in q.parts)
     return Weight(name, q.format, tuple(q.shape), dtype, codes, scales, factor[0] if factor else None)
+
+
+def _of_numpy(weight: Weight) -> Weight:
+    codes, scales, *factor = (replace(part, read=lambda part=part: _entry("", part.read()).read()) for part in weight.parts)
+    return replace(weight, codes=codes, scales=scales, tensor_scale=factor[0] if factor else None)
 
 
 def _entry(name: str, tensor: Tensor) -> modelfile.Tensor:

@@ -24,10 +24,12 @@ _calls: dict[Any, Call] = {}
 def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: LinearState | None) -> bool:
     """Says whether `gated` computes what the activation and `linear` would.
 
-    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision), in
-    transforms of torch.func, under an autocast to another dtype, or with DTensors. Nor where `linear` would raise.
+    It doesn't where the values of what the activation makes are wanted (by `observe`, by operands in high precision, by EDEN),
+    in transforms of torch.func, under an autocast to another dtype, or with DTensors. Nor where `linear` would raise.
     """
     if recipe.input.format is None or recipe.input_columnwise.format is None or functorch_is_active():
+        return False
+    if recipe.input_columnwise.eden:
         return False
     if state is not None and state.observed is not None:
         return False

@@ -108,8 +108,8 @@ class GatedFunction(torch.autograd.Function):
             latest.clear()
             return *_with_graph(ctx, gradient), *rest
         saved = list(ctx.saved_tensors)
-        gate, up = saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
-        d_a, d_weight, d_bias, *_ = layer_backward(ctx, gradient, saved=saved)
+        gate, up = _gate_and_up(ctx, saved)
+        d_a, d_weight, d_bias, *_ = layer_backward(ctx, gradient, None, saved)
         d_gate = d_up = None
         if d_a is not None:
             # A compiler makes one kernel of the operations and of the amax that the cast behind them wants.
@@ -120,9 +120,13 @@ class GatedFunction(torch.autograd.Function):
         return d_gate, d_up, d_weight, d_bias, *rest
 
 
+def _gate_and_up(ctx: Any, saved: list[Tensor]) -> list[Any]:
+    return saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
+
+
 def _cast_again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
     """Returns the columnwise parts of what the activation makes, of which a forward kept none."""
-    gate, up = saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
+    gate, up = _gate_and_up(ctx, saved)
     recipe, direct = ctx.call.recipe, ctx.call.direct and runs_now(gate)
     known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
     return _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known)[0]

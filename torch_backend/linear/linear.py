@@ -262,7 +262,7 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
-    if call.parallel is None and not call.grouped:
+    if call.parallel is None and not call.grouped and not recipe.input_columnwise.eden:
         function, arguments = LinearFunction.apply, (call, shared, *tensors)
         if not call.traced and not functorch_is_active():
             function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)

@@ -32,11 +32,18 @@ from .second_order import backward_with_graph, cast_again, plus, taken
 NO_STATE = (None,) * 7
 
 
-def layer_backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None, saved: list[Tensor] | None = None):
-    """The backward of a layer on one rank: the gradients of x, weight and bias, and None for all else.
+def layer_backward(
+    ctx: Any, gradient: Tensor | None, carried: Tensor | None = None, saved: list[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Runs the backward of a layer on one rank.
 
     Args:
-        saved: `ctx.saved_tensors` of a caller that has read them, which checkpointing allows once; emptied.
+        ctx: of its forward.
+        gradient, carried: of the forward's outputs.
+        saved: the tensors that it saved, which checkpoints hand out once; the list is emptied. From `ctx` by default.
+
+    Returns:
+        The gradients of x, weight and bias, and None for all else.
     """
     call: Call = ctx.call
     recipe, (needs_x, needs_weight, needs_bias) = call.recipe, call.needs

@@ -45,30 +45,13 @@ def all_reduce(y: Tensor, group: str) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(y.contiguous(), "sum", group))
 
 
-def check_reduce_format(format: Format | str | None) -> Format | None:
-    """Returns the format in which terms travel; None sends them in their own dtype.
-
-    Raises:
-        ValueError: a format in which the rows of different ranks would share a scale.
-    """
-    if format is None:
-        return None
-    format = Format.parse(format)
-    if format.block is None or format.block[0] != 1 or format.scale.two_level:
-        raise ValueError(
-            f"reduce_format {format}: rows that go to different ranks must not share a scale; use a format in blocks of one "
-            "row and one level of scales, such as mxfp8_e5m2 or fp8_e4m3_1x128"
-        )
-    return format
-
-
 def begin(y: Tensor, to: TensorParallelShard | str, format: Format | None = None) -> PendingSum:
     """Begins a reduce-scatter of y's rows, or an all-reduce.
 
     Args:
         y: this rank's terms [rows of all sequences, columns].
         to: where the rows of the result lie, cut along rows; or the name of the group every rank of which gets all.
-        format: in which the terms of a reduce-scatter travel, see `check_reduce_format`.
+        format: in which the terms of a reduce-scatter travel, see `reducing.check_reduce_format`.
     """
     if isinstance(to, str):
         return PendingSum(collectives.all_reduce(y.contiguous(), "sum", to), y.shape[0], y.shape[0])

@@ -37,7 +37,9 @@ from . import outputs
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import (
     Scaling,
+    apart,
     columnwise_weight,
+    eden_input,
     gathered_gradient,
     gathered_input,
     kept_inputs,
@@ -69,6 +71,8 @@ class SharedFunction(torch.autograd.Function):
         recipe, parallel = call.recipe, call.parallel
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
+        # The backward knows the signs that EDEN rotates by.
+        columnwise = HIGH_PRECISION if columnwise.eden else columnwise
         shard = None if parallel is None else parallel.cut_input
         gathers = parallel is not None and parallel.gathers_input
         # What terms add up to gets its bias once.
@@ -92,7 +96,8 @@ class SharedFunction(torch.autograd.Function):
             terms.append(multiply(row, w, size, own, x.dtype, fast_accum=fast, index=index, exact=exact))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
-            kept = [x]
+            # Compilers may make it again in the backward.
+            kept = [apart(x) if torch.compiler.is_compiling() and recipe.input_columnwise.eden else x]
         y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
         del terms
         if parallel is not None and parallel.style == "row":
@@ -133,15 +138,18 @@ class SharedFunction(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             # From here on each copy lives until its product is done.
             ctx.maybe_clear_saved_tensors()
-        pending = None
-        if parallel is not None and parallel.gathers_input and needs_weight:
-            pending = regathered_input(kept, ctx.x_shape, recipe.input_columnwise, parallel.tokens, gradient)
-        inputs = [] if pending is not None else kept_inputs(kept, recipe.input_columnwise.format, ctx.counts, ctx.x_origin)
-        del kept
         rowwise = recipe.gradient if needs_x else HIGH_PRECISION
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keys = keys_of_gradient(ctx, gradient) if rowwise.stochastic or columnwise.stochastic else None
         scaling = Scaling(recipe.eps, ctx.scale, ctx.history, ctx.observed)
+        pending, cast = None, recipe.input_columnwise
+        inputs: list[Matrix] = []
+        if parallel is not None and parallel.gathers_input and needs_weight:
+            own = keys[0] if keys is not None and cast.eden else None
+            pending = regathered_input(kept, ctx.x_shape, cast, scaling, parallel.tokens, gradient, own)
+        else:
+            inputs = kept_inputs(kept, None if cast.eden else cast.format, ctx.counts, ctx.x_origin)
+        del kept
         d_bias = _shared_bias_gradient(gradient, ctx, parallel) if needs_bias and parallel is not None else None
         shard = None if parallel is None else parallel.cut_gradient
         gathers = parallel is not None and parallel.gathers_gradient
@@ -163,6 +171,8 @@ class SharedFunction(torch.autograd.Function):
                 if name == "wgrad" and needs_weight:
                     column = Matrix([group.mT], None) if column is None else column
                     x = inputs.pop(0) if pending is None else pending.finish(scaling)
+                    if cast.eden and pending is None:
+                        x = eden_input(x, cast, scaling, None if parallel is None else parallel.cut_input, key)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
                     fast, exact = "wgrad" in recipe.fast_accum, recipe.exact_products
                     each = multiply(column, x, size, None, ctx.dtype, fast_accum=fast, exact=exact)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from blockfp.formats import Format
 from blockfp.sharding import parts
 from blockfp.sharding.placement import Mesh, Shard, Sharding
+from blockfp.sharding.reducing import check_reduce_format
 
 from ..experts.dispatch import check_recipe
-from ..linear import outputs
 from ..linear.parallel import Parallel, Style
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
@@ -63,7 +63,7 @@ class Cutter:
             raise ValueError(
                 f"sequence_dim must be -2, of [batch, tokens, features], or 0, of [tokens, batch, features], got {sequence_dim}"
             )
-        self.reduce_format = outputs.check_reduce_format(reduce_format)
+        self.reduce_format = None if reduce_format is None else check_reduce_format(reduce_format)
         if self.reduce_format is not None and not sequence:
             raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
         self.mesh, self.sequence, self.sequence_dim = mesh, sequence, sequence_dim

@@ -66,7 +66,7 @@ def parallelize(
         style: of a layer, or for a model a mapping from patterns of layers' paths to styles.
         sequence_parallel: whether tokens are cut outside of the pairs of column and row.
         sequence_dim: their axis, -2 of [batch, tokens, features] or 0 of [tokens, batch, features].
-        reduce_format: a format in which the terms of reduce-scatters travel, see `outputs.check_reduce_format`; None sends them
+        reduce_format: a format in which the terms of reduce-scatters travel, see `blockfp.sharding.reducing`; None sends them
             in their own dtype.
 
     Returns:

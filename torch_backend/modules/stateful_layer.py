@@ -22,6 +22,8 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..torch_internals import mark_static_address
 
+_STATE = tuple(chain(*LAYER_BUFFERS))
+
 
 class StatefulLayer(RecipeLayer):
     """The products of one weight by a recipe, and the recipe's state in buffers.
@@ -114,16 +116,11 @@ class StatefulLayer(RecipeLayer):
 
     def state(self) -> LinearState:
         """Returns the buffers as `linear` takes them."""
-        return LinearState(
-            self.input_amax_history,
-            self.input_scale,
-            self.gradient_amax_history,
-            self.gradient_scale,
-            self.rng_key,
-            self.step,
-            0 if self.rng_key is None else data_rank(self.data_rank),
-            self.observed,
-        )
+        # An attribute of a module that is a buffer costs a Python call each.
+        buffers: Any = self._buffers
+        history, scale, gradient_history, gradient_scale, key, step = [buffers[name] for name in _STATE]
+        rank = 0 if key is None else data_rank(self.data_rank)
+        return LinearState(history, scale, gradient_history, gradient_scale, key, step, rank, self.observed)
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the step to their start, and draws a new random key."""

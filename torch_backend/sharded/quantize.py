@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockfp.definition import numerics
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
 from blockfp.recipes import Cast
+from blockfp.sharding.plans import Operand
 
-from ..custom_ops import cuda, part_ops
+from ..custom_ops import cuda, eden_ops, part_ops
 from ..custom_ops.kernels import kernels_for
 from .amaxes import AmaxExchange
 from .rank_plan import Quantization
@@ -55,6 +57,8 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
         amaxes = None
         if shard.step.reduces:
             amaxes = list(kernels_for(shard.values).amax(shard.values, shard.step.format, origin=shard.step.origins[0]))
+            if shard.step.sends_members:
+                amaxes[3] = numerics.members(shard.values, shard.step.format, origin=shard.step.origins[0])
             exchange.add(amaxes, shard.step, shard.groups)
         found.append(amaxes)
     exchange.run()
@@ -99,12 +103,13 @@ class Direction(NamedTuple):
 
 
 def quantize_operand_shard(
-    x: Tensor, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
+    x: Tensor, operand: Operand, directions: Sequence[Direction], shard: TensorParallelShard, *, eps: float = 0.0
 ) -> list[list[Tensor]]:
     """Quantizes this rank's part of an operand: codes, scales and maybe tensor scale as in the quantized whole.
 
     Args:
         x: this rank's part [rows, columns], float32, float16 or bfloat16.
+        operand: "input", "weight" or "gradient".
         directions: the directions wanted; what they reduce goes in one collective.
         shard: where the part lies.
         eps: see `numerics.quantize`.
@@ -114,15 +119,31 @@ def quantize_operand_shard(
     for direction in directions:
         step, amaxes = direction.step, None
         if step.reduces:
-            amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+            if direction.cast.eden:
+                amaxes = _eden_amaxes(x, direction)
+            else:
+                amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+                if step.sends_members:
+                    amaxes.append(part_ops.part_members(x, step.format, step.columnwise, step.rotate, step.origins[0]))
             exchange.add(amaxes, step, {AXIS: shard.group})
         found.append(amaxes)
     exchange.run()
-    return [_operand_parts(x, *each, shard, eps) for each in zip(directions, found, strict=True)]
+    return [_operand_parts(x, operand, *each, shard, eps) for each in zip(directions, found, strict=True)]
+
+
+def _eden_amaxes(x: Tensor, direction: Direction) -> list[Tensor]:
+    """Amaxes as `part_ops.part_amaxes` finds them. Signs are those of each run's place."""
+    step = direction.step
+    runs = zip(x.chunk(len(step.origins)), step.origins, strict=True)
+    blocks, nan, tensor = zip(
+        *(eden_ops.eden_amaxes(rows, direction.key, step.columnwise, origin) for rows, origin in runs), strict=True
+    )
+    axis = COLUMNS if step.columnwise else ROWS
+    return [torch.cat(blocks, axis), torch.cat(nan, axis), torch.stack(tensor).amax()]
 
 
 def _operand_parts(
-    x: Tensor, direction: Direction, amaxes: list[Tensor] | None, shard: TensorParallelShard, eps: float
+    x: Tensor, operand: Operand, direction: Direction, amaxes: list[Tensor] | None, shard: TensorParallelShard, eps: float
 ) -> list[Tensor]:
     step, key = direction.step, direction.key
     how = (step.format, step.columnwise, step.rotate)
@@ -130,17 +151,20 @@ def _operand_parts(
     if shard.dim == COLUMNS:
         # The plan leaves open how many rows there are.
         shape = (shape[0], x.shape[0]) if step.columnwise else (x.shape[0], shape[1])
+
+    def part(rows: Tensor, amaxes: Any, origin: tuple[int, int]) -> list[Tensor]:
+        if direction.cast.eden:
+            return eden_ops.quantize_eden(rows, amaxes, key, operand, step.columnwise, origin, shape)
+        return part_ops.quantize_part(rows, amaxes, key, *how, origin, shape, eps)
+
     if key is None or shard.runs == 1:
-        return part_ops.quantize_part(x, amaxes, key, *how, step.origins[0], shape, eps)
+        return part(x, amaxes, step.origins[0])
     # Random bits are counted in the whole, where the runs of a rank don't lie one after another.
     axis = COLUMNS if step.columnwise else ROWS
     each = (
         [None] * shard.runs if amaxes is None else list(zip(*(_runs(field, axis, shard.runs) for field in amaxes), strict=True))
     )
-    parts = [
-        part_ops.quantize_part(rows, amax, key, *how, origin, shape, eps)
-        for rows, amax, origin in zip(x.chunk(shard.runs), each, step.origins, strict=True)
-    ]
+    parts = [part(rows, amax, origin) for rows, amax, origin in zip(x.chunk(shard.runs), each, step.origins, strict=True)]
     codes, scales, *tensor_scale = zip(*parts, strict=True)
     one = scales[0] if direction.cast.format is not None and direction.cast.format.per_tensor else torch.cat(scales, axis)
     return [torch.cat(codes, axis), one, *(scale[0] for scale in tensor_scale)]

@@ -12,6 +12,7 @@ from ...errors import BadFile
 from ...formats import Format
 from ..contents import Contents, Weight, quantized_entries
 from ..modelfile import Tensor
+from ..released import activation_scales
 from .compressed_tensors import CompressedTensors
 from .fine_grained_fp8 import FineGrainedFP8
 from .layout import Layout
@@ -27,7 +28,8 @@ Requantized = Callable[[Weight, np.ndarray, QuantizedArray], None]
 def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents:
     """Returns a model whose weights the layout holds: those in other formats are requantized when they are read.
 
-    A weight that the layout can't hold for another reason than its format stays as it is, for `write_layout` to refuse.
+    A weight that the layout can't hold for another reason than its format stays as it is, for `write_layout` to refuse. Scales
+    of activations are left out: what the layout's configuration says of these is other than it was.
     """
     weights = {}
     for name, weight in model.weights.items():
@@ -35,7 +37,9 @@ def in_formats_of(known: Layout, model: Contents, done: Requantized) -> Contents
             other = _requantized(known, model, weight, done)
             weight = weight if known.problem(other) is not None else other
         weights[name] = weight
-    return Contents(model.path, weights, model.others, model.masters, model.left_out)
+    left_out = activation_scales(weights, model.others)
+    others = {name: tensor for name, tensor in model.others.items() if name not in left_out}
+    return Contents(model.path, weights, others, model.masters, [*model.left_out, *left_out])
 
 
 def _requantized(known: Layout, model: Contents, weight: Weight, done: Requantized) -> Weight:

@@ -63,6 +63,16 @@ struct RowPiece {
   }
 };
 
+// Of two levels nothing: an Inf shows in the amax of the tensor.
+template <int Block, class E, class T>
+__device__ __forceinline__ void record_row(const QuantizeArguments& a, const RowPiece<E, Block, T>& piece, int32_t amax) {
+  if constexpr (Block == 0) {
+    if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece.x[0]));
+  } else if constexpr (Block != 16) {
+    if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
+  }
+}
+
 // Of the tensor's scale the division is done by one thread, while the loads of the others are under way.
 template <class E, int Block>
 __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArguments& a) {
@@ -106,11 +116,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     const int64_t index = first + u * kRowThreads;
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
-    if constexpr (Block == 0) {
-      if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece[u].x[0]));
-    } else if constexpr (Block != 16) {
-      if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
-    }
+    record_row<Block>(a, piece[u], amax);
     const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
     uint2 codes[Piece::kGroups];
     piece[u].template encode<R>(scale.multiplier, nan, tensor, a.row.key, index * kElements, codes);
@@ -182,11 +188,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
     const int64_t row = first_row + u * rows_below;
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
-    if constexpr (Block == 0) {
-      if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece[u].x[0]));
-    } else if constexpr (Block != 16) {
-      if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
-    }
+    record_row<Block>(a, piece[u], amax);
     const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
     const int64_t batch = batch_of(row);
     const uint64_t global_row = batch * a.window.rows + a.window.row + row - batch * a.x.rows;
