@@ -48,11 +48,11 @@ def is_mutable(func: Any) -> bool:
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes of `TorchDispatchMode` are on. There is no public question."""
+"""Returns the number of `TorchDispatchMode`s that are on. There is no public question."""
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor was written in place, as autograd counts it for what it has saved. There is no public name."""
+"""Counts a tensor's writes in place, as autograd does for tensors that it has saved. There is no public name."""
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
