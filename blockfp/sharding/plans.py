@@ -244,8 +244,9 @@ def _quantize(
     cut = [dim for dim in range(last - 1) if len(sharding.starts(dim)) > 1]
     if (stochastic or eden) and cut:
         raise ValueError(
-            f"{'eden' if eden else 'stochastic'} = True: the random bits count the elements of the unsharded array, and leading "
-            f"axis {cut[0]} of {sharding} is cut; fold the leading axes into the rows, or quantize each matrix as an array of its own"
+            f"{'eden' if eden else 'stochastic'} = True: the random bits count the elements of the unsharded array, and "
+            f"leading axis {cut[0]} of {sharding} is cut; fold the leading axes into the rows, or quantize each matrix as an "
+            "array of its own"
         )
     straddles = []
     for dim in (last - 1, last):

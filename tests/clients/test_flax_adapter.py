@@ -130,6 +130,17 @@ def test_filters_recipes_by_path_and_what_stays():
     assert isinstance(variables["up"]["kernel"], jax.Array)
 
 
+def test_recipes_by_pattern():
+    model = convert(Nnx(nnx.Rngs(0)), {"^up$": "mxfp8"})
+    assert type(model.up) is QuantizedLinear
+    assert type(model.down) is nnx.Linear
+    variables = convert(Linen(), {"down": None, "": "mxfp8"}).init(jax.random.key(0), X)["params"]
+    assert isinstance(variables["up"]["kernel"], bfp.QuantizedArray)
+    assert isinstance(variables["down"]["kernel"], jax.Array)
+    with pytest.raises(ValueError, match="pattern 'donw' is found in no layer"):
+        convert(Nnx(nnx.Rngs(0)), {"donw": None, "": "mxfp8"})
+
+
 def test_plain_kernels_are_quantized_at_each_use():
     params = Linen().init(jax.random.key(1), X)
     model = convert(Linen(), "mxfp8")

@@ -77,3 +77,19 @@ def test_refused_options():
         scaling.update(history, scale, E4M3, margin=200)
     with pytest.raises(ValueError, match="eps"):
         scaling.lift(np.zeros(1, np.int32), -1.0)
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e3m2", "e2m3"])
+def test_rule_ceil_lets_nothing_saturate(element):
+    """So rounding stochastically is unbiased without room above: around MAX times powers of two, and everywhere else."""
+    format = ELEMENTS[element]
+    edge = int(np.float32(format.max).view(np.int32))
+    near = np.arange(edge - 2000, edge + 2000, dtype=np.int32)
+    patterns = np.concatenate(
+        [near + (k << 23) for k in range(-60, 61, 7)] + [np.arange(1 << 10, 1 << 15, dtype=np.int32) << 16]
+    )
+    patterns = patterns[(patterns >= 0x00800000) & (patterns < 0x7F000000)]
+    exponent = scaling.e8m0_scale(patterns, format, "e8m0_ceil").astype(np.int64) - 127
+    ratio = patterns.view(np.float32).astype(np.float64) / np.exp2(exponent)
+    assert ratio.max() == format.max
+    assert ratio.min() > format.max / 2.001

@@ -127,6 +127,7 @@ def test_sequence_parallelism(recipe, way):
         ("fp8_block", "FSDP 4 x TP 2, column"),
         ("mxfp6", "FSDP 4 x TP 2, row"),
         ("mxfp4", "FSDP 8"),
+        ("nvfp4_4over6", "FSDP 4 x TP 2, row"),
     ],
 )
 def test_recipes(recipe, case):
@@ -135,6 +136,11 @@ def test_recipes(recipe, case):
 
 def test_stochastic_gradients_count_elements_of_the_unsharded_tensor():
     check("FSDP 4 x TP 2, column", "nvfp4", STRADDLING)
+
+
+@pytest.mark.parametrize(("way", "sequence"), [("column", False), ("row", True)])
+def test_edens_signs_and_scales_are_those_of_the_unsharded_tensor(way, sequence):
+    check(f"FSDP 4 x TP 2, {way}", "nvfp4_eden", STRADDLING, sequence=sequence)
 
 
 @pytest.mark.parametrize(("recipe", "way"), [("mxfp8", "row"), ("fp8_delayed", "column")])

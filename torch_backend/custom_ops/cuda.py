@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from blockfp.definition import bits, layout
+from blockfp.definition import bits, layout, numerics
 from blockfp.definition.bits import Array
 from blockfp.definition.checks import check_codes, check_input, check_output_dtype, check_scales, check_square
 from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
 
 
 class Both(NamedTuple):
@@ -104,7 +104,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *stored_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -131,7 +131,20 @@ def quantize(
     if out is not None:
         check_beside(x, "x", **{f"out.{field}": part for field, part in out._asdict().items()})
     format = Format.parse(format)
+    if format.scale.four_over_six:
+        return _by_definition(x, format, key, origin, shape, amax, out)
     return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
+
+
+def _by_definition(x, format: Format, key, origin, shape, amax: Amax | None, out: Quantized | None) -> Quantized:
+    """Quantizes in a format whose blocks choose between scales: no CUDA kernel does, array operations do, slowly."""
+    made = numerics.quantize(x.detach(), format, key=_key(key, x), origin=origin, shape=shape, amax=amax)
+    if out is None:
+        return made
+    for part, new in zip(out, made, strict=True):
+        if part is not None and new is not None:
+            part.copy_(new)
+    return out
 
 
 def quantize_both(
@@ -230,7 +243,7 @@ def quantize_rows(
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
-    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given[:3])
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
 
 
@@ -251,7 +264,7 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *stored_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -275,7 +288,7 @@ def dequantize(
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
     out = codes.new_empty(shape, dtype=getattr(torch, dtype))
-    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *stored_numbers(format), *origin)
     return out
 
 

@@ -67,6 +67,8 @@ def plan_of(
         return None
     if (row is not None and column is not None and row is not column) or not _takes(gate, up, layout == "pairs"):
         return None
+    if format.scale.four_over_six:
+        return None
     length = None if format.block is None else format.block[1]
     if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):
         return None

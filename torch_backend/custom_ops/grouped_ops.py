@@ -63,6 +63,8 @@ def _why_columns(cast: Cast) -> str | None:
     format = cast.format
     if (why := _why_rotated(cast)) is not None:
         return why
+    if format is not None and format.scale.four_over_six:
+        return f"columns whose blocks choose between two scales, {format}"
     if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
         return None
     return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"

@@ -52,6 +52,8 @@ def why_apart(
     """
     if a is not None and a.block is not None and a.block[0] > 1:
         return f"rows in square blocks, {a}"
+    if a is not None and a.scale.four_over_six:
+        return f"rows whose blocks choose between two scales, {a}"
     for format in (a, w):
         if format is not None and format.per_row:
             return f"a scale for each row, {format}"
@@ -83,6 +85,8 @@ def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dty
             return f"columns in square blocks, {format}"
         if format is not None and format.per_row:
             return f"a scale for each column, {format}"
+    if a is not None and a.scale.four_over_six:
+        return f"columns whose blocks choose between two scales, {a}"
     if _mode(x.device, a, b, exact) is not None:
         return None
     if (a is None) != (b is None):
