@@ -89,14 +89,19 @@ class ScaleFormat:
 
     Attributes:
         name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
-            tensor above it).
+            tensor above it), "e4m3_4over6" where each block takes the better of two scales.
         dtype: name of the stored dtype, "float32" or "uint8".
         nan_code: the stored byte that means NaN, or None where scales are fp32.
+        bound: E4M3 scales of two levels: the scale of a block with the tensor's amax.
+        four_over_six: True where the elements of a block decide its scale: of those that map its amax to 6 and to 4 it takes
+            the one with the smaller error.
     """
 
     name: str
     dtype: Literal["float32", "uint8"]
     nan_code: int | None
+    bound: float | None = None
+    four_over_six: bool = False
 
     @property
     def native_dtype(self) -> str:
@@ -118,7 +123,7 @@ class ScaleFormat:
     @property
     def two_level(self) -> bool:
         """True where an fp32 scale per tensor stands above the block scales."""
-        return self.name == "e4m3"
+        return self.bound is not None
 
     def __str__(self) -> str:
         return self.name
@@ -128,7 +133,9 @@ FP32_SCALE = ScaleFormat("fp32", "float32", None)
 POW2_SCALE = ScaleFormat("pow2", "float32", None)
 E8M0_CEIL = ScaleFormat("e8m0_ceil", "uint8", 0xFF)
 E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
-E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F)
+E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F, bound=448.0)
+# A bound of 256 leaves room for a scale of 4 that is 1.5 times as large.
+E4M3_FOUR_OVER_SIX = ScaleFormat("e4m3_4over6", "uint8", 0x7F, bound=256.0, four_over_six=True)
 
 
 WHOLE_ROW = 1 << 30
@@ -147,7 +154,7 @@ _FORMATS: dict[str, Format] = {}
 
 
 class _Known:
-    """What follows from a format's fields. Every call asks for it, so these are no properties."""
+    """Facts that follow from a format's fields. Every call asks for them, so these are no properties."""
 
     per_tensor: bool
     per_row: bool
@@ -264,8 +271,9 @@ def _name_formats() -> None:
         for block, suffix in (((1, 32), ""), ((32, 32), "_32x32")):
             Format(name + suffix, element, block, E8M0_CEIL)
             Format(f"{name}{suffix}_floor", element, block, E8M0_FLOOR)
-    Format("nvfp4", E2M1, (1, 16), E4M3_SCALE)
-    Format("nvfp4_16x16", E2M1, (16, 16), E4M3_SCALE)
+    for name, scale in (("nvfp4", E4M3_SCALE), ("nvfp4_4over6", E4M3_FOUR_OVER_SIX)):
+        Format(name, E2M1, (1, 16), scale)
+        Format(f"{name}_16x16", E2M1, (16, 16), scale)
 
 
 _name_formats()
@@ -289,3 +297,5 @@ MXFP4 = _FORMATS["mxfp4_e2m1"]
 MXINT8 = _FORMATS["mxint8"]
 NVFP4 = _FORMATS["nvfp4"]
 NVFP4_16x16 = _FORMATS["nvfp4_16x16"]
+NVFP4_4OVER6 = _FORMATS["nvfp4_4over6"]
+NVFP4_4OVER6_16x16 = _FORMATS["nvfp4_4over6_16x16"]

@@ -161,6 +161,44 @@ def divide(a: Array, b: Array) -> Array:
     return fp32((quotient << 1) | xp.astype(inexact, xp.int32), exponent, 24 + 1)
 
 
+def add(a: Array, b: Array) -> Array:
+    """fp32 bits of the IEEE sum of two non-negative numbers given as bits; NaN is canonical."""
+    xp = array_namespace(a)
+    larger, exponent, high, low = _aligned(a, b)
+    total = high + low
+    carry = total >> 27
+    return xp.where(larger > INFINITY, NAN, fp32(total, exponent + carry, 26 + carry))
+
+
+def distance(a: Array, b: Array) -> Array:
+    """fp32 bits of |a - b|, as IEEE subtracts non-negative numbers given as bits; NaN, that of Inf - Inf too, is canonical."""
+    xp = array_namespace(a)
+    larger, exponent, high, low = _aligned(a, b)
+    difference = high - low
+    safe = at_least(difference, 1)
+    # The place of the leading bit: a conversion to fp32 is exact below 2^24, and above it three places are left.
+    places = (xp.astype(at_most(safe, 0xFFFFFF), xp.float32).view(xp.int32) >> 23) - 127
+    places = places + sum(xp.astype(safe >= 1 << bit, xp.int32) for bit in (24, 25, 26))
+    result = fp32(safe << (26 - places), exponent + places - 26, 26)
+    result = xp.where(larger == INFINITY, INFINITY, xp.where(difference == 0, 0, result))
+    return xp.where((larger > INFINITY) | ((a == b) & (a == INFINITY)), NAN, result)
+
+
+def _aligned(a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
+    """(bits of the larger, its exponent, its significand and the smaller's), both below 2^27 and relative to that exponent.
+
+    Three places stand behind those of fp32; the last of them says whether anything was cut off behind it.
+    """
+    xp = array_namespace(a)
+    larger, smaller = xp.where(a > b, a, b), xp.where(a > b, b, a)
+    field, below = at_least(larger >> 23, 1), at_least(smaller >> 23, 1)
+    # Of a subnormal the bits are the significand.
+    high, low = (larger - ((field - 1) << 23)) << 3, (smaller - ((below - 1) << 23)) << 3
+    places = at_most(field - below, 27)
+    kept = low >> places
+    return larger, field - 127, high, kept | xp.astype(kept << places != low, xp.int32)
+
+
 def _inverse(significand: Array) -> Array:
     """2^12 / significand in fp32, for significands of 2^23 to 2^24, to one part in 2^21: an estimate, then Newton's rule."""
     xp = array_namespace(significand)
@@ -174,7 +212,9 @@ def _inverse(significand: Array) -> Array:
 
 def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
     """fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
-    return at_most(round_nearest(significand, at_most(exponent, 128), 23, -126, point), INFINITY)
+    # 127 is the largest exponent whose rounding up doesn't wrap.
+    rounded = round_nearest(significand, at_most(exponent, 127), 23, -126, point)
+    return array_namespace(exponent).where(exponent > 127, INFINITY, rounded)
 
 
 def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:

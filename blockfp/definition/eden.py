@@ -90,7 +90,7 @@ def quantize(
     assert block is not None
     amax = numerics.amax(z, format) if amax is None else amax
     assert amax.nan is not None
-    multiplier = scaling.nvfp4_multiplier(xp.reshape(amax.tensor, (1,) * z.ndim), element, _LARGEST)
+    multiplier = scaling.nvfp4_multiplier(xp.reshape(amax.tensor, (1,) * z.ndim), format, _LARGEST)
     stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
     tensor_scale = scaling.reciprocal(multiplier)
     tensor = tensor_scale.reshape(()).view(xp.float32)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from ..formats import E4M3, ElementFormat, Format
-from . import bits, layout, scaling
+from . import bits, four_over_six, layout, scaling
 from .bits import Array
 from .checks import check_codes, check_input, check_limits, check_output_dtype, check_scales, check_square
 from .decoding import scaled
@@ -48,11 +48,13 @@ class Amax(NamedTuple):
         blocks: int32 fp32 bits, the shape of the scales; NaN ignored.
         nan: int32, 1 where the block holds a NaN; None where the element format has a NaN of its own.
         tensor: int32 fp32 bits, shape (), for two-level formats; else None.
+        members: of `members`, where a block's elements decide its scale and some of them are on other ranks; else None.
     """
 
     blocks: Array
     nan: Array | None
     tensor: Array | None
+    members: Array | None = None
 
 
 class _Scales(NamedTuple):
@@ -88,6 +90,45 @@ def _amax(pattern: Array, format: Format, origin: Origin) -> Amax:
         nan = _largest(layout.split_blocks(xp.astype(is_nan, xp.int32), format.block, origin), (-3, -1))
     tensor = _largest(blocks, tuple(range(blocks.ndim))) if format.scale.two_level else None
     return Amax(blocks, nan, tensor)
+
+
+def members(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Array:
+    """The magnitudes of the elements of each block of x: what ranks exchange of blocks whose elements decide their scale.
+
+    Args:
+        x, format, origin: as for `amax`.
+
+    Returns:
+        int32 fp32 bits, [*shape of the scales, elements of a block], row by row, zero where x has no element; NaN as it is.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    if format.block is None or format.per_row:
+        raise ValueError(f"format must be one in blocks, got {format}")
+    split = layout.split_blocks(bits.from_float(x) & bits.MAGNITUDE, format.block, _phase(format, origin))
+    xp = array_namespace(split)
+    axes = (*range(split.ndim - 3), split.ndim - 2, split.ndim - 3, split.ndim - 1)
+    return xp.permute_dims(split, axes).reshape((*(split.shape[axis] for axis in axes[:-2]), format.block[0] * format.block[1]))
+
+
+def check_members(amax: Amax, format: Format) -> None:
+    """Raises ValueError where an amax has members that don't fit its blocks, or a format that doesn't ask for any."""
+    if amax.members is None:
+        return
+    if not format.scale.four_over_six:
+        raise ValueError(f"amax.members is for formats whose blocks choose between scales, got {format}")
+    assert format.block is not None
+    expected = (*amax.blocks.shape, format.block[0] * format.block[1])
+    if tuple(amax.members.shape) != expected:
+        raise ValueError(f"amax.members of {format} must have shape {expected}, got {tuple(amax.members.shape)}")
+
+
+def _members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
+    """What `members` gives, laid out as `layout.split_blocks` does."""
+    xp = array_namespace(members)
+    *grid, _ = members.shape
+    axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)
+    return xp.permute_dims(members.reshape((*grid, *block)), axes)
 
 
 def _largest(x: Array, axes: tuple[int, ...]) -> Array:
@@ -146,7 +187,8 @@ def quantize(
         return Quantized(codes, scaling.reciprocal(given).view(xp.float32), None)
     if amax is None:
         amax = _amax(pattern, format, phase)
-    scales = _scales(amax, format, eps, nominal)
+    check_members(amax, format)
+    scales = _scales(amax, format, eps, nominal, pattern, phase, materialize)
     codes = _codes(pattern, format, scales.multiplier, key, origin, shape, materialize)
     stored = scales.stored
     if amax.nan is not None:
@@ -172,14 +214,25 @@ def _phase(format: Format, origin: Origin) -> Origin:
     return row, 0 if format.per_row else column
 
 
-def _scales(amax: Amax, format: Format, eps: float, nominal: str) -> _Scales:
+def _scales(
+    amax: Amax, format: Format, eps: float, nominal: str, pattern: Array, phase: Origin, materialize: Materialize
+) -> _Scales:
     element = format.element
     if format.scale.two_level:
         xp = array_namespace(amax.blocks)
         tensor_amax = xp.reshape(amax.tensor, (1,) * amax.blocks.ndim)
-        multiplier = scaling.nvfp4_multiplier(tensor_amax, element)
-        stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
+        multiplier = scaling.nvfp4_multiplier(tensor_amax, format)
         tensor_scale = scaling.reciprocal(multiplier)
+        if format.scale.four_over_six and 0 not in amax.blocks.shape:
+            assert format.block is not None
+            if amax.members is None:
+                magnitude = layout.split_blocks(pattern & bits.MAGNITUDE, format.block, phase)
+            else:
+                magnitude = _members_in_blocks(amax.members, format.block)
+            of_tensor = (tensor_amax, multiplier, tensor_scale)
+            stored = four_over_six.scales(amax.blocks, *of_tensor, magnitude, format, materialize)
+        else:
+            stored = scaling.nvfp4_scale(amax.blocks, multiplier, element)
         decode = scaled(stored, E4M3, tensor_scale)
         return _Scales(stored, tensor_scale.reshape(()), scaling.clamped_reciprocal(decode))
     if format.scale.e8m0:

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from array_api_compat import array_namespace
 
-from ..formats import E4M3, ELEMENTS, ElementFormat, Format, ScaleFormat
+from ..formats import E4M3, ELEMENTS, FORMATS, ElementFormat, Format, ScaleFormat
 from . import bits
 from .bits import Array
 from .checks import check_eps
@@ -22,7 +22,8 @@ Split = tuple[Array, Array]
 # Constants of the rules, by element. They stand ready because dynamo would trace how they come about.
 _LARGEST = {name: bits.constant_bits(element.max) for name, element in ELEMENTS.items()}
 _INVERSE_OF_LARGEST = {name: bits.constant_bits(1 / element.max) for name, element in ELEMENTS.items()}
-_LARGEST_TWO_LEVEL = {name: bits.constant_bits(E4M3.max * element.max) for name, element in ELEMENTS.items()}
+LARGEST_TWO_LEVEL = {f: bits.constant_bits(f.scale.bound * f.element.max) for f in FORMATS if f.scale.bound is not None}
+"""fp32 bits of the largest number relative to the tensor's scale, of formats of two levels."""
 
 
 def eps_for(format: Format, eps: float) -> float:
@@ -104,20 +105,20 @@ def e8m0_bits(stored: Array) -> Array:
     return xp.where(stored == 0xFF, bits.NAN, xp.where(stored == 0, 0x400000, stored << 23))
 
 
-def nvfp4_multiplier(amax: Array, element: ElementFormat, largest: int | None = None) -> Array:
-    """fp32 bits of NVFP4's global multiplier G = 448 * MAX / amax of the tensor; 1 where amax is 0 or Inf.
+def nvfp4_multiplier(amax: Array, format: Format, largest: int | None = None) -> Array:
+    """fp32 bits of NVFP4's global multiplier G = bound * MAX / amax of the tensor; 1 where amax is 0 or Inf.
 
     `tensor_scale` is its reciprocal. (TransformerEngine's `compute_global_encode_scaling_factor_FP4`.)
 
     Args:
         amax: int32 bits.
-        element: E2M1.
-        largest: fp32 bits of what stands instead of 448 * MAX.
+        format: NVFP4, whose bound is 448, or 4-over-6, whose bound is 256.
+        largest: fp32 bits of what stands instead of bound * MAX.
     """
     xp = array_namespace(amax)
     special = (amax == 0) | (amax == bits.INFINITY)
     safe = xp.where(special, bits.ONE, amax)
-    multiplier = bits.divide(xp.full_like(amax, largest or _LARGEST_TWO_LEVEL[element.name]), safe)
+    multiplier = bits.divide(xp.full_like(amax, largest or LARGEST_TWO_LEVEL[format]), safe)
     return xp.where(special, bits.ONE, bits.at_most(multiplier, bits.FP32_MAX))
 
 

@@ -9,7 +9,7 @@ from ..formats import Format
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
 ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
-RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3"))}
+RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", "e4m3_4over6"))}
 DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
 
@@ -18,6 +18,15 @@ def format_numbers(format: Format) -> tuple[int, int, int, int]:
     """The format as the libraries take it: element, block rows, block columns (0, 0 for the whole tensor), scale rule."""
     rows, columns = format.block or (0, 0)
     return ELEMENTS[format.element.name], rows, columns, RULES[format.scale.name]
+
+
+def stored_numbers(format: Format) -> tuple[int, int, int, int]:
+    """`format_numbers` of the format that is stored alike: 4-over-6 is NVFP4 once its scales are chosen.
+
+    Whatever reads codes and scales takes these, and so do the CUDA kernels, which have no rule that chooses.
+    """
+    element, rows, columns, rule = format_numbers(format)
+    return element, rows, columns, RULES["e4m3"] if format.scale.four_over_six else rule
 
 
 def cuda_rotates(format: Format) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..definition import bits, checks, layout
 from ..definition.bits import Array
-from ..definition.numerics import Amax, Origin, Quantized
+from ..definition.numerics import Amax, Origin, Quantized, check_members
 from ..definition.rounding import Key, key_words
 from ..formats import Format
 from . import reused_memory
@@ -136,7 +136,7 @@ def quantize(
         codes,
         scales,
         tensor_scale,
-        *((None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
+        *((None, None, None, None) if amax is None else _given(amax, tuple(scales.shape), format)),
         DTYPE_NUMBERS[dtype],
         *format_numbers(format),
         largest,
@@ -211,7 +211,7 @@ def adamw(table: np.ndarray, on: Any = None) -> None:
     _cpu.get().adamw(table)
 
 
-def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Array | None, Array | None]:
+def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> list[Array | None]:
     """Checks that an amax fits the format; returns its fields as the library takes them."""
     nan = None if format.element.has_nan else amax.nan
     tensor = amax.tensor if format.scale.two_level else None
@@ -219,12 +219,12 @@ def _given(amax: Amax, grid: tuple[int, ...], format: Format) -> tuple[Array, Ar
         raise ValueError(f"amax.blocks of {format} must have shape {grid}, got {tuple(amax.blocks.shape)}")
     if (nan is None) != format.element.has_nan or (tensor is not None) != format.scale.two_level:
         raise ValueError(f"amax is not one of {format}: take it from amax(x, {str(format)!r})")
-    fields = (amax.blocks, nan, tensor)
+    check_members(amax, format)
+    fields = Amax(amax.blocks, nan, tensor, amax.members)
     for name, field in zip(Amax._fields, fields, strict=True):
         if field is not None and bits.dtype_name(field) != "int32":
             raise TypeError(f"amax.{name} must be int32, got {bits.dtype_name(field)}")
-    blocks, nan, tensor = (None if field is None else _arrays_of(field).contiguous(field) for field in fields)
-    return blocks, nan, tensor
+    return [None if field is None else _arrays_of(field).contiguous(field) for field in fields]
 
 
 class _NumPy:

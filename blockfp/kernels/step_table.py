@@ -65,6 +65,11 @@ def one_pass(format: Format) -> bool:
     return not format.has_tensor_scale
 
 
+def two_passes(format: Format) -> bool:
+    """Tells whether a GPU's kernels can write codes in a second pass, from the tensor's amax that the first finds."""
+    return format.has_tensor_scale and not format.scale.four_over_six
+
+
 @lru_cache(maxsize=4096)
 def row(
     shape: tuple[int, ...],

@@ -166,6 +166,9 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
     format, sharding = step.format, step.sharding
     regions = sharding.regions
     amaxes = [numerics.amax(local.values, format, origin=region.origin) for local, region in zip(world, regions, strict=True)]
+    if step.straddles and format.scale.four_over_six:
+        members = [numerics.members(x.values, format, origin=region.origin) for x, region in zip(world, regions, strict=True)]
+        amaxes = [amax._replace(members=own) for amax, own in zip(amaxes, members, strict=True)]
     for straddle in step.straddles:
         amaxes = _reduce_straddling(step, straddle, amaxes)
     if step.amax_axes:
@@ -192,9 +195,9 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amaxes: list[Amax]) -> list[Amax]:
-    """Reduces amaxes (and NaN flags) of the blocks that straddle ranks along one axis."""
+    """Reduces amaxes (with NaN flags and members) of the blocks that straddle ranks along one axis."""
     mesh, regions = step.sharding.mesh, step.sharding.regions
-    for field in ("blocks", "nan"):
+    for field in ("blocks", "nan", "members"):
         parts = [getattr(amax, field) for amax in amaxes]
         if parts[0] is None:
             continue

@@ -80,8 +80,8 @@ class Straddle:
         dim: array axis whose cuts fall inside these blocks.
         axes: mesh axes to reduce over.
         blocks: their indices along `dim` in the unsharded array's grid, ascending. Every rank puts the entries it has of
-            `numerics.Amax` (`blocks`, and `nan` where there is one) into zeros of this length along `dim`, and takes them back
-            reduced.
+            `numerics.Amax` (`blocks`, `nan` and `members` where there are any) into zeros of this length along `dim`, and takes
+            them back reduced.
     """
 
     dim: int

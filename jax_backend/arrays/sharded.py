@@ -113,6 +113,9 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
         return Local(None, *_known_alike(step, q))
     buffer = storage.into_blocks(x, format, sharding)
     amax = numerics.amax(buffer, format) if whole is None else None
+    if step.straddles and format.scale.four_over_six:
+        assert amax is not None
+        amax = amax._replace(members=numerics.members(buffer, format))
     for straddle in step.straddles:
         assert amax is not None
         amax = _reduce_straddling(step, straddle, amax)
@@ -147,7 +150,7 @@ def _known_alike(step: Quantize, q: Quantized) -> Quantized:
 
 
 def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
-    """Reduces amaxes (and NaN flags) of straddling blocks along one axis to those of the whole blocks."""
+    """Reduces amaxes (with NaN flags and members) of straddling blocks along one axis to those of the whole blocks."""
     axis = straddle.dim - 2
     stored = amax.blocks.shape[axis]
     # By rank: where in its own grid each straddling block is, and which straddling block each of its own entries is.
@@ -159,10 +162,13 @@ def _reduce_straddling(step: Quantize, straddle: Straddle, amax: Amax) -> Amax:
         back.append([indices.get(index, -1) for index in range(stored)])
     own, back = (storage.of_rank(step.sharding.mesh, table) for table in (own, back))
 
-    def reduced(part: jax.Array) -> jax.Array:
+    def reduced(part: jax.Array | None, axis: int) -> jax.Array | None:
+        if part is None:
+            return None
         return storage.take(replication.max_over(storage.take(part, own, axis), straddle.axes), back, axis, otherwise=part)
 
-    return amax._replace(blocks=reduced(amax.blocks), nan=None if amax.nan is None else reduced(amax.nan))
+    of_blocks = {"blocks": reduced(amax.blocks, axis), "nan": reduced(amax.nan, axis)}
+    return amax._replace(**of_blocks, members=reduced(amax.members, axis - 1))
 
 
 def _gather(step: Gather, local: Local) -> Local:

@@ -17,7 +17,7 @@ from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate as rotated
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library
-from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier
+from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
 from blockfp.kernels.once import once
 from blockfp.kernels.products import plan
 
@@ -82,6 +82,8 @@ class CudaLibrary(Backend):
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
         if format.per_row and operation.startswith("quantize"):
             return f"the CUDA library finds no scale for each row in one pass, of {format}"
+        if format.scale.four_over_six and operation.startswith("quantize"):
+            return f"the CUDA library has no kernel that chooses between two scales of a block, as {format} does"
         return refusal_of_amax(operation, format)
 
     def amax(self, x, *, format: Format) -> Amax:
@@ -113,7 +115,7 @@ class CudaLibrary(Backend):
             codes,
             scales,
             _absent(jnp.float32) if tensor_scale is None else tensor_scale.reshape(1),
-            **dict(zip(_FORMAT, format_numbers(format), strict=True)),
+            **dict(zip(_FORMAT, stored_numbers(format), strict=True)),
             row=origin[0],
             column=origin[1],
         )

@@ -47,7 +47,7 @@ void amax(TensorView x, TensorView blocks, Optional<TensorView> nan, Optional<Te
 
 void quantize(TensorView x, TensorView codes, TensorView scales, Optional<TensorView> tensor_scale,
               Optional<TensorView> given_blocks, Optional<TensorView> given_nan, Optional<TensorView> given_tensor,
-              int64_t dtype, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t largest,
+              Optional<TensorView> given_members, int64_t dtype, int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, int64_t largest,
               double eps, bool stochastic, int64_t key0, int64_t key1, int64_t first_row, int64_t first_column,
               int64_t index_rows, int64_t index_columns) {
   QuantizeJob job{};
@@ -66,11 +66,16 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
     if (given_nan.has_value()) check_array(given_nan.value(), "amax.nan", kCpu, count, 32, "an int32 for each block");
     check(given_tensor.has_value() == two_levels, "amax.tensor belongs to formats of two levels");
     if (two_levels) check_array(given_tensor.value(), "amax.tensor", kCpu, 1, 32, "one int32");
+    if (given_members.has_value()) {
+      check(job.format.rule == ScaleRule::kE4m3FourOverSix, "amax.members belongs to formats whose blocks choose between scales");
+      check_array(given_members.value(), "amax.members", kCpu, count * block_rows * block_columns, 32, "an int32 for each element of a block");
+    }
   }
   job.codes = data_of<uint8_t>(codes);
   job.scales = data_of<void>(scales);
   job.given_blocks = data_of<int32_t>(given_blocks);
   job.given_nan = data_of<int32_t>(given_nan);
+  job.given_members = data_of<int32_t>(given_members);
   job.eps_bits = bit_cast<int32_t>(static_cast<float>(eps));
   job.largest = static_cast<int32_t>(largest);
   job.stochastic = stochastic;

@@ -88,10 +88,12 @@ struct QuantizeJob {
   void* scales;
   const int32_t* given_blocks;  // amaxes reduced elsewhere, or null
   const int32_t* given_nan;     // null where the element has its own NaN
+  const int32_t* given_members; // 4-over-6: magnitudes of the blocks' elements, or null where x has all of them
   int32_t eps_bits;
   int32_t largest;              // replaces an FP8 multiplier that overflows, fp32 bits
   float multiplier;             // per tensor: the elements'; two levels: the tensor's
   float tensor_scale;           // two levels
+  int32_t tensor_amax;          // 4-over-6, fp32 bits
   bool stochastic;
   uint32_t key0, key1;
   int64_t first_row, first_column, index_rows, index_columns;  // where x lies in the unsharded array

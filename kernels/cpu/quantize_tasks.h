@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amax_tasks.h"
+#include "choose_scales.h"
 #include "pack_rows.h"
 #include "row_codes.h"
 
@@ -20,14 +21,9 @@ BLOCKFP_HD BlockScale<F> scale_of(const QuantizeJob& job, I amax) {
   }
 }
 
-// Multipliers and stored scales of one row of blocks; the stored ones go to `out`.
+// Writes the stored scales of one row of blocks.
 template <class E, ScaleRule R>
-void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
-  for (int64_t b = 0; b < blocks; b += kLanes) {
-    const BlockScale<F> scale = scale_of<E, R>(job, load<I>(memory.amax + b));
-    store(memory.stored + b, scale.stored);
-    store(memory.multipliers + b, scale.multiplier);
-  }
+void write_scales(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
   if constexpr (kFp32Scale<R>) {
     memcpy(static_cast<float*>(job.scales) + at, memory.stored, 4 * blocks);
   } else {
@@ -36,6 +32,17 @@ void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blo
       out[b] = static_cast<uint8_t>(!E::kHasNan && memory.nan[b] ? kNanScale<R> : memory.stored[b]);
     }
   }
+}
+
+// Multipliers and stored scales of one row of blocks.
+template <class E, ScaleRule R>
+void scales_of_blocks(const QuantizeJob& job, const Scratch& memory, int64_t blocks, int64_t at) {
+  for (int64_t b = 0; b < blocks; b += kLanes) {
+    const BlockScale<F> scale = scale_of<E, R>(job, load<I>(memory.amax + b));
+    store(memory.stored + b, scale.stored);
+    store(memory.multipliers + b, scale.multiplier);
+  }
+  write_scales<E, R>(job, memory, blocks, at);
 }
 
 template <class E>
@@ -51,6 +58,8 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
       return scales_of_blocks<E, ScaleRule::kE8m0Floor>(job, memory, blocks, at);
     case ScaleRule::kE4m3:
       return scales_of_blocks<E, ScaleRule::kE4m3>(job, memory, blocks, at);
+    case ScaleRule::kE4m3FourOverSix:
+      return write_scales<E, ScaleRule::kE4m3FourOverSix>(job, memory, blocks, at);  // `choose_scales` has made them
   }
 }
 
@@ -79,6 +88,12 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
       } else {
         amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.format.block_columns, memory.largest,
                        memory.amax, memory.nan);
+      }
+      if constexpr (E::kId == E2M1::kId) {
+        if (job.format.rule == ScaleRule::kE4m3FourOverSix) {
+          const int64_t row_in_block = (t.row_phase + tile.row + first) % job.format.block_rows;
+          choose_scales<E, T>(job, x, memory, first, rows, row_in_block, tile.columns, tile.column_phase, blocks, at);
+        }
       }
       scales_by_rule<E>(job, memory, blocks, at);
     }

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "blockfp/dispatch.h"
+#include "blockfp/four_over_six.h"
 #include "float_mode.h"
 #include "instruction_sets.h"
 #include "run_tasks.h"
@@ -109,9 +110,11 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
         job.format.element == E4M3::kId ? per_tensor_scale<E4M3>(job, amax) : per_tensor_scale<E5M2>(job, amax);
     job.multiplier = scale.multiplier;
     *static_cast<int32_t*>(job.scales) = scale.stored;
-  } else if (job.format.rule == ScaleRule::kE4m3) {
+  } else if (job.format.two_levels()) {
     const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.format);
-    job.multiplier = tensor_multiplier<E2M1>(amax);
+    const bool four_over_six = job.format.rule == ScaleRule::kE4m3FourOverSix;
+    job.tensor_amax = amax;
+    job.multiplier = tensor_multiplier<E2M1>(amax, four_over_six ? kFourOverSixBound : E4M3::kMax);
     job.tensor_scale = divide(1.0f, job.multiplier);
     *tensor_scale_out = job.tensor_scale;
   }

@@ -52,6 +52,21 @@ def test_division_is_ieee():
     np.testing.assert_array_equal(bits.divide(a, b), expected)
 
 
+def test_sums_and_distances_are_ieee():
+    rng = np.random.default_rng(6)
+    special = rng.choice(np.array([0, 1, 0x7FFFFF, 0x800000, bits.FP32_MAX, bits.INFINITY, bits.NAN], np.int32), 30_000)
+    alike = (rng.integers(118, 136, 100_000, dtype=np.int32) << 23) | rng.integers(0, 1 << 23, 100_000, dtype=np.int32)
+    tiny = rng.integers(0, 1 << 26, 50_000, dtype=np.int32)
+    a = np.concatenate([positive_patterns(100_000, 7), alike, tiny, special])
+    # Every number with another, with one not far from it, and with itself.
+    near = np.clip(a.astype(np.int64) + rng.integers(-(1 << 25), 1 << 25, a.size), 0, bits.INFINITY).astype(np.int32)
+    for b in (rng.permutation(a), near, a):
+        x, y = a.view(np.float32), b.view(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for found, expected in ((bits.add(a, b), x + y), (bits.distance(a, b), np.abs(x - y))):
+                np.testing.assert_array_equal(found, np.where(np.isnan(expected), np.float32(np.nan), expected).view(np.int32))
+
+
 def test_multiplication_is_ieee_with_an_unbounded_exponent():
     a, b = positive_patterns(200_000, 3), positive_patterns(200_000, 4)[::-1].copy()
     significand, exponent = bits.multiply(bits.split(a), bits.split(b))

@@ -27,9 +27,9 @@ def test_the_names():
     expected |= {f"fp8_{e}_{b}{s}" for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_fp32")}
     mx = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8")
     expected |= {f"{m}{b}{r}" for m in mx for b in ("", "_32x32") for r in ("", "_floor")}
-    expected |= {"nvfp4", "nvfp4_16x16"}
+    expected |= {f"nvfp4{rule}{b}" for rule in ("", "_4over6") for b in ("", "_16x16")}
     assert set(NAMES) == expected
-    assert len(NAMES) == len(FORMATS) == 42
+    assert len(NAMES) == len(FORMATS) == 44
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -59,7 +59,7 @@ def test_constants_are_the_named_formats():
     assert formats.FP8_BLOCK_128x128.block == (128, 128)
     assert formats.NVFP4.scale.two_level
     assert {f.name for f in FORMATS if f.per_row} == {f for f in NAMES if "_row" in f}
-    assert {f.name for f in FORMATS if f.has_tensor_scale and f.block} == {"nvfp4", "nvfp4_16x16"}
+    assert {f.name for f in FORMATS if f.has_tensor_scale and f.block} == {f for f in NAMES if f.startswith("nvfp4")}
     assert all(f.has_tensor_scale for f in FORMATS if f.block is None)
     assert {f.scale.name for f in FORMATS if f.scale.power_of_two} == {"pow2", "e8m0_ceil", "e8m0_floor"}
     assert all(f.scale.e8m0 == f.name.startswith("mx") for f in FORMATS)

@@ -14,7 +14,7 @@ from blockfp.torch_backend.custom_ops import cuda  # noqa: E402
 from blockfp.definition import adamw, numerics  # noqa: E402
 from blockfp.formats import FORMATS, Format  # noqa: E402
 from blockfp.kernels import step_table  # noqa: E402
-from blockfp.kernels.step_table import one_pass  # noqa: E402
+from blockfp.kernels.step_table import two_passes  # noqa: E402
 
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
@@ -62,7 +62,7 @@ def test_more_parameters_than_one_launch_takes():
     run([Parameter((8, 40 + i), copy="bfloat16", seed=i) for i in range(300)], steps=1)
 
 
-TWO_PASSES = [format for format in FORMATS if not one_pass(format)]
+TWO_PASSES = [format for format in FORMATS if two_passes(format)]
 
 
 def two_passes(parameters, c):

@@ -10,12 +10,13 @@ from blockfp.kernels.format_numbers import format_numbers
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda
+    from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
     from cuda_arrays import assert_same, to_gpu, to_numpy
 
     from blockfp.kernels import cuda_library
 
-BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
+WITH_KERNELS = [format for format in FORMATS if not format.scale.four_over_six]
+BY_NAME = pytest.mark.parametrize("format", WITH_KERNELS, ids=str)
 SHAPES = ((37, 150), (256, 384))
 
 
@@ -60,6 +61,33 @@ def test_dequantize(format):
                     got = cuda.dequantize(to_gpu(c), to_gpu(s), t, format, dtype, columns=shape[-1])
                     expected = numerics.dequantize(c, s, q.tensor_scale, format, dtype, columns=shape[-1])
                     assert_same((got, None, None), (expected, None, None), f"{format} {kind} {dtype} {shape}")
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format.scale.four_over_six], ids=str)
+def test_blocks_that_choose_between_scales(format):
+    """No kernel chooses: array operations do, on a GPU too, whatever of the blocks is on other ranks."""
+    for kind in KINDS:
+        for dtype in DTYPES:
+            x = sample(kind, (45, 72), dtype)
+            g = to_gpu(x)
+            for options in ({}, {"key": 5}, {"origin": (5, 3), "shape": (300, 400)}):
+                expected = numerics.quantize(x, format, **options)
+                assert_same(cuda.quantize(g, format, **options), expected, f"{format} {kind} {dtype} {options}")
+            amaxes = numerics.amax(x, format)._replace(members=numerics.members(x, format))
+            given = numerics.Amax(*(torch.tensor(np.asarray(a), device="cuda") for a in amaxes))
+            assert_same(cuda.quantize(g, format, amax=given), numerics.quantize(x, format), f"{format} {kind} {dtype} amax")
+            expected = numerics.quantize(x, format)
+            out = numerics.Quantized(*(torch.empty_like(torch.tensor(np.asarray(part)), device="cuda") for part in expected))
+            cuda.quantize(g, format, out=out)
+            assert_same(out, expected, f"{format} {kind} {dtype} out")
+            for ours, theirs in zip(cuda.amax(g, format)[:3], amaxes[:3], strict=True):
+                assert (to_numpy(ours) == theirs).all()
+            t = torch.tensor(expected.tensor_scale, device="cuda")
+            codes = cuda.encode(g, format, to_gpu(expected.scales), t)
+            again = numerics.encode(x, format, expected.scales, expected.tensor_scale)
+            assert_same((codes, None, None), (again, None, None), f"{format} {kind} {dtype} encode")
+    with pytest.raises(ValueError, match="does not know"):
+        cuda.quantize_both(g, format)
 
 
 @BY_NAME
@@ -151,10 +179,10 @@ def test_interleave():
     rng = np.random.default_rng(0)
     for shape in ((3, 5), (2, 130, 9), (128, 4), (256, 64)):
         scales = rng.integers(0, 256, shape, dtype=np.uint8)
-        assert (to_numpy(cuda.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
+        assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
     scales = rng.integers(0, 256, (10, 7), dtype=np.uint8)
     expected = layout.interleave_scales(layout.repeat_scales(scales, 16, 150))
-    assert (to_numpy(cuda.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
+    assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -172,7 +200,7 @@ def test_rotated_columns(dtype, key):
             assert_same(got.column, numerics.quantize(turned, "nvfp4", key=key), f"{kind} {shape} column")
 
 
-@pytest.mark.parametrize("format", [f for f in FORMATS if not f.per_row], ids=str)
+@pytest.mark.parametrize("format", [f for f in WITH_KERNELS if not f.per_row], ids=str)
 def test_nothing_else_is_written(format):
     """Outputs lie between guard bands, poisoned first; every byte of them is written, and none beside them."""
     from blockfp.definition import layout

@@ -127,6 +127,7 @@ def test_sequence_parallelism(recipe, way):
         ("fp8_block", "FSDP 4 x TP 2, column"),
         ("mxfp6", "FSDP 4 x TP 2, row"),
         ("mxfp4", "FSDP 8"),
+        ("nvfp4_4over6", "FSDP 4 x TP 2, row"),
     ],
 )
 def test_recipes(recipe, case):

@@ -40,7 +40,7 @@ def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
             return element, (1, 1 << 30) if "_row" in name else None, "pow2" if name.endswith("pow2") else "fp32"
         return element, block, "fp32" if name.endswith("fp32") else "pow2"
     if name.startswith("nvfp4"):
-        return element, block or (1, 16), "nvfp4"
+        return element, block or (1, 16), "4over6" if "4over6" in name else "nvfp4"
     return element, block or (1, 32), "floor" if name.endswith("floor") else "ceil"
 
 
@@ -157,9 +157,10 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
-    if rule == "nvfp4":
-        amax = largest_magnitude(x)
-        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(448 * 6.0, amax), FP32_MAX))
+    if rule in ("nvfp4", "4over6"):
+        amax = tensor_amax = largest_magnitude(x)
+        bound = 448 if rule == "nvfp4" else 256
+        global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * 6.0, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
     amax, nan = np.zeros(grid), np.zeros(grid, bool)
     for index, where in blocks_of(x.shape, block):
@@ -175,6 +176,11 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
         decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
         multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
+    elif rule == "4over6":
+        multiplier = np.ones(grid)
+        for index, where in blocks_of(x.shape, block):
+            chosen = four_over_six(x[where], amax[index], tensor_amax, global_multiplier, tensor_scale)
+            scales[index], multiplier[index] = chosen
     else:
         for index in np.ndindex(grid):
             scales[index] = e8m0(float(amax[index]), element, rule)
@@ -184,8 +190,31 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     with np.errstate(invalid="ignore"):
         codes = to_element(multiply(x, spread(multiplier, x.shape, block)), element, u)
     if element not in OWN_NAN:
-        scales[nan] = 0x7F if rule == "nvfp4" else 0xFF
+        scales[nan] = 0x7F if tensor_scale is not None else 0xFF
     return codes, scales, tensor_scale
+
+
+def four_over_six(x: np.ndarray, amax: float, tensor_amax: float, global_multiplier: float, tensor_scale) -> tuple[int, float]:
+    """(scale, multiplier) of one block: of the scales that map amax to 6 and to 4, the one that errs less. All in fp32."""
+    f = np.float32
+    with np.errstate(all="ignore"):
+        base = f(f(amax) / f(6)) * f(global_multiplier)
+        tried = []
+        for level in (base, base * f(1.5)):
+            scale = to_element(np.float64(min(level, f(448))), "e4m3")
+            value = f(decode(scale, "e4m3"))
+            multiplier = min(f(1) / (value * f(tensor_scale)), f(FP32_MAX))
+            of_rows = np.zeros(16, f)
+            codes = decode(to_element((x.astype(f) * multiplier).astype(np.float64), "e2m1"), "e2m1").astype(f)
+            errors = abs(codes * value * f(tensor_amax) / f(1536) - x.astype(f))
+            for i, row in enumerate(errors):
+                for error in row:
+                    of_rows[i] += error
+            for half in (8, 4, 2, 1):
+                of_rows = of_rows[:half] + of_rows[half:]
+            tried.append((of_rows[0], int(scale), float(multiplier)))
+    six, four = tried
+    return four[1:] if four[0] < six[0] else six[1:]
 
 
 def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None) -> np.ndarray:
@@ -199,7 +228,7 @@ def spread(per_block: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]
 def dequantize(codes: np.ndarray, scales: np.ndarray, tensor_scale, name: str, dtype) -> np.ndarray:
     """Values of codes (one a byte), in `dtype`; NaN has no particular bits."""
     element, block, rule = describe(name)
-    if rule == "nvfp4":
+    if tensor_scale is not None:
         scales = mul32(decode(scales, "e4m3"), tensor_scale)
     elif rule in ("ceil", "floor"):
         scales = np.where(scales == 0xFF, np.nan, 2.0 ** (scales.astype(np.float64) - 127))

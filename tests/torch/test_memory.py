@@ -54,7 +54,9 @@ def code_bytes(name, *inputs):
 
 def gated_bytes(name):
     """Bytes of codes of what an activation makes; none but in two levels, where a pass for amaxes would cost more."""
-    return code_bytes(name, (T, F_)) if recipes.parse(name).input_columnwise.format.scale.two_level else 0
+    recipe = recipes.parse(name)
+    at_once = recipe.input_columnwise.format is recipe.input.format and recipe.input.format.scale.two_level
+    return code_bytes(name, (T, F_)) if at_once else 0
 
 
 def transformer(name, dtype=torch.bfloat16, **options):

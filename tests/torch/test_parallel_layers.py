@@ -49,7 +49,7 @@ def test_recipes_under_hsdp(name, style, seen):
 @pytest.mark.filterwarnings("ignore:all-gather of the")
 @pytest.mark.parametrize("kind", ["tp", "fsdp x tp"])
 @BY_STYLE
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp6", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp6", "nvfp4", "nvfp4_4over6"])
 def test_weights_in_high_precision_are_quantized_as_the_whole(name, style, sequence, kind, seen):
     """On the shard before each gather, or, where nothing gathers them, at use."""
     shape = SHAPES["unaligned" if style == "row" else "aligned"]

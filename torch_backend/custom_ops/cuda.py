@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from blockfp.definition import bits, layout
+from blockfp.definition import bits, layout, numerics
 from blockfp.definition.bits import Array
 from blockfp.definition.checks import check_codes, check_input, check_output_dtype, check_scales, check_square
 from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import format_numbers, largest_multiplier
+from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
 
 
 class Both(NamedTuple):
@@ -104,7 +104,7 @@ def amax(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Amax:
         return Amax(blocks, None, None)
     nan = None if format.element.has_nan else x.new_empty(grid, dtype=torch.int32)
     tensor = x.new_empty((), dtype=torch.int32) if format.scale.two_level else None
-    library().amax_blocks(stack_of(x), blocks, nan, tensor, *format_numbers(format), *origin)
+    library().amax_blocks(stack_of(x), blocks, nan, tensor, *stored_numbers(format), *origin)
     return Amax(blocks, nan, tensor)
 
 
@@ -131,7 +131,20 @@ def quantize(
     if out is not None:
         check_beside(x, "x", **{f"out.{field}": part for field, part in out._asdict().items()})
     format = Format.parse(format)
+    if format.scale.four_over_six:
+        return _by_definition(x, format, key, origin, shape, amax, out)
     return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
+
+
+def _by_definition(x, format: Format, key, origin, shape, amax: Amax | None, out: Quantized | None) -> Quantized:
+    """Quantizes in a format whose blocks choose between scales: no CUDA kernel does, array operations do, slowly."""
+    made = numerics.quantize(x.detach(), format, key=_key(key, x), origin=origin, shape=shape, amax=amax)
+    if out is None:
+        return made
+    for part, new in zip(out, made, strict=True):
+        if part is not None and new is not None:
+            part.copy_(new)
+    return out
 
 
 def quantize_both(
@@ -230,7 +243,7 @@ def quantize_rows(
 
 
 def _encode(run, x, format: Format, given: Amax, key, codes, scales, tensor_scale, eps_bits, largest, place) -> None:
-    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given)
+    blocks, nan, tensor = (None if part is None else part.contiguous() for part in given[:3])
     run.encode(x, blocks, nan, tensor, key, codes, scales, tensor_scale, *format_numbers(format), eps_bits, largest, *place)
 
 
@@ -251,7 +264,7 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *format_numbers(format), 0, 0,
+        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *stored_numbers(format), 0, 0,
         *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
@@ -275,7 +288,7 @@ def dequantize(
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
     out = codes.new_empty(shape, dtype=getattr(torch, dtype))
-    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *format_numbers(format), *origin)
+    library().dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *stored_numbers(format), *origin)
     return out
 
 
@@ -319,51 +332,6 @@ _turns: dict[Any, tuple[Any, ...]] = {}
 _MOST_TURNS = 4096
 
 
-def aligned_columns(columns: int) -> int:
-    """The columns of what `align` makes of so many."""
-    return -(-columns // 16) * 16
-
-
-def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
-    """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
-
-    Args:
-        codes: uint8 [.., rows, bytes].
-        scales: uint8 E8M0.
-        format: MXFP8, MXFP6 or MXFP4.
-        columns: of a matrix.
-        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
-
-    Returns:
-        Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
-        filled up to a multiple of 4], rows and columns exchanged if transposed; the values are those of `alignment.align`.
-    """
-    if scales.device != codes.device:
-        check_beside(codes, "codes", scales=scales)
-    shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
-    out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
-    powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
-    return out, powers
-
-
-@lru_cache(maxsize=4096)
-def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what `align` gives, codes and scales, and the numbers that the library wants."""
-    *leading, rows, _ = codes
-    element, block_rows, *_ = format_numbers(Format.parse(format))
-    lines, length = (columns, rows) if transposed else (rows, columns)
-    grid = (*leading, -(-length // 128), -(-lines // 4) * 4)
-    return (*leading, lines, aligned_columns(length)), grid, (element, block_rows, columns, transposed)
-
-
-def transpose_words(x: Array) -> Array:
-    """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
-    out = x.new_empty((x.shape[1], x.shape[0]))
-    library().transpose(x.contiguous(), out, 32, *x.shape)
-    return out
-
-
 def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False) -> Array:
     """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
 
@@ -380,21 +348,6 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, adv
     check_beside(key, "key", step=step)
     out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
     library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
-    return out
-
-
-def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
-    """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
-
-    Args:
-        scales: uint8 [..., m, n].
-        rows: rows of the operand; m by default.
-        repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
-    """
-    m, n = scales.shape[-2:]
-    lines = m if rows is None else rows
-    out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
-    library().interleave(scales.contiguous(), out, lines, repeat)
     return out
 
 

@@ -35,7 +35,7 @@ _FORMATS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 
 """Elements and lengths of 1-D blocks, None for the whole tensor (kGatedBlock in kernels/cuda/quantize/gated.cuh)."""
 
 _agreed: dict[Any, bool] = {}
-"""Whether the kernels have PyTorch's bits, by device, dtype, activation and whether there is an up."""
+"""True where the kernels have PyTorch's bits, by device, dtype, activation and the presence of an up."""
 
 
 def plan_of(
@@ -66,6 +66,8 @@ def plan_of(
     if rotate and column is not None and not cuda_rotates(column):
         return None
     if (row is not None and column is not None and row is not column) or not _takes(gate, up, layout == "pairs"):
+        return None
+    if format.scale.four_over_six:
         return None
     length = None if format.block is None else format.block[1]
     if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):

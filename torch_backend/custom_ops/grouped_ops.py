@@ -63,6 +63,8 @@ def _why_columns(cast: Cast) -> str | None:
     format = cast.format
     if (why := _why_rotated(cast)) is not None:
         return why
+    if format is not None and format.scale.four_over_six:
+        return f"columns whose blocks choose between two scales, {format}"
     if format is None or format.block is None or (format.block[0] == 1 and not format.per_row):
         return None
     return f"columns with {'a scale each' if format.per_row else 'square blocks'}, {format}"
@@ -314,7 +316,7 @@ def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None,
 
 
 def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
-    """What `group_rows` writes, without the table that kernels read."""
+    """Computes the outputs of `group_rows`, without the table that kernels read."""
     where = list(groups.groups_of(ends, tokens))
     words = offs.new_zeros(groups.words_for(tokens, len(ends)))
     found = [group.end for group in where] + [group.end_column for group in where]

@@ -1,6 +1,7 @@
 """The custom ops that quantize a part of a matrix that is cut over ranks. Between the first two stands a collective.
 
     blockfp::part_amaxes    (x, ..) -> [blocks, nan, tensor]    amaxes of the part; what a format has none of is empty
+    blockfp::part_members   (x, ..) -> members    the elements of its blocks, of a format whose blocks choose between scales
     blockfp::quantize_part  (x, amaxes, key, ..) -> [codes, scales] or [codes, scales, tensor_scale]; NaN scales mark an Inf
     blockfp::turned         (codes, scales, ..) -> [codes, scales]    of the transposed matrix, for square blocks
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp.definition import layout
+from blockfp.definition import layout, numerics
 from blockfp.definition.numerics import Amax
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
@@ -23,6 +24,7 @@ from .library import define, empty_parts, fake, impl
 from .overflow import mark
 
 part_amaxes = define("part_amaxes(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor[]")
+part_members = define("part_members(Tensor x, str format, bool columnwise, bool rotate, int[] origin) -> Tensor")
 quantize_part = define(
     "quantize_part(Tensor x, Tensor[]? amaxes, Tensor? key, str format, bool columnwise, bool rotate, int[] origin, "
     "SymInt[] shape, float eps) -> Tensor[]"
@@ -39,7 +41,7 @@ def _encoded(x: Tensor, columnwise: bool, rotate: bool) -> Tensor:
 def _part_amaxes(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> list[Tensor]:
     values = _encoded(x, columnwise, rotate)
     found = kernels_for(values).amax(values, Format.parse(format), origin=tuple(origin))
-    return [x.new_empty(0, dtype=torch.int32) if field is None else field for field in found]
+    return [x.new_empty(0, dtype=torch.int32) if field is None else field for field in found[:3]]
 
 
 @fake(part_amaxes)
@@ -49,6 +51,20 @@ def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, or
     nan = (0,) if parsed.element.has_nan else grid
     tensor = () if parsed.scale.two_level else (0,)
     return [x.new_empty(size, dtype=torch.int32) for size in (grid, nan, tensor)]
+
+
+@impl(part_members)
+def _part_members(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> Tensor:
+    found = numerics.members(_encoded(x, columnwise, rotate), format, origin=(origin[0], origin[1]))
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+@fake(part_members)
+def _part_members_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> Tensor:
+    parsed = Format.parse(format)
+    assert parsed.block is not None
+    grid = layout.scales_shape((x.mT if columnwise else x).shape, parsed, (origin[0], origin[1]))
+    return x.new_empty((*grid, parsed.block[0] * parsed.block[1]), dtype=torch.int32)
 
 
 @impl(quantize_part)
@@ -66,8 +82,9 @@ def _quantize_part(
     values = _encoded(x, columnwise, rotate)
     parsed, amax = Format.parse(format), None
     if amaxes is not None:
-        blocks, nan, tensor = amaxes
-        amax = Amax(blocks, None if parsed.element.has_nan else nan, tensor if parsed.scale.two_level else None)
+        blocks, nan, tensor, *members = amaxes
+        whole = tensor if parsed.scale.two_level else None
+        amax = Amax(blocks, None if parsed.element.has_nan else nan, whole, *members)
     options = {"key": key, "eps": eps_for(parsed, eps), "origin": tuple(origin), "shape": tuple(shape), "amax": amax}
     parts = [part.contiguous() for part in kernels_for(values).quantize(values, parsed, **options) if part is not None]
     known = None

@@ -17,7 +17,7 @@ from blockfp.definition.bits import constant_bits, dtype_name
 from blockfp.definition.checks import check_input
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
-from blockfp.formats import Format
+from blockfp.formats import FP8_E4M3, Format
 from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
@@ -96,7 +96,8 @@ def plan_of(
     if multiplied and len({row, column} - {None}) != 1:
         raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
     run = kernels_for(x)
-    if run is cuda:
+    chooses = any(format is not None and format.scale.four_over_six for format in (row, column))
+    if run is cuda and not chooses:
         return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
     if run is native:
         return _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
@@ -213,7 +214,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     return run
 
 
-# ---- the definition
+# ---- the definition, and on a GPU formats that its kernels don't have
 
 
 def _definition_plan(row, column, random, rotate, eps) -> Run:
@@ -227,6 +228,9 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
             recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
             amax = recorded[0]
         directions = _unshared(results)
+        if amax is None and not x.is_cpu and x.numel():
+            # The largest magnitude without NaN, by which a GPU tells an Inf.
+            amax = kernels_for(x).amax(x, FP8_E4M3).blocks.reshape(1)
         mark(x, directions, amax)
         return [*(part for _, parts in directions for part in parts), *recorded]
 
@@ -234,11 +238,11 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
 
 
 def _one_by_one(x: Tensor, row, column, amax, row_key, column_key, rotate, eps) -> list[tuple[Format, Quantized]]:
-    results = []
+    results, quantize = [], kernels_for(x).quantize
     given = None if amax is None else Amax(amax.reshape(1, 1), None, None)
     if row is not None:
         own = given if row.per_tensor else None
-        results.append((row, numerics.quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=own)))
+        results.append((row, quantize(x, row, key=row_key, eps=eps_for(row, eps), amax=own)))
     if column is not None:
         if row is not None and column is row and row.square and row_key is column_key is None and not rotate:
             found = results[0][1]
@@ -247,7 +251,7 @@ def _one_by_one(x: Tensor, row, column, amax, row_key, column_key, rotate, eps) 
         else:
             turned = kernels.rotate(x.mT) if rotate else x.mT
             own = given if column.per_tensor else None
-            results.append((column, numerics.quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=own)))
+            results.append((column, quantize(turned, column, key=column_key, eps=eps_for(column, eps), amax=own)))
     return results
 
 

@@ -106,7 +106,7 @@ class LocalParameter:
         # A GPU's pass takes tiles, which know no amax of a whole row.
         if format is not None and not ((format.per_row and local.is_cuda) or self._cuts(format)):
             self.one_pass = step_table.one_pass(format)
-            self.two_passes = not self.one_pass
+            self.two_passes = step_table.two_passes(format)
         self._reduced_over: tuple[str, ...] | None = None
         self._found = found
 

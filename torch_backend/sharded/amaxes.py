@@ -36,8 +36,8 @@ class AmaxExchange:
         """Adds the amaxes of this rank's part of an array.
 
         Args:
-            amaxes: blocks, nan and tensor of `numerics.Amax`, which `run` replaces by the reduced ones. Entries that the format
-                doesn't have are ignored.
+            amaxes: blocks, nan, tensor and maybe members of `numerics.Amax`, which `run` replaces by the reduced ones. Entries
+                that the format doesn't have are ignored.
             step: the part's quantization, from the plan.
             groups: from each mesh axis that the step reduces over to the name of its process group.
         """

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from blockfp.definition import numerics
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
@@ -56,6 +57,8 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
         amaxes = None
         if shard.step.reduces:
             amaxes = list(kernels_for(shard.values).amax(shard.values, shard.step.format, origin=shard.step.origins[0]))
+            if shard.step.sends_members:
+                amaxes[3] = numerics.members(shard.values, shard.step.format, origin=shard.step.origins[0])
             exchange.add(amaxes, shard.step, shard.groups)
         found.append(amaxes)
     exchange.run()
@@ -120,6 +123,8 @@ def quantize_operand_shard(
                 amaxes = _eden_amaxes(x, direction)
             else:
                 amaxes = list(part_ops.part_amaxes(x, step.format, step.columnwise, step.rotate, step.origins[0]))
+                if step.sends_members:
+                    amaxes.append(part_ops.part_members(x, step.format, step.columnwise, step.rotate, step.origins[0]))
             exchange.add(amaxes, step, {AXIS: shard.group})
         found.append(amaxes)
     exchange.run()

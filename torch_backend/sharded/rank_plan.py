@@ -39,7 +39,7 @@ class Quantization(NamedTuple):
         amax_axes: mesh axes over which the amax of the whole tensor is max-reduced.
         tensor_field: which field of `numerics.Amax` that is.
         block_fields: the fields that have an entry for each block.
-        shared: the blocks whose amaxes are reduced, in this order.
+        shared: the blocks whose amaxes are reduced, in this order; of 4-over-6 with all their elements' magnitudes.
     """
 
     format: str
@@ -51,6 +51,11 @@ class Quantization(NamedTuple):
     tensor_field: int
     block_fields: tuple[int, ...]
     shared: tuple[SharedBlocks, ...]
+
+    @property
+    def sends_members(self) -> bool:
+        """Returns whether ranks also share the elements of blocks, which choose their scales by them."""
+        return bool(self.shared) and Format.parse(self.format).scale.four_over_six
 
     @property
     def reduces(self) -> bool:
@@ -151,7 +156,7 @@ def _quantization(step: Quantize, columnwise: bool, rotate: bool, ranks: list[in
         (sharding.shape[-2], sharding.shape[-1]),
         axes,
         2 if format.scale.two_level else 0,
-        (0,) if format.element.has_nan else (0, 1),
+        (0,) if format.element.has_nan else (0, 1, 3) if shared and format.scale.four_over_six else (0, 1),
         shared,
     )
 

@@ -31,6 +31,8 @@ def refusal(operation: str, format: Format) -> str | None:
     """
     if format.per_row:
         return f"no Pallas kernel does {operation} of a scale for each row, {format}"
+    if format.scale.four_over_six and operation != "dequantize":
+        return f"no Pallas kernel chooses between two scales of a block, as {operation} of {format} does"
     has_codes = format.element.bits == 8 or format.name.startswith("nvfp4")
     if operation == "quantize" and has_codes:
         return None
@@ -70,7 +72,7 @@ def quantize(x: jax.Array, format: Format, nominal: str | None = None, *, amax: 
     tensor_scale = None
     if format.scale.two_level:
         whole = tensor_amax(x) if amax is None else amax
-        multiplier = scaling.nvfp4_multiplier(whole.reshape(1), E2M1)
+        multiplier = scaling.nvfp4_multiplier(whole.reshape(1), format)
         tensor_scale = scaling.reciprocal(multiplier).view(jnp.float32)
         codes, scales = fp4.quantize(matrix, multiplier.view(jnp.float32), tensor_scale, format)
         tensor_scale = tensor_scale.reshape(())

@@ -6,7 +6,7 @@
 
 namespace blockfp {
 
-enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4 };
+enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4, kE4m3FourOverSix = 5 };
 
 // Columns of a block that is a whole row, which has fewer: WHOLE_ROW of `blockfp.formats`.
 constexpr int kWholeRow = 1 << 30;
@@ -20,7 +20,7 @@ struct Format {
   BLOCKFP_HD bool per_tensor() const { return block_rows == 0; }
   BLOCKFP_HD bool per_row() const { return block_columns == kWholeRow; }
   BLOCKFP_HD bool square() const { return block_rows == block_columns; }
-  BLOCKFP_HD bool two_levels() const { return rule == ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
+  BLOCKFP_HD bool two_levels() const { return rule >= ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
   BLOCKFP_HD int scale_bits() const { return rule <= ScaleRule::kPow2 ? 32 : 8; }
 };
 
@@ -30,7 +30,7 @@ template <ScaleRule R>
 constexpr bool kE8m0Scale = R == ScaleRule::kE8m0Ceil || R == ScaleRule::kE8m0Floor;
 // Byte that means NaN, where scales are bytes.
 template <ScaleRule R>
-constexpr int kNanScale = R == ScaleRule::kE4m3 ? 0x7F : 0xFF;
+constexpr int kNanScale = kE8m0Scale<R> ? 0xFF : 0x7F;
 
 // A block's scale: `stored` is the byte or the fp32 bits kept with the codes.
 template <class F>
@@ -74,11 +74,11 @@ BLOCKFP_HD BlockScale<F> e8m0_scale(Int<F> amax) {
   return {byte, from_bits<F>(inverse)};
 }
 
-// NVFP4's multiplier of the whole tensor, 448 * MAX / amax of the tensor; `tensor_scale` is its reciprocal.
+// NVFP4's multiplier of the whole tensor, bound * MAX / amax of the tensor; `tensor_scale` is its reciprocal.
 template <class E>
-BLOCKFP_HD float tensor_multiplier(int32_t amax) {
+BLOCKFP_HD float tensor_multiplier(int32_t amax, float bound = E4M3::kMax) {
   if (amax == 0 || amax == kInfinity) return 1.0f;
-  int32_t bits = to_bits(divide(multiply(element_max<E4M3>(), element_max<E>()), from_bits<float>(amax)));
+  int32_t bits = to_bits(divide(multiply(bound, element_max<E>()), from_bits<float>(amax)));
   return from_bits<float>(smaller(bits, kFp32Max));
 }
 

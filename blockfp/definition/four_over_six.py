@@ -1,0 +1,105 @@
+"""NVFP4's choice between two scales of a block, "4-over-6" (Cook et al., arXiv 2512.02010), as TransformerEngine makes it.
+
+E2M1 has nothing between 4 and 6. So a block may do better with a scale that maps its amax to 4, where the elements near the
+amax find finer steps. Both scales are tried, and the one whose elements err less is taken:
+
+    base = amax / 6 * G             s6 = E4M3(min(base, 448))   s4 = E4M3(min(base * 1.5, 448))
+    enc  = min(1 / (s * Gd), fp32's largest)                    code = E2M1(x * enc)
+    err  = sum |code * s * amax of the tensor / 1536 - x|       4 where err4 < err6; equal, Inf and NaN take 6
+
+G is the tensor's multiplier and Gd the tensor scale; 1536 = 256 * 6, so that a scale of 4 is at most 384. Every operation is
+one fp32 operation, rounded to nearest even, from left to right. A row's errors are summed from its first element to its last;
+those of a block's 16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a block lacks add nothing.
+"""
+
+from __future__ import annotations
+
+from array_api_compat import array_namespace
+
+from ..formats import E4M3, Format
+from . import bits, scaling
+from .bits import Array
+from .decoding import magnitude_bits, scaled
+from .layout import Materialize
+from .rounding import round_to_element
+
+_SIX, _THREE_HALVES = bits.constant_bits(6.0), bits.constant_bits(1.5)
+
+
+def scales(
+    amax: Array,
+    tensor_amax: Array,
+    multiplier: Array,
+    tensor_scale: Array,
+    magnitude: Array,
+    format: Format,
+    materialize: Materialize,
+) -> Array:
+    """E4M3 bytes (int32) of the blocks' scales.
+
+    Args:
+        amax: int32 bits of the blocks' largest magnitudes, [.., row blocks, column blocks].
+        tensor_amax: int32 bits of the tensor's, one element of as many axes.
+        multiplier: bits of G (`scaling.nvfp4_multiplier`), likewise.
+        tensor_scale: bits of its reciprocal, likewise.
+        magnitude: bits of the elements' magnitudes in whole blocks, as `layout.split_blocks` lays them out, zero where there is
+            no element; NaN as it is.
+        format: the format.
+        materialize: see `layout.Materialize`.
+    """
+    xp = array_namespace(amax)
+    sixth = bits.divide(amax, xp.full_like(amax, _SIX))
+    base = bits.multiply(bits.split(sixth), bits.split(multiplier))
+    for_4 = bits.multiply(base, bits.split(xp.full_like(amax, _THREE_HALVES)))
+    tried = xp.stack([xp.where(amax == 0, 0, round_to_element(*level, E4M3)) for level in (base, for_4)])
+    six, four = _sums(_errors(tried, tensor_amax, tensor_scale, magnitude, format, materialize))
+    # What the codes stand for is Inf or NaN where the tensor's amax is Inf.
+    takes_4 = (four < six) & (six <= bits.INFINITY) & (tensor_amax < bits.INFINITY)
+    return xp.where(takes_4, tried[1], tried[0])
+
+
+def _errors(
+    stored: Array, tensor_amax: Array, tensor_scale: Array, magnitude: Array, format: Format, materialize: Materialize
+) -> Array:
+    """Bits of each element's error, in the elements' layout, for each of the scales [2, .., row blocks, column blocks]."""
+    xp, element = array_namespace(stored), format.element
+
+    def of_block(per_block: Array) -> Array:
+        return per_block[..., :, None, :, None]
+
+    encode = of_block(materialize(scaling.clamped_reciprocal(scaled(stored, E4M3, tensor_scale))))
+    code = round_to_element(*bits.multiply(bits.split(magnitude), bits.split(encode)), element)
+    # A block has few values: one for each code but 0.
+    numbers = range(1, element.max_code + 1)
+    decoded = scaled(xp.stack([xp.full_like(stored, number) for number in numbers]), element, magnitude_bits(stored, E4M3))
+    product = _product_of_few_digits(decoded, tensor_amax)
+    values = materialize(bits.divide(product, xp.full_like(product, scaling.LARGEST_TWO_LEVEL[format])))
+    value = xp.zeros_like(code)
+    for number in numbers:
+        value = xp.where(code == number, of_block(values[number - 1]), value)
+    return materialize(bits.distance(value, magnitude))
+
+
+def _product_of_few_digits(a: Array, b: Array) -> Array:
+    """fp32 bits of the IEEE product of two non-negative numbers, of which a has at most six significant bits."""
+    xp = array_namespace(a)
+    (digits, exponent_a), (significand, exponent_b) = bits.split(a), bits.split(b)
+    product = (digits >> 18) * significand
+    # 28 or 29 places behind the point, of which 25 and a last one that stands for all behind it are enough.
+    carry = product >> 29
+    kept = (product >> 3) | xp.astype((product & 7) != 0, xp.int32)
+    result = bits.fp32(kept, exponent_a + exponent_b + carry, 25 + carry)
+    return xp.where((a == 0) | (b == 0), 0, result)
+
+
+def _sums(errors: Array) -> tuple[Array, Array]:
+    """Sums errors [2, .., row blocks, rows, column blocks, columns] over the elements of each block, for both scales."""
+    rows, columns = errors.shape[-3], errors.shape[-1]
+    total = errors[..., 0]
+    for column in range(1, columns):
+        total = bits.add(total, errors[..., column])
+    while rows > 1:
+        rows //= 2
+        total = bits.add(total[..., :rows, :], total[..., rows:, :])
+    total = total[..., 0, :]
+    return total[0], total[1]
