@@ -239,7 +239,7 @@ def table_of_order(results: dict) -> str:
     found, operands = by_recipe(results), results["operands"]
     noise = spread(found.get(BASELINE, {}))
     rows = [
-        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: most and least of the operands that differ |",
+        "| published | held-out loss, same seeds | verdict by loss | SQNR, dB: the largest and the smallest change |",
         "|---|---|---|---|",
     ]
     for better, worse, words in PUBLISHED:

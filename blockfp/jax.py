@@ -23,6 +23,7 @@ from .jax_backend.params.optimizer import (
     apply_updates,
     with_masters,
 )
+from .jax_backend.params.osci_reset import OsciResetState, osci_reset
 from .jax_backend.params.params import dequantize_params, grad, quantize_params, value_and_grad
 from .jax_backend.params.placing import (
     named_shardings,
@@ -33,7 +34,7 @@ from .jax_backend.params.placing import (
     unshard_state,
 )
 from .jax_backend.params.restoring import rebuild_params
-from .recipes import Recipe
+from .recipes import OsciReset, Recipe
 
 __all__ = [
     "AdamState",
@@ -41,6 +42,8 @@ __all__ = [
     "Format",
     "MasterState",
     "Optimizer",
+    "OsciReset",
+    "OsciResetState",
     "QuantizedArray",
     "Received",
     "Recipe",
@@ -64,6 +67,7 @@ __all__ = [
     "linear",
     "load",
     "named_shardings",
+    "osci_reset",
     "partition_specs",
     "quantize",
     "quantize_both",

@@ -13,12 +13,17 @@ arguments and results of functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from . import patterns
 from .definition.checks import check_eden, check_eps
+from .definition.oscillation import OsciReset
 from .formats import Format
+
+# Both backends' optimizers take it; pickles name where users import it.
+OsciReset.__module__ = __name__
 
 Operand = Literal["input", "weight", "gradient"]
 Direction = Literal["rowwise", "columnwise"]
@@ -325,6 +330,28 @@ def nvfp4_eden() -> Recipe:
 
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
+
+def qat(weight: Format | str, input: Format | str | None = None, *, eps: float = 0.0) -> Recipe:
+    """Quantization-aware fine-tuning: the forward as a server of this format runs it, all gradients in high precision.
+
+    The derivative of a cast is that of the identity (straight through): dgrad multiplies by the weight's dequantized codes,
+    wgrad by the input as it is.
+
+    Args:
+        weight: the format in which the server keeps weights, such as "nvfp4", "mxfp4_e2m1" or "fp8_e4m3_128x128".
+        input: that in which it multiplies activations; None for high precision.
+        eps: see `Recipe`.
+
+    Raises:
+        TypeError, ValueError: there is no such format.
+    """
+    casts = [Cast(None if format is None else Format.parse(format)) for format in (weight, input)]
+    if casts[0].format is None:
+        raise TypeError("weight must be a Format or its name, got None")
+    name = f"qat({', '.join(str(cast.format) for cast in casts if cast.format)})"
+    return Recipe(name, casts[1], casts[0], *[HIGH_PRECISION] * 4, eps=eps)
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     f.__name__: f
     for f in (
@@ -337,8 +364,14 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 # Made once: a layer's every call parses its recipe's name. A dictionary, because compilers warn of caches.
 _NAMED = {name: make() for name, make in RECIPES.items()}
 
-ByPath = Callable[[str], "Recipe | str | None"]
+Chosen = Callable[[str], "Recipe | str | None"]
 """A function from a module's (or a weight's) path to a recipe, its name, or None, which leaves it in high precision."""
+
+ByPath = Chosen | Mapping[str, "Recipe | str | None"]
+"""Such a function, or a mapping of patterns of paths to the same: `{r"^layers\\.0\\.": None, "": "nvfp4"}`.
+
+Patterns are regular expressions. The first that is found in a path counts; where none is, high precision stays.
+"""
 
 CastFunction = Callable[[str, Operand, Direction], "Cast | Format | str | None"]
 """A function from (path, operand, direction) to a cast, a format, a format's name, or None for high precision."""
@@ -364,22 +397,53 @@ def resolve(recipe: Recipe | str | ByPath, path: str) -> Recipe | None:
     """The recipe of the module at `path`, or None for one that stays as it is.
 
     Args:
-        recipe: a `Recipe`, its name, or a function of the path that gives one of these, or None.
+        recipe: a `Recipe`, its name, or a function of the path or a mapping of patterns that gives one of these, or None.
         path: the module's path, such as "layers.0.mlp.up"; of JAX's trees, the weight's.
 
     Raises:
-        TypeError, ValueError: there is no such recipe; if a function gave it, the message names the path.
+        TypeError, ValueError: there is no such recipe; if a function or a mapping gave it, the message names the path.
     """
-    if not callable(recipe):
+    if isinstance(recipe, Mapping):
+        answer = patterns.lookup(recipe, path)
+    elif callable(recipe):
+        answer = recipe(path)
+    else:
         return parse(recipe)
-    answer = recipe(path)
     try:
         return None if answer is None else parse(answer)
     except (TypeError, ValueError) as error:
         raise type(error)(f"recipe for {path!r}: {error}") from error
 
 
-def by_operand(casts: CastFunction) -> ByPath:
+def check_paths(recipe: Recipe | str | ByPath, paths: Iterable[str]) -> None:
+    """Raises ValueError where a mapping has a pattern that matches none of these paths."""
+    if isinstance(recipe, Mapping):
+        patterns.check_used(recipe, paths)
+
+
+def ends_in_high_precision(
+    recipe: Recipe | str, blocks: str, count: int, *, start: int = 1, end: int = 1
+) -> dict[str, Recipe | str | None]:
+    """Makes a mapping by which the first and the last blocks of a model stay in high precision.
+
+    Args:
+        recipe: of all other layers.
+        blocks: path of the list of blocks, such as "model.layers".
+        count: how many it has.
+        start, end: how many stay as they are at either end.
+
+    Example:
+        >>> list(ends_in_high_precision("nvfp4", "layers", 32, end=2).values())
+        [None, None, None, 'nvfp4']
+
+    Raises:
+        TypeError, ValueError: numbers that mean nothing, or no such recipe.
+    """
+    parse(recipe)
+    return {**dict.fromkeys(patterns.ends(blocks, count, start, end)), "": recipe}
+
+
+def by_operand(casts: CastFunction) -> Chosen:
     """Makes a function of the path, which `resolve` takes, from one that gives the cast of each operand in each direction.
 
     Where it gives None for all of them, the module stays as it is.

@@ -7,7 +7,7 @@ weights, under FSDP2 too.
 
 from . import errors, formats, recipes
 from .formats import Format
-from .recipes import Recipe
+from .recipes import OsciReset, Recipe
 from .torch_backend.checkpoint.checkpoint import Loaded, Saving, load_checkpoint, save_checkpoint
 from .torch_backend.checkpoint.files import load, save
 from .torch_backend.checkpoint.high_precision import high_precision_state_dict
@@ -17,6 +17,7 @@ from .torch_backend.linear.delayed import update_scales, update_scales_after
 from .torch_backend.linear.grouped_mm import grouped_mm
 from .torch_backend.linear.linear import LinearState, linear
 from .torch_backend.linear.observe import Observation, Observed, observe
+from .torch_backend.linear.oscillations import Oscillation
 from .torch_backend.linear.recompute import keep_products
 from .torch_backend.modules.convert import convert
 from .torch_backend.modules.grouped_linear import GroupedLinear
@@ -27,10 +28,13 @@ from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
 from .torch_backend.modules.reproducible import Reproducible
+from .torch_backend.modules.sensitivity import sensitivity
+from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
 from .torch_backend.optimizer.clipping import clip_grad_norm_
+from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
 from .torch_backend.quantized_tensor.quantize import fake_quantize, quantize
@@ -49,6 +53,7 @@ __all__ = [
     "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
+    "LayerSensitivity",
     "LeftWeight",
     "Linear",
     "LinearState",
@@ -56,6 +61,8 @@ __all__ = [
     "MultiheadAttention",
     "Observation",
     "Observed",
+    "OsciReset",
+    "Oscillation",
     "QuantizedReduceScatter",
     "QuantizedTensor",
     "QuantizedWeight",
@@ -63,6 +70,7 @@ __all__ = [
     "Recipe",
     "Reproducible",
     "Saving",
+    "Sensitivity",
     "Summary",
     "TransformerLayer",
     "WeightBucket",
@@ -91,6 +99,8 @@ __all__ = [
     "recipes",
     "save",
     "save_checkpoint",
+    "sensitivity",
+    "set_recipe",
     "stream_weights",
     "summary",
     "update_scales",

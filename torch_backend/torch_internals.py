@@ -48,11 +48,11 @@ def is_mutable(func: Any) -> bool:
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes of `TorchDispatchMode` are on. There is no public question."""
+"""Returns the number of `TorchDispatchMode`s that are on. There is no public question."""
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor was written in place, as autograd counts it for what it has saved. There is no public name."""
+"""Counts a tensor's writes in place, as autograd does for tensors that it has saved. There is no public name."""
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -236,6 +236,29 @@ def reduced_together(frame: FrameType) -> Reduced | None:
         return None
     shapes = tuple(tuple(size) for size in found["padded_unsharded_sizes"])
     return Reduced(found["fsdp_params"], shapes, found.get("all_reduce_group"), found.get("gradient_divide_factor"))
+
+
+def fsdp_params_of(model: nn.Module) -> list[Any]:
+    """FSDP2's records of all parameters of a model and of the modules in it. There is no public list of them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [param for module in modules for group in fsdp_params(module) for param in group]
+
+
+def fsdp_is_sharded(param: Any) -> bool:
+    """Says whether FSDP2 holds a parameter's shard alone, and no gathered copy of it."""
+    return param.sharded_state.name == "SHARDED"
+
+
+def renew_fsdp_param(param: Any) -> None:
+    """Makes FSDP2's record of a sharded parameter anew, whose local tensor has changed in what its hooks send.
+
+    The record keeps memory for what is gathered, as long as it was the first time, and the whole weight made of it.
+    """
+    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+    vars(param).pop("_unsharded_param", None)
+    param.reset_sharded_param()
 
 
 # ---- checkpoints

@@ -36,7 +36,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     Args:
         model: of nnx, or of linen and not bound yet.
         recipe: a `Recipe`, its name, or a function from a layer's path ("layers.0.up") to one of these, or to None for a layer
-            that stays as it is.
+            that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
         filter_fn: called with path and layer; False leaves the layer as it is.
         rngs: of nnx models whose recipe rounds stochastically: each layer takes a stream of its own. A linen model takes
             `apply(.., rngs={"quantize": key})`.
@@ -46,7 +46,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
 
     Raises:
         TypeError: model is neither.
-        ValueError: an nnx model without such a layer, a missing or needless rngs, or delayed scaling.
+        ValueError: an nnx model without such a layer, or without one in which a mapping's pattern is found; a missing or
+            needless rngs, or delayed scaling.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -54,11 +55,14 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
         return Quantized(model, recipe, filter_fn)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model must be a flax.nnx.Module or a flax.linen.Module, got {type(model).__name__}")
-    chosen = []
-    for path, layer in nnx.iter_modules(model):
+    chosen, paths = [], []
+    for keys, layer in nnx.iter_modules(model):
         if type(layer) is nnx.Linear and layer.dot_general is lax.dot_general:
-            one = _recipe_of(".".join(map(str, path)), layer, recipe, filter_fn)
+            paths.append(".".join(map(str, keys)))
+            one = _recipe_of(paths[-1], layer, recipe, filter_fn)
             chosen += [] if one is None else [(layer, one)]
+    if paths:
+        recipes.check_paths(recipe, paths)
     if not chosen:
         raise ValueError("model holds no flax.nnx.Linear to convert, or filter_fn and recipe leave all of them as they are")
     if any(_draws(one) for _, one in chosen) is not (rngs is not None):
@@ -71,7 +75,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
 
 
 class QuantizedLinear(nnx.Linear):
-    """What `convert` makes of `flax.nnx.Linear`."""
+    """The layer that `convert` puts in place of `flax.nnx.Linear`."""
 
     recipe: Recipe
     keys: nnx.Rngs | None
@@ -83,7 +87,7 @@ class QuantizedLinear(nnx.Linear):
 
 
 class Quantized(linen.Module):
-    """What `convert` makes of a linen module: the same parameters, of which the chosen kernels are quantized."""
+    """The module that `convert` puts in place of a linen module: the same parameters, the chosen kernels quantized."""
 
     module: linen.Module
     recipe: Any

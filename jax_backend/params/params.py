@@ -38,17 +38,20 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
     Args:
         tree: parameters.
         recipe: a `Recipe`, its name, or a function from a weight's path ("layers.0.up.weight") to one of these, or to None for
-            one that stays as it is.
+            one that stays as it is; or a mapping of patterns of paths to these (`recipes.ByPath`).
         filter_fn: which leaves to quantize, by path and leaf.
 
     Raises:
-        TypeError, ValueError: a leaf can't be quantized; the message names its path.
+        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or a mapping's pattern is found in none.
 
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
 
+    paths: list[str] = []
+
     def convert(path: str, leaf):
+        paths.append(path)
         if is_quantized(leaf) or not filter_fn(path, leaf):
             return leaf
         chosen = recipes.resolve(recipe, path)
@@ -56,7 +59,9 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
             return leaf
         return with_derivative(quantize_weight(leaf, chosen.weight.format), leaf)
 
-    return map_with_path(convert, tree)
+    converted = map_with_path(convert, tree)
+    recipes.check_paths(recipe, paths)
+    return converted
 
 
 def quantize_weight(x: jax.Array, format, *, nominal: np.dtype | None = None, shared: bool = False) -> QuantizedArray:

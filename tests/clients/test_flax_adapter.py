@@ -12,6 +12,8 @@ from same_trees import assert_same_tree
 import blockfp.jax as bfp
 from blockfp import recipes
 
+pytestmark = pytest.mark.usefixtures("little_optimization")
+
 X = jax.random.normal(jax.random.key(0), (4, 16, 64))
 RECIPES = ("mxfp8", "fp8_block", "nvfp4")
 
@@ -128,6 +130,17 @@ def test_filters_recipes_by_path_and_what_stays():
     variables = convert(Linen(), "mxfp8", lambda path, layer: path == "down").init(jax.random.key(0), X)["params"]
     assert isinstance(variables["down"]["kernel"], bfp.QuantizedArray)
     assert isinstance(variables["up"]["kernel"], jax.Array)
+
+
+def test_recipes_by_pattern():
+    model = convert(Nnx(nnx.Rngs(0)), {"^up$": "mxfp8"})
+    assert type(model.up) is QuantizedLinear
+    assert type(model.down) is nnx.Linear
+    variables = convert(Linen(), {"down": None, "": "mxfp8"}).init(jax.random.key(0), X)["params"]
+    assert isinstance(variables["up"]["kernel"], bfp.QuantizedArray)
+    assert isinstance(variables["down"]["kernel"], jax.Array)
+    with pytest.raises(ValueError, match="pattern 'donw' is found in no layer"):
+        convert(Nnx(nnx.Rngs(0)), {"donw": None, "": "mxfp8"})
 
 
 def test_plain_kernels_are_quantized_at_each_use():

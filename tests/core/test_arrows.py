@@ -11,7 +11,7 @@ import pytest
 import blockfp
 
 CORE = (
-    {"formats", "errors"},
+    {"formats", "errors", "patterns"},
     {"definition"},
     {"sharding", "kernels"},
     {"array", "recipes"},

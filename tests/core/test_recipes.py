@@ -153,6 +153,61 @@ def test_a_recipe_by_path():
         recipes.resolve(choose, "layers.3")
 
 
+def test_a_recipe_by_pattern():
+    mapping = {r"^layers\.[03]\.": None, "down$": "mxfp8", "": recipes.nvfp4()}
+    for path, expected in (
+        ("layers.0.up", None),
+        ("layers.3.down", None),
+        ("layers.30.up", recipes.nvfp4()),
+        ("layers.1.down", recipes.mxfp8()),
+        ("head", recipes.nvfp4()),
+    ):
+        assert recipes.resolve(mapping, path) == expected
+    assert recipes.resolve({"up": "mxfp8"}, "head") is None
+    with pytest.raises(ValueError, match=r"recipe for 'head': recipe 'mxfp9' is not known"):
+        recipes.resolve({"": "mxfp9"}, "head")
+    with pytest.raises(ValueError, match=r"recipe: '\(' is no regular expression of layers' names"):
+        recipes.resolve({"(": "mxfp8"}, "head")
+    with pytest.raises(TypeError, match="patterns of layers' names must be strings, got int: 3"):
+        recipes.resolve({3: "mxfp8"}, "head")
+    recipes.check_paths(mapping, ["layers.0.up", "layers.1.down"])
+    with pytest.raises(
+        ValueError, match=r"pattern 'donw' is found in no layer that could be converted; there are 'up', 'down'"
+    ):
+        recipes.check_paths({"donw": None, "": "mxfp8"}, ["up", "down"])
+
+
+def test_first_and_last_blocks_in_high_precision():
+    mapping = recipes.ends_in_high_precision("nvfp4", "model.layers", 12, end=2)
+    left = [i for i in range(12) if recipes.resolve(mapping, f"model.layers.{i}.mlp.up") is None]
+    assert left == [0, 10, 11]
+    for path in ("model-layers.0.up", "other.model.layers.0.up", "model.layers.1.layers.0.up", "lm_head"):
+        assert recipes.resolve(mapping, path) == recipes.nvfp4()
+    assert list(recipes.ends_in_high_precision("nvfp4", "layers", 3, start=0, end=0)) == [""]
+    with pytest.raises(ValueError, match=r"end must be in 0\.\.count, got 4 of 3 blocks"):
+        recipes.ends_in_high_precision("nvfp4", "layers", 3, end=4)
+    with pytest.raises(TypeError, match=r"start must be an integer, got float: 1\.5"):
+        recipes.ends_in_high_precision("nvfp4", "layers", 3, start=1.5)
+    with pytest.raises(ValueError, match="mxfp9"):
+        recipes.ends_in_high_precision("mxfp9", "layers", 3)
+
+
+def test_quantization_aware_fine_tuning():
+    weights = recipes.qat("mxfp4_e2m1")
+    assert (weights.name, weights.weight.format.name) == ("qat(mxfp4_e2m1)", "mxfp4_e2m1")
+    both = recipes.qat("nvfp4", "nvfp4")
+    assert (both.name, both.input.format.name) == ("qat(nvfp4, nvfp4)", "nvfp4")
+    for recipe in (weights, both):
+        rest = ("input_columnwise", "weight_columnwise", "gradient", "gradient_columnwise")
+        assert {getattr(recipe, name) for name in rest} == {HIGH_PRECISION}
+        assert recipes.for_linear(recipe) == recipe
+    assert weights.input == HIGH_PRECISION
+    with pytest.raises(ValueError, match="mxfp9"):
+        recipes.qat("mxfp9")
+    with pytest.raises(TypeError, match="weight must be a Format or its name, got None"):
+        recipes.qat(None)
+
+
 def test_a_recipe_by_operand():
     def choose(path, operand, direction):
         if path.startswith("head"):

@@ -43,6 +43,14 @@ def test_each_matrix_of_a_stack_is_an_array_of_its_own(recipe, params):
     assert_same_tree(bfp.quantize_params(q, recipe), bfp.quantize_params(q, recipe, filter_fn=lambda *_: True))
 
 
+def test_a_recipe_by_pattern(params):
+    mapping = {"^head": None, "up": "mxfp6", "": "mxfp8"}
+    by_function = lambda path: None if path.startswith("head") else "mxfp6" if "up" in path else "mxfp8"  # noqa: E731
+    assert_same_tree(bfp.quantize_params(params, mapping), bfp.quantize_params(params, by_function))
+    with pytest.raises(ValueError, match=r"pattern '\^haed' is found in no layer"):
+        bfp.quantize_params(params, {"^haed": None, "": "mxfp8"})
+
+
 def test_a_recipe_by_path(params):
     q = bfp.quantize_params(params, {"layers.up": "mxfp6"}.get, filter_fn=only_weights)
     assert q["layers"]["up"].format.name == "mxfp6_e3m2_32x32"

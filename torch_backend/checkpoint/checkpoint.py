@@ -23,7 +23,7 @@ from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from . import model_names, ranks
-from .conversion import Conversion, conversions, convert, masters_of, replace, replace_masters, values_of
+from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
 from .matching import described, empty, match_model, match_optimizer, names_of
 from .training_state import optimizer_state, restorer
 from .uneven import leaves, replicate_uneven, restore_uneven
@@ -180,7 +180,8 @@ def load_checkpoint(
         folder: that of the run, or of one checkpoint.
         model: what was saved, sharded in any way or not at all; materialized.
         optimizer: whose state is loaded; None leaves that in the checkpoint alone. It has the same groups of parameters, and
-            keeps its own `moments`, `master` and `capturable`, and what else of a group's settings isn't in the checkpoint.
+            keeps its own `moments`, `master`, `capturable` and `osci_reset`, and what else of a group's settings isn't in the
+            checkpoint.
         step: which checkpoint; by default the last.
         requantize: convert weights that the checkpoint holds in another format, or in high precision where the model has codes,
             or the other way round: from the optimizer's masters where they are loaded, else from the checkpoint's values. What
@@ -228,6 +229,7 @@ def load_checkpoint(
                 of_optimizer = names_of(index, OPTIMIZER)
                 ours = isinstance(optimizer, AdamW | Adam)
                 lacking = replace_masters(converted, state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
+                leave_paths(state[OPTIMIZER][STATE], of_optimizer, may_ignore=ours)
                 match_optimizer(checkpoint, of_optimizer, plain, state[OPTIMIZER], model, optimizer)
             until_it_fits.pop_all()
         return state, converted, lacking

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from blockfp.errors import BadCheckpoint
-from blockfp.files.names import FORMAT, SUFFIXES, master_of, no_values
+from blockfp.files.names import FORMAT, STATE, SUFFIXES, master_of, no_values
 from blockfp.formats import Format
 from blockfp.sharding import parts
 
+from ..optimizer.osci_reset import PATHS
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed, replicated
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -127,6 +128,23 @@ def replace_masters(
         elif may_ignore:
             del there[master_of(name)]
     return wanted
+
+
+def leave_paths(states: dict[str, Any], there: dict[str, Any], *, may_ignore: bool) -> None:
+    """Takes OsciReset's paths out of a state dict that the checkpoint has none of, and out of its index where they are new.
+
+    A run may begin with it, or end it, where it goes on from a checkpoint. A path that isn't read begins at 0.
+
+    Args:
+        states, there, may_ignore: as for `replace_masters`.
+    """
+    for name, entries in states.items():
+        for path in PATHS:
+            entry = f"{STATE}.{name}.{path}"
+            if entry not in there:
+                entries.pop(path, None)
+            elif path not in entries and may_ignore:
+                del there[entry]
 
 
 def masters_of(converted: Sequence[Conversion], states: Mapping[str, Any]) -> list[Tensor | None]:

@@ -126,9 +126,9 @@ def _is_setting(name: str) -> bool:
 
 def _defines(optimizer: torch.optim.Optimizer, setting: str) -> bool:
     """Returns whether an optimizer steps by a setting: numbers, but not switches, which torch's versions and blockfp add."""
-    # torch's states have no key, and are rounded by the optimizer's own.
+    # torch's states have no key, and are rounded by the optimizer's own; OsciReset is the optimizer's own choice too.
     switch = isinstance(optimizer.defaults.get(setting), bool | str | None)
-    return not switch and setting != "key"
+    return not switch and setting not in ("key", "osci_reset")
 
 
 def empty(what: Any) -> Tensor | None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from blockfp import recipes
+from blockfp import patterns, recipes
 from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
 from ..checkpoint.stream import WeightStream
@@ -52,7 +52,7 @@ mend_broadcast()
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout", "stream_in_layout"]
 
 METHOD = "blockfp"
-"""What config.json calls it."""
+"""The name of the method in config.json."""
 
 Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 
@@ -100,9 +100,7 @@ class BlockfpConfig(QuantizationConfigMixin):
 
     def recipe_of(self, path: str) -> Recipe | None:
         """Returns the recipe of the layer at a path; None for one that stays as it is."""
-        if isinstance(self.recipe, Recipe):
-            return self.recipe
-        return next((one for pattern, one in self.recipe.items() if re.search(pattern, path)), None)
+        return recipes.resolve(self.recipe, path)
 
     def leaves(self, path: str) -> bool:
         """Says whether the layer at a path is one of `modules_to_not_convert`, or has no recipe."""
@@ -120,14 +118,11 @@ def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
         return recipes.parse(recipe)
     if "text" in recipe:
         return _read(recipe)
-    parsed = {}
-    for pattern, one in recipe.items():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"recipe: {pattern!r} is no regular expression of layers' names: {error}") from None
-        parsed[pattern] = None if one is None else _read(one) if isinstance(one, Mapping) else recipes.parse(one)
-    return parsed
+    patterns.check(recipe)
+    return {
+        pattern: None if one is None else _read(one) if isinstance(one, Mapping) else recipes.parse(one)
+        for pattern, one in recipe.items()
+    }
 
 
 def _written(recipe: Recipe | None) -> str | dict[str, Any] | None:

@@ -16,6 +16,7 @@ from blockfp.recipes import HIGH_PRECISION, Cast
 from ..custom_ops.figure_ops import FIGURES, quantization_figures
 from ..custom_ops.operand_ops import Directions, quantize_operand
 from ..torch_internals import mark_static_address
+from .oscillations import Flips, Oscillation, has_codes
 from .recipe_layer import RecipeLayer
 
 OPERANDS = ("input rowwise", "input columnwise", "gradient rowwise", "gradient columnwise")
@@ -54,15 +55,27 @@ class Observation:
 
     Attributes:
         records: what `step` has read so far.
+        oscillations: what it has found of the weights' codes, where `observe` was asked for that.
     """
 
     modules: dict[str, RecipeLayer]
     records: list[Observed] = field(default_factory=list)
     steps: int = 0
+    oscillations: list[Oscillation] = field(default_factory=list)
+    flips: list[Flips] = field(default_factory=list, repr=False)
+    momentum: float = 0.01
+    threshold: float = 0.005
 
     def step(self) -> list[Observed]:
-        """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them."""
+        """Ends a step: reads the figures of every layer since the last one (this waits for the device) and clears them.
+
+        Oscillations are of the codes as they are now: call it behind `optimizer.step()`.
+
+        Raises:
+            ValueError: oscillations of weights that FSDP2 holds gathered.
+        """
         new = []
+        self.oscillations += [one.step(self.steps, self.momentum, self.threshold) for one in self.flips]
         for path, module in self.modules.items():
             figures = module.observed
             assert figures is not None
@@ -84,8 +97,18 @@ class Observation:
 
 
 @contextmanager
-def observe(model: nn.Module) -> Iterator[Observation]:
+def observe(
+    model: nn.Module, *, oscillations: bool = False, momentum: float = 0.01, threshold: float = 0.005
+) -> Iterator[Observation]:
     """Records the effect of quantization on inputs and gradients of the model's layers, while it is open.
+
+    Args:
+        model: whose layers.
+        oscillations: count also how often the weights' codes flip back and forth (Nagel et al. 2022, arXiv 2203.11086;
+            `definition.oscillation`). It takes 6 bytes for each weight, and a pass over all codes at each `step`. Under FSDP2
+            each rank counts its part.
+        momentum: of the running mean of flips.
+        threshold: the frequency above which a weight counts as oscillating.
 
     Example:
         >>> with bfp.observe(model) as observation:
@@ -96,8 +119,12 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     It quantizes each operand once more and dequantizes it. A compiled model is compiled again for it.
 
     Raises:
-        ValueError: no layer of the model quantizes anything, or the model is observed already.
+        ValueError: no layer of the model quantizes anything, or the model is observed already; oscillations of weights that
+            ranks share in high precision; a momentum or threshold that is not between 0 and 1.
     """
+    for name, value in (("momentum", momentum), ("threshold", threshold)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
     modules = {path: module for path, module in model.named_modules() if isinstance(module, RecipeLayer)}
     if not modules:
         raise ValueError("model holds no layer of blockfp.torch: use convert(model, recipe) first")
@@ -110,7 +137,8 @@ def observe(model: nn.Module) -> Iterator[Observation]:
             module.observed = torch.zeros((len(OPERANDS), len(FIGURES)), dtype=torch.float64, device=weight.device)
             # Under FSDP2 a CUDA graph would add to a copy of it otherwise.
             mark_static_address(module.observed)
-        yield Observation(modules)
+        counted = [Flips(path, module) for path, module in modules.items() if has_codes(module)] if oscillations else []
+        yield Observation(modules, flips=counted, momentum=momentum, threshold=threshold)
     finally:
         for module in modules.values():
             module.__dict__["observed"] = None

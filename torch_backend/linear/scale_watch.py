@@ -66,6 +66,11 @@ def watch(layer: RecipeLayer) -> None:
     _watched[layer] = _Watched(next(_numbers))
 
 
+def unwatch(layer: RecipeLayer) -> None:
+    """Takes a layer out that has no delayed scaling any more."""
+    _watched.pop(layer, None)
+
+
 def note_sharded(layer: RecipeLayer, weight: Tensor) -> None:
     """Notes that this DTensor is the layer's weight: sharded, or gathered and still cut by tensor parallelism."""
     known, mesh = _watched[layer], sharding.mesh_of(weight)

@@ -63,7 +63,9 @@ def convert(
     Args:
         model: any module, on the meta device too.
         recipe: a `Recipe`, its name, or a function from the layer's path ("layers.0.up") to one of these, or to None for a
-            layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats).
+            layer that stays as it is (`blockfp.recipes.by_operand` makes one of a function that gives formats); or a mapping
+            of patterns of paths to these, `{"^head$": None, "down": "mxfp8", "": "nvfp4"}`. Patterns are regular expressions,
+            of which the first that is found in the path counts; layers where none is stay as they are.
         filter_fn: called with path and layer (torchao's with layer and path); False leaves the layer as it is.
         weights, compute, keep_init: see `Linear`.
 
@@ -72,9 +74,10 @@ def convert(
 
     Raises:
         TypeError: model is not a module, or filter_fn no function.
-        ValueError: there is nothing to convert, the weight of a layer that filter_fn chose is shared with a module that is not
-            converted, a layer would lose something (parametrizations, weight norm, pruning, hooks of its weight, methods that
-            were put into it), or the model is sharded already. The model is as it was then.
+        ValueError: there is nothing to convert, a mapping's pattern is found in no layer that could be converted, the weight of
+            a layer that filter_fn chose is shared with a module that is not converted, a layer would lose something
+            (parametrizations, weight norm, pruning, hooks of its weight, methods that were put into it), or the model is
+            sharded already. The model is as it was then.
 
     Example:
         >>> convert(model, "mxfp8", filter_fn=lambda path, layer: path != "head")
@@ -115,17 +118,23 @@ def _chosen(
     model: nn.Module, recipe: Recipe | str | ByPath, filter_fn: Callable[[str, nn.Module], bool] | None
 ) -> dict[nn.Module, _Chosen]:
     chosen: dict[nn.Module, _Chosen] = {}
+    paths: list[str] = []
     # What attention multiplies with itself isn't its layers' to quantize, and adapters are what is trained in their stead.
     taken = adapter_layers(model) | {
         child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
     }
     for path, module in model.named_modules():
         kind = None if module in taken else base_kind(module)
-        if kind is None or (filter_fn is not None and not filter_fn(path, module)):
+        if kind is None:
+            continue
+        paths.append(path)
+        if filter_fn is not None and not filter_fn(path, module):
             continue
         one = recipes.resolve(recipe, path)
         if one is not None:
             chosen[module] = _Chosen(path, one, kind)
+    if paths:
+        recipes.check_paths(recipe, paths)
     return chosen
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Module = TypeVar("Module", bound=nn.Module)
 Styles = dict[nn.Module, Style | None]
-"""Of each layer; None of norms."""
+"""Each layer's style; None for norms."""
 
 
 def parallelize(

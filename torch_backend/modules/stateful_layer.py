@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, Self
@@ -17,7 +18,7 @@ from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
 from ..linear.pipelines import keep_state
 from ..linear.recipe_layer import RecipeLayer
-from ..linear.scale_watch import note_sharded, watch
+from ..linear.scale_watch import note_sharded, unwatch, watch
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..torch_internals import mark_static_address
@@ -93,6 +94,29 @@ class StatefulLayer(RecipeLayer):
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
         self.mark_buffers()
 
+    def change_recipe(self, recipe: Recipe, device: torch.device, path: str) -> None:
+        """Goes on by another recipe. State that means the same by both stays: equal delayed scaling, the random key and step.
+
+        Any other begins anew. A new random key follows from the path alone, so that it is the same on every rank, whose
+        generators may be anywhere in the middle of a run. The weight is not touched.
+        """
+        before, after = self.linear_recipe, recipes.for_linear(recipe, self.compute)
+        kept = {name: self._buffers.get(name) for name in chain(*LAYER_BUFFERS)}
+        if (before.delayed, _elements(before)) != (after.delayed, _elements(after)):
+            kept = {name: kept[name] for name in ("rng_key", "step")}
+        self.recipe, self.linear_recipe = recipe, after
+        self.set_buffers(device)
+        for name, buffer in kept.items():
+            if buffer is not None and self._buffers[name] is not None:
+                self._buffers[name] = buffer
+        if self.rng_key is not None and self.rng_key is not kept["rng_key"]:
+            self.rng_key.copy_(random_key(torch.Generator().manual_seed(zlib.crc32(path.encode()))))
+        if before.delayed is not None and after.delayed is None:
+            unwatch(self)
+        if before.delayed is None or after.delayed is None:
+            self.announce()
+        self.note_weight(self.held_weight())
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         state = [(name, self._buffers[name]) for name in chain(*LAYER_BUFFERS)]
         super()._apply(fn, recurse)
@@ -134,3 +158,9 @@ class StatefulLayer(RecipeLayer):
                 buffer.fill_(1)
         if self.rng_key is not None and not self.rng_key.is_meta:
             self.rng_key.copy_(random_key())
+
+
+def _elements(recipe: Recipe) -> list[Any]:
+    """Returns the elements of inputs and gradients, which delayed scales are for."""
+    formats = [recipe.cast(operand).format or recipe.cast(operand, "columnwise").format for operand in ("input", "gradient")]
+    return [None if format is None else format.element for format in formats]

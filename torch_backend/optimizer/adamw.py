@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from blockfp.definition import adamw
+from blockfp.definition import adamw, oscillation
 from blockfp.definition.adamw import Coefficients
+from blockfp.definition.oscillation import OsciReset
 from blockfp.definition.rounding import Key, key_words
 from blockfp.kernels.step_table import Table
 
@@ -30,9 +31,11 @@ from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_
+from ..weights.cast_weight import CastWeight
 from .local_parameter import LocalParameter
 from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
 from .optimizer_step import carry_out
+from .osci_reset import Windows, new_paths, resets
 
 
 class _Adam(Optimizer):
@@ -44,11 +47,13 @@ class _Adam(Optimizer):
     updates_scales = True
     _decoupled: bool
 
-    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable):
+    def __init__(self, params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset):
         first, second = key_words(0 if key is None else key)
         words = (int(first) & 0xFFFFFFFF, int(second) & 0xFFFFFFFF)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "master": master, "moments": moments}
-        super().__init__(params, settings | {"capturable": capturable, "key": words})
+        # A plain tuple, which torch.load takes in state dicts.
+        osci_reset = None if osci_reset is None else tuple(oscillation.check_settings(osci_reset))
+        super().__init__(params, settings | {"capturable": capturable, "key": words, "osci_reset": osci_reset})
         self._prepare()
 
     def _prepare(self) -> None:
@@ -65,6 +70,8 @@ class _Adam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         copied = not self.__dict__  # torch's load_state_dict comes here too
         super().__setstate__(state)
+        for group in self.param_groups:  # pickles of another version may lack it
+            group.setdefault("osci_reset", None)
         if copied:  # copies and pickles lose the hooks
             self._prepare()
 
@@ -84,6 +91,11 @@ class _Adam(Optimizer):
             # What is no tensor is torch's to refuse; what is frozen may be anything.
             if isinstance(param, Tensor) and param.requires_grad:
                 _check_dtype(name, param, settings["master"])
+                if settings["osci_reset"] is not None and isinstance(sharding.local_of(param), CastWeight):
+                    raise ValueError(
+                        f"parameter {name} of this group, of shape {tuple(param.shape)}, has no codes between two steps, as "
+                        "weights='high_precision' keeps it: give it a group with osci_reset=None"
+                    )
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -127,6 +139,7 @@ class _Adam(Optimizer):
         found, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         number = 0
         todo: list[LocalParameter] = []
+        watched: dict[int, OsciReset] = {}
         try:
             for group in self.param_groups:
                 first = len(todo)
@@ -142,8 +155,13 @@ class _Adam(Optimizer):
                     number += 1
                 if len(todo) > first and not self._begin(group, todo[first:], found, scale):
                     return
+                if group["osci_reset"] is not None:
+                    watched |= dict.fromkeys(range(first, len(todo)), OsciReset(*group["osci_reset"]))
             # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
+            windows = Windows(todo, watched) if watched else None
             carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
+            if windows is not None:
+                windows.close()
         finally:
             LocalParameter.forget(todo)
 
@@ -158,6 +176,8 @@ class _Adam(Optimizer):
                 renew_master(one, state)
         elif needs_master(one, group["master"]):
             state["master"] = new_master(one)
+        if group["osci_reset"] is not None and resets(one, state):
+            state |= new_paths(one, state)
         return state
 
     def _begin(self, group: dict[str, Any], todo: list[LocalParameter], found: Tensor | None, scale: Tensor | None) -> bool:
@@ -197,9 +217,14 @@ class AdamW(_Adam):
         moments: "float32", or "bfloat16" and "fp8" in less memory, rounded stochastically (`definition.adamw`).
         key: seed, or two uint32 words, of that rounding; the same on every rank. 0 by default.
         capturable: the step count is kept on the device, and nothing is read back: for CUDA graphs.
+        osci_reset: settings of OsciReset (`definition.oscillation`): masters of quantized weights that oscillate between two
+            codes are set to what their codes stand for. It keeps two fp32 numbers for each such weight, and in the steps of a
+            window also copies of masters and quantized weights for the length of a step. It needs masters, and the host has to
+            know the step: capturable must be False.
 
-    `state_dict` holds fp32 masters and moments, placed as their parameters. What `load_state_dict` loads, also of torch's own
-    AdamW, is kept as `moments`, `master` and `capturable` of this optimizer say; where it doesn't fit, nothing is changed.
+    `state_dict` holds fp32 masters, moments and OsciReset's paths, placed as their parameters. What `load_state_dict` loads,
+    also of torch's own AdamW, is kept as `moments`, `master`, `capturable` and `osci_reset` of this optimizer say; where it
+    doesn't fit, nothing is changed.
 
     Raises:
         ValueError: a setting that means nothing.
@@ -227,8 +252,9 @@ class AdamW(_Adam):
         moments: str = "float32",
         key: Key | None = None,
         capturable: bool = False,
+        osci_reset: OsciReset | None = None,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset)
 
 
 class Adam(_Adam):
@@ -248,8 +274,9 @@ class Adam(_Adam):
         moments: str = "float32",
         key: Key | None = None,
         capturable: bool = False,
+        osci_reset: OsciReset | None = None,
     ):
-        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable)
+        super().__init__(params, lr, betas, eps, weight_decay, master, moments, key, capturable, osci_reset)
 
 
 def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None:
@@ -282,6 +309,11 @@ def _check_settings(settings: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr must be a number or a tensor of one element, got shape {tuple(lr.shape)}")
     adamw.check_settings(*(settings[name] for name in ("lr", "betas", "eps", "weight_decay", "moments")))
+    if settings["osci_reset"] is not None:
+        oscillation.check_settings(settings["osci_reset"])
+        for name, needed in (("master", "float32"), ("capturable", False)):
+            if settings[name] != needed:
+                raise ValueError(f"osci_reset needs {name}={needed!r}, got {settings[name]!r}")
 
 
 def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
@@ -297,8 +329,8 @@ def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
 
 # ---- state dicts
 
-_OWN = ("moments", "master", "capturable")
-"""How this optimizer keeps its state, which nothing that is loaded changes."""
+_OWN = ("moments", "master", "capturable", "osci_reset")
+"""The settings of how state is kept, which nothing that is loaded changes."""
 
 
 def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:

@@ -26,6 +26,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from .local_parameter import MOMENT_NAMES, SCALE_NAMES, LocalParameter
+from .osci_reset import PATHS, new_paths, resets
 
 
 def matrices(x: Tensor) -> Tensor:
@@ -111,12 +112,14 @@ def store_moment(one: LocalParameter, state: dict[str, Tensor], which: int, valu
 def portable(param: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns a parameter's state as a state dict shows it: fp32 values, placed as the parameter is."""
     one = LocalParameter(param)
-    shown = {name: state[name] for name in ("step", "master") if name in state}
+    shown = {name: state[name] for name in ("step", "master", *PATHS) if name in state}
     shown |= {name: load_moment(one, state, which) for which, name in enumerate(MOMENT_NAMES)}
     return {name: value if name == "step" else placed(param, value) for name, value in shown.items()}
 
 
-def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool) -> dict[str, Tensor]:
+def restore(
+    param: Tensor, shown: dict[str, Any], *, moments: str, master: str | None, capturable: bool, osci_reset: Any
+) -> dict[str, Tensor]:
     """Makes a parameter's state from a state dict's: of any mesh, any kind of moments, or of torch's own AdamW.
 
     Raises:
@@ -133,6 +136,10 @@ def restore(param: Tensor, shown: dict[str, Any], *, moments: str, master: str |
     # A checkpoint of torch's AdamW has no master: the next step makes it from the parameter.
     if needs_master(one, master) and "master" in shown:
         state["master"] = _local_values(one, "master", shown["master"]).clone()
+        if osci_reset is not None and resets(one, state):
+            # Without those of a run that had no OsciReset, a window that is open begins now.
+            state |= {name: _local_values(one, name, shown[name]).clone() for name in PATHS if name in shown}
+            state |= new_paths(one, state)
     return state
 
 

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from blockfp.recipes import Recipe
 
 from ..custom_ops.collectives import max_reduce
-from ..torch_internals import frame_above, fsdp_module, fsdp_name, fsdp_param, gathered_together
+from ..torch_internals import frame_above, fsdp_module, fsdp_name, fsdp_param, gathered_together, renew_fsdp_param
 from .sharding import local_of, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _agreed: WeakSet[Any] = WeakSet()
-"""What FSDP2 keeps of each parameter (`FSDPParam`) on whose kind all ranks agree."""
+"""FSDP2's own entries (`FSDPParam`) for parameters on whose kind all ranks agree."""
 
 
 def agree_before_gather() -> None:
@@ -50,6 +50,12 @@ def agree_before_gather() -> None:
         kinds = {fsdp_name(one): _kind(one) for one in together if mesh_of(one.sharded_param) == mesh}
         _agree(mesh, kinds, param.device)
     _agreed.update(together)
+
+
+def renew(param: Any) -> None:
+    """Makes FSDP2's record of a parameter anew, whose local tensor is of another format now; the next gather asks again."""
+    renew_fsdp_param(param)
+    _agreed.discard(param)
 
 
 def recipe_of(module: nn.Module) -> str | None:

@@ -1,0 +1,90 @@
+"""OsciReset around an optimizer with masters (`definition.oscillation`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.export
+import jax.numpy as jnp
+
+from blockfp.definition import oscillation
+from blockfp.definition.oscillation import OsciReset
+
+from ..arrays.array import is_quantized
+from .optimizer import MasterState, Optimizer, Replacement
+from .params import dequantize_params
+from .trees import map_with_path
+
+
+class OsciResetState(NamedTuple):
+    """The state of `osci_reset`.
+
+    Attributes:
+        step: number of steps done, int32.
+        master_paths, quantized_paths: lengths of the paths in the window, float32, of the structure of gradients; None where
+            the parameter isn't quantized.
+        inner: the optimizer's own state, a `MasterState`.
+    """
+
+    step: jax.Array
+    master_paths: Any
+    quantized_paths: Any
+    inner: MasterState
+
+
+jax.export.register_namedtuple_serialization(OsciResetState, serialized_name="blockfp.jax.OsciResetState")
+
+
+def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optimizer:
+    """Wraps an optimizer with masters: those of quantized weights that oscillate between two codes become what these stand for.
+
+    `blockfp.torch.AdamW(osci_reset=..)` does the same. It keeps two float32 numbers for each quantized weight. Codes stay as
+    the optimizer made them; the next step moves on from the new masters.
+
+    Args:
+        optimizer: `adamw`, `adam`, or what `with_masters` returns.
+        settings: those of OsciReset; the published ones by default.
+
+    Raises:
+        TypeError, ValueError: settings that mean nothing; at `init`, an optimizer without masters.
+
+    Example:
+        >>> optimizer = bfp.osci_reset(bfp.adamw(1e-3), bfp.OsciReset(period=200, window=50, threshold=8.0))
+    """
+    how = oscillation.check_settings(OsciReset() if settings is None else settings)
+
+    def init(params, originals=None):
+        inner = optimizer.init(params) if originals is None else optimizer.init(params, originals)
+        if not isinstance(inner, MasterState):
+            raise TypeError(
+                f"osci_reset wraps adamw, adam or with_masters(..), whose state has masters, got {type(inner).__name__}"
+            )
+        paths = [map_with_path(_new_path, params, inner.masters) for _ in range(2)]
+        return OsciResetState(jnp.zeros((), jnp.int32), *paths, inner)
+
+    def update(gradients, state: OsciResetState, params=None, **extra):
+        updates, inner = optimizer.update(gradients, state.inner, params, **extra)
+        step = state.step + 1
+        place = oscillation.place(step, how)
+        within, begins, ends = (place >= 1) & (place <= how.window), place == 1, place == how.window
+
+        def one(path: str, param, before, new, update: Replacement, *paths):
+            if not is_quantized(param):
+                return new, *paths
+            quantized = [dequantize_params(q.without_carrier(), jnp.float32) for q in (param, update.value)]
+            moves = zip(paths, (before, quantized[0]), (new, quantized[1]), strict=True)
+            longer = [jnp.where(within, oscillation.lengthen(*each, begins), each[0]) for each in moves]
+            reset = ends & oscillation.oscillates(*longer, how.threshold)
+            return jnp.where(reset, quantized[1], new), *longer
+
+        trees = (state.inner.masters, inner.masters, updates, state.master_paths, state.quantized_paths)
+        done = map_with_path(one, params, *trees)
+        masters, *paths = (map_with_path(lambda _, param, each, i=i: each[i], params, done) for i in range(3))
+        return updates, OsciResetState(step, *paths, MasterState(masters, inner.inner))
+
+    return Optimizer(init, update)
+
+
+def _new_path(path: str, param: Any, master: Any) -> jax.Array | None:
+    return jnp.zeros_like(master) if is_quantized(param) else None

@@ -1,0 +1,306 @@
+"""`sensitivity`: what each linear layer loses by each recipe, measured one by one, and a plan made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockfp import recipes as known
+from blockfp.recipes import Cast, Recipe
+
+from ..custom_ops.figure_ops import FIGURES, quantization_figures
+from ..custom_ops.operand_ops import quantize_operand
+from ..linear.linear import linear
+from ..quantized_tensor import sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..weights.cast_weight import CastWeight
+from .experts import Experts
+from .kinds import adapter_layers, base_kind
+from .linear import Linear
+from .quantized_layer import QuantizedLayer
+from .sensitivity_table import LayerSensitivity, Sensitivity
+from .transposed_linear import TransposedLinear
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    recipes: Sequence[Recipe | str] = ("mxfp8", "nvfp4"),
+    *,
+    loss: Loss | None = None,
+    filter_fn: Callable[[str, nn.Module], bool] | None = None,
+) -> Sensitivity:
+    """Measures what each linear layer of a model loses by each recipe.
+
+    For each layer and recipe the loss is computed with *that layer alone quantized*, and all others in high precision. The SQNR
+    of its input, its weight and, where there is a loss, the gradient of its output are those of the unquantized model, as the
+    recipe casts them for forward and dgrad. Layers are those that `convert` makes a `Linear`, and those that are one already.
+    Values of a quantized weight are the originals that it keeps, or what its codes stand for; codes in a recipe's own format
+    are taken as they are. Delayed scaling is measured with current scales, and stochastic rounding with one key.
+
+    The model runs in evaluation mode, eagerly, and from the same state of torch's generators for each batch, so that results
+    repeat. It is left as it was, also where something raises: parameters, gradients, buffers, hooks, modes, generators.
+
+    It takes a forward for each batch, layer and recipe, and a forward and a backward for each batch. Few batches do.
+
+    Args:
+        model: on one rank: before `fully_shard` and `parallelize`.
+        batches: what the model takes: a tensor, a tuple of its arguments, or a dictionary of them; with a loss, what it takes.
+        recipes: recipes or their names.
+        loss: a function of model and batch that returns a scalar. Without one nothing is said of changes and gradients.
+        filter_fn: called with path and layer; False leaves the layer out.
+
+    Returns:
+        The table, whose `plan` says which layers to keep in higher precision.
+
+    Raises:
+        TypeError: model is not a module, or the loss no scalar.
+        ValueError: no batch, no recipe, no linear layer, a sharded model, or a layer into which a forward was put.
+
+    Example:
+        >>> table = bfp.sensitivity(model, batches, ("nvfp4",), loss=lambda model, batch: model(**batch).loss)
+        >>> print(table)
+        >>> bfp.convert(model, table.plan("nvfp4", layers=0.15))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    taken = [known.parse(recipe) for recipe in recipes]
+    if not taken or len({recipe.name for recipe in taken}) < len(taken):
+        raise ValueError(f"recipes must be one or more of different names, got {[recipe.name for recipe in taken]}")
+    data = list(batches)
+    if not data:
+        raise ValueError("batches is empty: at least one is needed")
+    layers = _layers(model, filter_fn)
+    forward = loss if loss is not None else _call
+    with _left_as_it_was(model, layers) as begin:
+        for layer in layers:
+            for recipe in taken:
+                layer.add_weight(recipe)
+        base = []
+        for batch in data:
+            begin()
+            base.append(_measure(model, batch, forward, layers, taken, backward=loss is not None))
+        rows = []
+        for layer in layers:
+            for recipe in taken:
+                changes = []
+                if loss is not None:
+                    with layer.multiplying_by(recipe):
+                        for batch, before in zip(data, base, strict=True):
+                            begin()
+                            with torch.no_grad():
+                                changes.append(_scalar(forward(model, batch)).item() - before)
+                change = math.fsum(changes) / len(changes) if changes else None
+                rows.append(layer.row(recipe, change))
+    left = [path for path, module in model.named_modules() if _is_left(module)]
+    return Sensitivity(tuple(rows), None if loss is None else math.fsum(base) / len(base), tuple(left))
+
+
+class _Measured:
+    """A layer, and what has been added up of it."""
+
+    def __init__(self, path: str, module: Any):
+        self.path, self.module = path, module
+        self.transposed = bool(getattr(module, "transposed", base_kind(module) is TransposedLinear))
+        weight = module.weight
+        local = weight.values if isinstance(weight, CastWeight) else weight
+        codes = local.detach() if isinstance(local, QuantizedTensor) else None
+        values: Any = local.detach()
+        if codes is not None:
+            values = codes.dequantize() if local.initial is None else local.initial.to(codes.device, codes.dtype)
+        self.codes, self.values = codes, values.mT.contiguous() if self.transposed else values
+        self.sums: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, recipe: Recipe, operand: str, cast: Cast, x: Tensor) -> None:
+        """Adds signal and noise of an operand [rows, columns]."""
+        if cast.format is None or not x.numel():
+            return
+        key = torch.zeros(2, dtype=torch.int32, device=x.device) if cast.stochastic else None
+        found = quantize_operand(x, cast.format, None, eps=recipe.eps if operand != "weight" else 0.0, row_key=key)
+        self._add(recipe, operand, quantization_figures(x, found.row, cast.format.name, False, [0, 0]))
+
+    def _add(self, recipe: Recipe, operand: str, figures: Tensor) -> None:
+        sums = figures[[FIGURES.index("signal"), FIGURES.index("noise")]]
+        where = (operand, recipe.name)
+        self.sums[where] = sums + self.sums[where] if where in self.sums else sums
+
+    def weight_of(self, recipe: Recipe) -> Tensor:
+        """Returns the weight [out, in] as the recipe multiplies it: codes that are in its format, or values."""
+        own = self.codes is not None and self.codes.format is recipe.weight.format and not self.transposed
+        return self.codes if own else self.values  # pyright: ignore[reportReturnType]
+
+    def add_weight(self, recipe: Recipe) -> None:
+        weight = self.weight_of(recipe)
+        if isinstance(weight, QuantizedTensor):
+            parts = [weight.codes, weight.scales, *weight.parts[2:]]
+            self._add(recipe, "weight", quantization_figures(self.values, parts, str(weight.format), False, [0, 0]))
+        else:
+            self.add(recipe, "weight", recipe.weight, weight)
+
+    @contextmanager
+    def multiplying_by(self, recipe: Recipe) -> Iterator[None]:
+        """Makes the layer alone quantize."""
+        weight, one = self.weight_of(recipe), recipe.replace(delayed=None)
+        before = vars(self.module)["forward"]
+        vars(self.module)["forward"] = lambda x: linear(x, weight, self.module.bias, recipe=one, key=0)
+        try:
+            yield
+        finally:
+            vars(self.module)["forward"] = before
+
+    def in_high_precision(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.values, self.module.bias)
+
+    def row(self, recipe: Recipe, change: float | None) -> LayerSensitivity:
+        found = {operand: _sqnr(self.sums.get((operand, recipe.name))) for operand in ("input", "weight", "gradient")}
+        return LayerSensitivity(self.path, recipe.name, self.values.numel(), **found, loss_change=change)
+
+
+def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[_Measured]:
+    left = adapter_layers(model)
+    found = []
+    for path, module in model.named_modules():
+        linear_kind = isinstance(module, Linear | TransposedLinear) or base_kind(module) in (Linear, TransposedLinear)
+        if module in left or not linear_kind or (filter_fn is not None and not filter_fn(path, module)):
+            continue
+        weight: Any = module.weight
+        if sharding.mesh_of(weight) is not None or (isinstance(weight, CastWeight) and weight.cut is not None):
+            raise ValueError(f"{path!r} is sharded: measure the model before fully_shard and parallelize, on one rank")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{path!r} has a forward put into it (accelerate's hooks): measure the model before, or leave it out"
+            )
+        found.append(_Measured(path, module))
+    if not found:
+        raise ValueError("model holds no linear layer that could be measured, or filter_fn leaves all of them out")
+    return found
+
+
+def _is_left(module: nn.Module) -> bool:
+    """Says whether a module is quantized, or would be, and isn't measured: experts, and layers behind a norm."""
+    if isinstance(module, Experts | QuantizedLayer):
+        return not isinstance(module, Linear | TransposedLinear)
+    kind = base_kind(module)
+    return kind is not None and issubclass(kind, Experts)
+
+
+def _measure(
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[nn.Module, Any], Any],
+    layers: list[_Measured],
+    taken: list[Recipe],
+    *,
+    backward: bool,
+) -> float:
+    """Runs the unquantized model on a batch, adds up what its operands lose, and returns the loss; NaN without one."""
+    outputs: list[tuple[_Measured, Any]] = []
+
+    def watched(layer: _Measured) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            rows = x.detach().reshape(-1, x.shape[-1])
+            if torch.is_autocast_enabled(x.device.type):
+                rows = rows.to(torch.get_autocast_dtype(x.device.type))
+            for recipe in taken:
+                layer.add(recipe, "input", recipe.input, rows.contiguous())
+            if not backward:
+                return layer.in_high_precision(x)
+            # Frozen weights too: only so does every output have a gradient.
+            weight = layer.values.detach().requires_grad_()
+            y = F.linear(x, weight, layer.module.bias)
+            outputs.append((layer, torch.autograd.graph.get_gradient_edge(y)))
+            return y
+
+        return call
+
+    for layer in layers:
+        vars(layer.module)["forward"] = watched(layer)
+    try:
+        with torch.set_grad_enabled(backward):
+            value = forward(model, batch)
+            if not backward:
+                return math.nan
+            value = _scalar(value)
+            edges = [edge for _, edge in outputs]
+            gradients = torch.autograd.grad(value, edges, allow_unused=True) if edges and value.requires_grad else ()
+    finally:
+        for layer in layers:
+            vars(layer.module)["forward"] = layer.in_high_precision
+    for (layer, _), gradient in zip(outputs, gradients, strict=bool(gradients)):
+        if gradient is not None:
+            for recipe in taken:
+                layer.add(recipe, "gradient", recipe.gradient, gradient.reshape(-1, gradient.shape[-1]).contiguous())
+    return value.item()
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module, layers: list[_Measured]) -> Iterator[Callable[[], None]]:
+    """Gives what begins each run: torch's generators at the same place. Afterwards all is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None or buffer.is_meta else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    generators = [torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)]
+    states = [generator.get_state() for generator in generators]
+    fast = torch.backends.mha.get_fastpath_enabled()
+
+    def begin() -> None:
+        for generator in generators:
+            generator.manual_seed(0)
+
+    try:
+        for layer in layers:
+            vars(layer.module)["forward"] = layer.in_high_precision
+        # Encoders' fused paths would pass the layers by.
+        torch.backends.mha.set_fastpath_enabled(False)
+        model.eval()
+        with ExitStack() as eager:
+            eager.enter_context(torch.compiler.set_stance("force_eager"))
+            yield begin
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for layer in layers:
+            vars(layer.module).pop("forward", None)
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and values is not None:
+                    buffer.copy_(values)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss must return a scalar tensor, got {got}")
+    return value.reshape(())
+
+
+def _sqnr(sums: Tensor | None) -> float | None:
+    """10 log10(signal / noise) in dB; None where nothing was quantized."""
+    if sums is None:
+        return None
+    signal, noise = sums.tolist()
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else math.nan

@@ -1,0 +1,155 @@
+"""What `sensitivity` has measured: a table, and plans made of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from blockfp import patterns, recipes
+from blockfp.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """One layer by one recipe.
+
+    Attributes:
+        path: of the layer.
+        recipe: the recipe's name.
+        parameters: elements of its weight.
+        input, weight, gradient: SQNR of what the recipe casts, in dB: 10 log10(sum of squares / sum of squared errors); None
+            for what it leaves in high precision, or what wasn't there (a layer that wasn't called, gradients without a loss).
+        loss_change: mean over the batches of the loss with this layer alone quantized, less that without; None without a loss.
+    """
+
+    path: str
+    recipe: str
+    parameters: int
+    input: float | None
+    weight: float | None
+    gradient: float | None
+    loss_change: float | None
+
+    @property
+    def rank(self) -> float:
+        """How sensitive the layer is: the change of the loss, or without one noise over signal of input and weight together."""
+        if self.loss_change is not None:
+            return math.inf if math.isnan(self.loss_change) else self.loss_change
+        found = [math.inf if math.isnan(one) else 10 ** (-one / 10) for one in (self.input, self.weight) if one is not None]
+        return math.fsum(found)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The table of `sensitivity`.
+
+    Attributes:
+        layers: one entry for each layer and recipe, in the model's order.
+        loss: mean of the loss of the unquantized model; None without a loss.
+        left: paths of modules that are quantized, or that `convert` would quantize, and that aren't measured: experts,
+            and layers behind a norm.
+    """
+
+    layers: tuple[LayerSensitivity, ...]
+    loss: float | None
+    left: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict]:
+        """The entries as dictionaries, for tables and JSON."""
+        return [asdict(one) for one in self.layers]
+
+    def of(self, recipe: Recipe | str) -> list[LayerSensitivity]:
+        """Returns the entries of one recipe, the most sensitive layers first; equal ones in the model's order.
+
+        Raises:
+            ValueError: it wasn't measured.
+        """
+        name = recipes.parse(recipe).name if not isinstance(recipe, Recipe) else recipe.name
+        found = [one for one in self.layers if one.recipe == name]
+        if not found:
+            measured = ", ".join(dict.fromkeys(one.recipe for one in self.layers))
+            raise ValueError(f"recipe {name} was not measured; there are {measured}")
+        return sorted(found, key=lambda one: -one.rank)
+
+    def plan(
+        self,
+        recipe: Recipe | str,
+        *,
+        keep: Recipe | str | None = None,
+        layers: float | None = None,
+        parameters: float | None = None,
+        loss_change: float | None = None,
+    ) -> dict[str, Recipe | str | None]:
+        """Makes a mapping for `convert` (or `set_recipe`) that keeps the most sensitive layers in higher precision.
+
+        Exactly one of the budgets is given:
+
+        Args:
+            recipe: of all other layers; one that was measured.
+            keep: the recipe of the layers that are kept; None for high precision.
+            layers: the largest share of the layers that is kept, 0 to 1.
+            parameters: the largest share of the layers' parameters. Layers are taken by their sensitivity; one that doesn't fit
+                any more is passed over.
+            loss_change: the bound of the loss's change. Layers are kept until the changes of those left, which alone raise the
+                loss, add up to no more. That they add up is an assumption: measure the converted model.
+
+        Raises:
+            TypeError: none of the budgets, or more than one.
+            ValueError: a budget that means nothing, no such recipe, or a bound without a measured loss.
+        """
+        given = {"layers": layers, "parameters": parameters, "loss_change": loss_change}
+        named = {name: value for name, value in given.items() if value is not None}
+        if len(named) != 1:
+            raise TypeError(f"plan takes one of layers, parameters and loss_change, got {', '.join(named) or 'none'}")
+        ((name, budget),) = named.items()
+        if not 0 <= budget <= (math.inf if name == "loss_change" else 1):
+            raise ValueError(f"{name} must be 0 or more{'' if name == 'loss_change' else ' and at most 1'}, got {budget}")
+        if keep is not None:
+            recipes.parse(keep)
+        found = self.of(recipe)
+        if name == "layers":
+            kept = found[: int(budget * len(found) + 1e-9)]
+        elif name == "parameters":
+            kept = _within(found, budget * sum(one.parameters for one in found))
+        else:
+            kept = _down_to(found, budget)
+        return {**{patterns.exactly(one.path): keep for one in kept}, "": recipe}
+
+    def __str__(self) -> str:
+        header = ("layer", "recipe", "parameters", "input dB", "weight dB", "gradient dB", "change of loss")
+        lines = [header]
+        for one in self.layers:
+            figures = [_text(value, ".1f") for value in (one.input, one.weight, one.gradient)]
+            lines.append((one.path, one.recipe, f"{one.parameters:,}", *figures, _text(one.loss_change, "+.3e")))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+        shown = [
+            "  ".join(x.ljust(w) if i < 2 else x.rjust(w) for i, (x, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+            for line in lines
+        ]
+        if self.loss is not None:
+            shown.append(f"loss of the unquantized model: {self.loss:.6g}")
+        if self.left:
+            shown.append(f"not measured: {', '.join(self.left)}")
+        return "\n".join(shown)
+
+
+def _within(found: list[LayerSensitivity], parameters: float) -> list[LayerSensitivity]:
+    kept, held = [], 0
+    for one in found:
+        if held + one.parameters <= parameters:
+            kept.append(one)
+            held += one.parameters
+    return kept
+
+
+def _down_to(found: list[LayerSensitivity], bound: float) -> list[LayerSensitivity]:
+    if any(one.loss_change is None for one in found):
+        raise ValueError("loss_change needs a table that was measured with a loss; take layers= or parameters=")
+    for count in range(len(found) + 1):
+        if math.fsum(max(one.rank, 0.0) for one in found[count:]) <= bound:
+            return found[:count]
+    return found
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

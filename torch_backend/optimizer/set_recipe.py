@@ -1,0 +1,187 @@
+"""`set_recipe`: another recipe in the middle of a run, with codes made from the optimizer's masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from blockfp import recipes
+from blockfp.definition import layout
+from blockfp.formats import Format
+from blockfp.recipes import ByPath, Recipe
+
+from ..modules.experts import Experts
+from ..modules.kinds import quantized_names
+from ..modules.quantized_layer import QuantizedLayer
+from ..modules.stateful_layer import StatefulLayer
+from ..quantized_tensor import agreement, sharding
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..torch_internals import fsdp_is_sharded, fsdp_params_of
+from ..weights.cast_weight import CastWeight
+from ..weights.requantize import check_writable, requantize_
+from .local_parameter import LocalParameter
+from .optimizer_state import renew_master
+
+Layer = QuantizedLayer | Experts
+
+
+@torch.no_grad()
+def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | str | ByPath) -> nn.Module:
+    """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
+
+    Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
+    that the new recipe would have given them in the last step. Weights without a master are quantized from the original values
+    that they keep, or from what their codes stand for (frozen ones, `master=None`). Parameters stay the same objects, and the
+    optimizer's state stays as it is: masters, moments, step. Random keys and steps of stochastic rounding are carried over, and
+    so are histories and scales of delayed scaling where the new recipe has the same; otherwise these begin anew, keys as the
+    layers' paths say.
+
+    Call it between two steps, on every rank alike, under FSDP2 too. Compiled blocks are compiled again; CUDA graphs that you
+    captured yourself have to be captured again. A checkpoint saved before it is loaded by
+    `load_checkpoint(.., requantize=True)`.
+
+    Args:
+        model: with layers of `convert`, or of this library; sharded or not.
+        optimizer: whose masters its weights have; None for a model that isn't trained.
+        recipe: as for `convert`. Layers for which it gives None keep theirs, and layers that aren't quantized stay as they are.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: model or optimizer is something else.
+        ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights
+            that two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor
+            parallelism cut; weights that FSDP2 holds gathered, or on the meta device. Everything is as it was then.
+
+    Example:
+        >>> bfp.set_recipe(model, optimizer, "mxfp8")  # the last steps of a run in nvfp4
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Layer)}
+    if not layers:
+        raise ValueError("model holds no quantized layer: use convert(model, recipe) first")
+    recipes.check_paths(recipe, layers)
+    changes = {
+        path: one for path in layers if (one := recipes.resolve(recipe, path)) is not None and one != layers[path].recipe
+    }
+    formats = _formats(layers, changes)
+    records = {id(record.sharded_param): record for record in fsdp_params_of(model)}
+    held = None if optimizer is None else {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param, _ in formats:
+        _check_weight(name, param, held, records.get(id(param)))
+    _change_weights(formats, {} if optimizer is None else optimizer.state, records)
+    for path, one in changes.items():
+        layer = layers[path]
+        for name, product in _products(layer):
+            device = sharding.local_of(layer._parameters[name]).device  # pyright: ignore[reportArgumentType]
+            product.change_recipe(one, device, f"{path}.{name}")
+        layer.recipe = one
+    return model
+
+
+def _products(layer: Layer) -> Iterator[tuple[str, StatefulLayer]]:
+    """Yields what keeps the recipe's state for each weight of a layer, and the weight's name."""
+    for name in quantized_names(layer):
+        yield name, layer.product_of(name) if isinstance(layer, Experts) else layer
+
+
+def _formats(layers: dict[str, Layer], changes: dict[str, Recipe]) -> list[tuple[str, Tensor, Format]]:
+    """Returns the weights whose format changes, each once: its name, itself and the new format.
+
+    Raises:
+        ValueError: a layer can't have its new recipe.
+    """
+    wanted: dict[int, tuple[str, Format | None]] = {}
+    found: dict[int, tuple[str, Tensor, Format]] = {}
+    for path, layer in layers.items():
+        one = changes.get(path, layer.recipe)
+        if path in changes:
+            _check_layer(path, layer, one)
+        for name in quantized_names(layer):
+            param: Any = layer._parameters[name]
+            full, format = f"{path}.{name}".lstrip("."), one.weight.format
+            other, known = wanted.setdefault(id(param), (full, format))
+            if known is not format:
+                raise ValueError(f"{other} and {full} are one weight, and need one format, got {known} and {format}")
+            local = sharding.local_of(param)
+            if format is not None and isinstance(local, QuantizedTensor | CastWeight) and local.format is not format:
+                found[id(param)] = (full, param, format)
+    return list(found.values())
+
+
+def _check_layer(path: str, layer: Layer, recipe: Recipe) -> None:
+    where = f"{path!r}, with recipe {layer.recipe}," if path else f"the layer, with recipe {layer.recipe},"
+    try:
+        recipes.for_linear(recipe, layer.compute)
+    except ValueError as error:
+        raise ValueError(f"{path!r}: {error}") from error
+    if layer.parallel is not None:
+        raise ValueError(
+            f"{where} is cut by tensor parallelism, by the blocks of its recipe: save a checkpoint, and load it "
+            "into a model that was converted by the new recipe, with requantize=True"
+        )
+    before, after = layer.recipe.weight.format, recipe.weight.format
+    if (before is None) is not (after is None):
+        kinds = ["in high precision" if format is None else f"in {format}" for format in (before, after)]
+        raise ValueError(
+            f"{where} has its weight {kinds[0]}, and recipe {recipe} wants it {kinds[1]}: the parameter would be another one; "
+            "save a checkpoint, and load it into a model that was converted by the new recipe, with requantize=True"
+        )
+    if layer.transposed and after is not None and not after.square:
+        raise ValueError(f"{where} has weights [in, out], which {after} has no exact transpose of: use square blocks")
+
+
+def _check_weight(name: str, param: Tensor, held: set[int] | None, record: Any) -> None:
+    local: Any = sharding.local_of(param)
+    if local.is_meta:
+        raise ValueError(f"{name} is on the meta device: load the model first, or convert it by the new recipe")
+    if held is not None and param.requires_grad and id(param) not in held:
+        raise ValueError(f"{name} is trained, and the optimizer doesn't have it: its master is another's")
+    if isinstance(local, QuantizedTensor):
+        try:
+            check_writable(local)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    if record is not None and not fsdp_is_sharded(record):
+        raise ValueError(f"{name}: FSDP2 holds the whole weight: call reshard() of its FSDPModule first")
+
+
+def _change_weights(formats: list[tuple[str, Tensor, Format]], states: Any, records: dict[int, Any]) -> None:
+    """Gives weights new formats, in place; collective where they are sharded."""
+    params, values, originals = [], [], []
+    for _, param, format in formats:
+        local: Any = sharding.local_of(param)
+        if isinstance(local, CastWeight):
+            local.format = format
+        else:
+            initial, state = local.initial, states.get(param, {})
+            renew_master(LocalParameter(param), state)
+            master = state.get("master")
+            kept = initial if initial is None else initial.to(local.device)
+            values.append(master if master is not None else local.detach().dequantize(torch.float32) if kept is None else kept)
+            params.append(param)
+            originals.append(None if master is not None else initial)
+            local.take(_empty(local, format))
+        if id(param) in records:
+            agreement.renew(records[id(param)])
+    requantize_(params, values)
+    for param, initial in zip(params, originals, strict=True):
+        if initial is not None:
+            sharding.local_of(param).initial = initial  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _empty(local: QuantizedTensor, format: Format) -> QuantizedTensor:
+    """Returns a tensor of another format in the place of this one, whose codes are still to be written."""
+    shapes = layout.parts(tuple(local.shape), format, local.origin)
+    made = [torch.zeros(shape, dtype=getattr(torch, dtype), device=local.device) for shape, dtype in shapes]
+    codes, scales, *rest = made
+    geometry = local.geometry.copy(initial=None)
+    return QuantizedTensor(codes, scales, rest[0] if rest else None, format, local.shape[-1], local.dtype, geometry)
