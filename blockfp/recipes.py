@@ -330,6 +330,7 @@ def nvfp4_eden() -> Recipe:
 
 _EDEN = Cast(Format.parse("nvfp4"), eden=True)
 
+
 def qat(weight: Format | str, input: Format | str | None = None, *, eps: float = 0.0) -> Recipe:
     """Quantization-aware fine-tuning: the forward as a server of this format runs it, all gradients in high precision.
 
