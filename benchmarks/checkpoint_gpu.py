@@ -61,7 +61,7 @@ def step(model: nn.ModuleList, optimizer: torch.optim.Optimizer, options: argpar
 
 
 def fingerprint(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Of each parameter a sum over the bits of codes, master and moments, which is that of any mesh."""
+    """Returns a sum over the bits of each parameter's codes, master and moments, the same on any mesh."""
     sums = {}
     for name, param in model.named_parameters():
         local = sharding.local_of(param)

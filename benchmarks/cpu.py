@@ -1,4 +1,4 @@
-"""How fast quantize and dequantize are on this CPU, for every format and backend, against a copy of the same bytes.
+"""Times quantize and dequantize on this CPU, for every format and backend, against a copy of the same bytes.
 
     python benchmarks/cpu.py [--formats mxfp8_e4m3 nvfp4] [--rows 4096] [--columns 8192] [--write]
 

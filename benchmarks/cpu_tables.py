@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 CAST_SHAPE = (2048, 2048)
-"""Of the arrays that JAX's implementations are timed on."""
+"""The size of the arrays that JAX's implementations are timed on."""
 
 
 def tables(result: dict[str, Any]) -> str:

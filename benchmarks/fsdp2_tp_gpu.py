@@ -41,7 +41,7 @@ import blockfp.torch as bfp
 
 
 class Block(nn.Module):
-    """What `bfp.TransformerLayer` computes, of torch's layers."""
+    """The computation of `bfp.TransformerLayer` by torch's layers."""
 
     def __init__(self, width: int, hidden: int, heads: int):
         super().__init__()

@@ -57,7 +57,7 @@ def gather_quantized(arrays: list[Any], format: str | None = None) -> list[Any]:
 
 
 def bytes_sent(run: Any, devices: int) -> int:
-    """What a device sends to each other one: the operands of the program's all-gathers."""
+    """Counts the bytes that a device sends to each other one: the operands of the program's all-gathers."""
     total = 0
     for kind, start in re.findall(r" = (\S.*?) all-gather(-start)?\(", run.as_text()):
         size = sum(

@@ -1,4 +1,4 @@
-"""What gpu.py times beside blockfp's kernels: torchao, the definition through torch.compile, and XLA; each only where it is."""
+"""The peers that gpu.py times: torchao, the definition through torch.compile, and XLA; each only where it is."""
 
 from __future__ import annotations
 

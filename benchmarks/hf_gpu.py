@@ -73,7 +73,7 @@ TINY = {
     "num_hidden_layers": 2,
     "vocab_size": 128,
 }
-"""What makes a model small, for tests."""
+"""Options that make a model small, for tests."""
 
 
 class Clock:

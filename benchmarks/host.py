@@ -46,7 +46,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class Case:
-    """What is timed.
+    """A case that is timed.
 
     Attributes:
         kind: what the call does.

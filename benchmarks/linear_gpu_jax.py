@@ -69,7 +69,7 @@ def step(recipe: str, x, weights, states, g, key, sizes):
 
 
 def arguments(recipe: str, tokens: int, features: int, ffn: int, experts: int) -> tuple[Any, ...]:
-    """What `step` takes behind the recipe."""
+    """Makes the arguments of `step` behind the recipe."""
     keys = jax.random.split(jax.random.key(0), 4)
     grouped = experts > 0 and recipe != "bf16"
     shapes = [((experts,) if grouped else ()) + shape for shape in ((ffn, features), (features, ffn))]

@@ -42,7 +42,7 @@ import blockfp.torch as bfp
 
 CONTENDERS = ("bf16", "mxfp4+exact", "mxfp4", "fp8_block", "nvfp4+exact", "bitsandbytes")
 TINY = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-"""What makes a model small, for tests."""
+"""Options that make a model small, for tests."""
 
 
 def config_of(options: argparse.Namespace) -> GptOssConfig:

@@ -74,7 +74,7 @@ MODELS: dict[str, list[Weight]] = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How many ranks do what.
+    """The number of ranks along each mesh axis.
 
     Attributes:
         shard: ranks that FSDP cuts a dense weight among.

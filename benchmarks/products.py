@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from blockfp.torch_backend.custom_ops import cuda
+from blockfp.torch_backend.custom_ops import cuda_layouts
 from torch.nn.functional import ScalingType
 
 import blockfp.torch as bfp
@@ -150,9 +150,9 @@ def dense(m: int, n: int, k: int, formats: tuple[str, str], tiles: bool) -> dict
         kinds["cublaslt fast"] = product.by(own=False, fast=True)
         kinds["_scaled_mm"] = lambda: torch._scaled_mm(codes[0], codes[1].t(), *scales, out_dtype=torch.bfloat16)
     elif m % 4 == n % 16 == k % 16 == 0:
-        a_scales = cuda.transpose_words(a.scales).t()
+        a_scales = cuda_layouts.transpose_words(a.scales).t()
         if formats[1] == ROWS:
-            b_scales, kind = cuda.transpose_words(b.scales).t(), ScalingType.BlockWise1x128
+            b_scales, kind = cuda_layouts.transpose_words(b.scales).t(), ScalingType.BlockWise1x128
         else:
             b_scales, kind = layout.pad_scales(b.scales, 1, 4).t(), ScalingType.BlockWise128x128
             kinds |= deep_gemm(a, b, out)

@@ -1,4 +1,4 @@
-"""What the benchmarks on several GPUs share: starting the ranks, a step's time, one contender after another, the report."""
+"""Parts of the benchmarks on several GPUs: starting the ranks, a step's time, one contender after another, the report."""
 
 from __future__ import annotations
 

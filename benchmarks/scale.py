@@ -1,4 +1,4 @@
-"""What blockfp plans for models of hundreds of billions of parameters on up to 16,384 ranks, from its pure functions alone.
+"""Plans for models of hundreds of billions of parameters on up to 16,384 ranks, from blockfp's pure functions alone.
 
     python benchmarks/scale.py [--out scale.json] [--seed 0] [--cut-outs 200]
 

@@ -1,4 +1,4 @@
-"""What it takes to hand a sharded model's weights to a server: codes as they are, or values that are quantized again.
+"""Times the handing of a sharded model's weights to a server: codes as they are, or values that are quantized again.
 
     torchrun --nproc-per-node 2 benchmarks/weight_sync_gpu.py
 

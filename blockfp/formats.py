@@ -154,7 +154,7 @@ _FORMATS: dict[str, Format] = {}
 
 
 class _Known:
-    """What follows from a format's fields. Every call asks for it, so these are no properties."""
+    """Facts that follow from a format's fields. Every call asks for them, so these are no properties."""
 
     per_tensor: bool
     per_row: bool

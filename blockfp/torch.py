@@ -27,11 +27,13 @@ from .torch_backend.modules.layernorm_mlp import LayerNormMLP
 from .torch_backend.modules.linear import Linear
 from .torch_backend.modules.multihead_attention import MultiheadAttention
 from .torch_backend.modules.parallelize import parallelize
+from .torch_backend.modules.reproducible import Reproducible
 from .torch_backend.modules.sensitivity import sensitivity
 from .torch_backend.modules.sensitivity_table import LayerSensitivity, Sensitivity
 from .torch_backend.modules.summary import LeftWeight, QuantizedWeight, Summary, summary
 from .torch_backend.modules.transformer_layer import TransformerLayer
 from .torch_backend.optimizer.adamw import Adam, AdamW
+from .torch_backend.optimizer.clipping import clip_grad_norm_
 from .torch_backend.optimizer.set_recipe import set_recipe
 from .torch_backend.quantized_tensor.interchange import from_jax
 from .torch_backend.quantized_tensor.keys import random_key
@@ -66,12 +68,14 @@ __all__ = [
     "QuantizedWeight",
     "Received",
     "Recipe",
+    "Reproducible",
     "Saving",
     "Sensitivity",
     "Summary",
     "TransformerLayer",
     "WeightBucket",
     "WeightStream",
+    "clip_grad_norm_",
     "combine",
     "convert",
     "dispatch",

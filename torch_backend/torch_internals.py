@@ -48,11 +48,11 @@ def is_mutable(func: Any) -> bool:
 
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many modes of `TorchDispatchMode` are on. There is no public question."""
+"""Returns the number of `TorchDispatchMode`s that are on. There is no public question."""
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often a tensor was written in place, as autograd counts it for what it has saved. There is no public name."""
+"""Counts a tensor's writes in place, as autograd does for tensors that it has saved. There is no public name."""
 
 
 def keeping_version(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -187,13 +187,22 @@ def fsdp_module(param: Any) -> nn.Module:
     return param._module_info.module
 
 
-def fsdp_params(module: nn.Module) -> list[list[Any]]:
+def fsdp_params(module: Any) -> list[list[Any]]:
     """FSDP2's records of the parameters that it shards for a module, by group. There is no public list of them."""
+    return [list(group.fsdp_params) for group in _fsdp_groups(module)]
+
+
+def fsdp_reduce_scatters(module: Any) -> list[Any]:
+    """What `set_custom_reduce_scatter` has set, or FSDP2's own, by group. It can be set and not asked for."""
+    return [group._reduce_scatter_comm for group in _fsdp_groups(module)]
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [list(group.fsdp_params) for group in groups]
+    return groups
 
 
 def shard_dim(param: Any) -> int:
@@ -271,7 +280,8 @@ def mend_broadcast() -> None:
     """
     from torch.distributed.checkpoint import state_dict
 
-    original: Callable[..., None] = state_dict._broadcast_state_dict
+    private: Any = state_dict
+    original: Callable[..., None] = private._broadcast_state_dict
     if hasattr(original, "__wrapped__"):
         return
 
@@ -281,4 +291,4 @@ def mend_broadcast() -> None:
         if cpu_offload:
             local.update({name: value.cpu() for name, value in local.items() if isinstance(value, Tensor)})
 
-    state_dict._broadcast_state_dict = broadcast
+    private._broadcast_state_dict = broadcast

@@ -1,4 +1,4 @@
-"""What the commands share: lines and errors on a terminal, and the checks of their arguments."""
+"""Lines and errors on a terminal, and checks of arguments, for all commands."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Group(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """The number of its rows."""
         return self.end - self.begin
 
     @property

@@ -25,7 +25,7 @@ from .modelfile import Model, Tensor
 from .names import EXTRA, FORMAT, GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, OWN, STATE, TIED, master_of
 
 _STATE_ENTRY = re.compile(rf"(.+?)\.{STATE}\.(.+)\.[^.]+")
-"""What DCP makes of the name of an optimizer's state."""
+"""The name that DCP gives to an optimizer's state."""
 
 
 def contents(checkpoint: Model, prefix: str | None = None) -> Contents:

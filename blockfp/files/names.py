@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 SUFFIXES = {"codes": "_codes", "scales": "_scale", "tensor_scale": "_tensor_scale"}
-"""What follows a weight's name in the name of each part."""
+"""The ending of each part's name, behind the weight's."""
 
 FORMAT = "_format_"
 """Between a weight's name and that of its format."""

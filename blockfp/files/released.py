@@ -157,7 +157,7 @@ def _are_codes(tensor: Tensor) -> bool:
 
 
 class _Told(NamedTuple):
-    """What config.json beside a file says.
+    """The settings in config.json beside a file.
 
     Attributes:
         dtype: that values have; bfloat16 where it says none.

@@ -75,7 +75,7 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
 
 
 class QuantizedLinear(nnx.Linear):
-    """What `convert` makes of `flax.nnx.Linear`."""
+    """The layer that `convert` puts in place of `flax.nnx.Linear`."""
 
     recipe: Recipe
     keys: nnx.Rngs | None
@@ -87,7 +87,7 @@ class QuantizedLinear(nnx.Linear):
 
 
 class Quantized(linen.Module):
-    """What `convert` makes of a linen module: the same parameters, of which the chosen kernels are quantized."""
+    """The module that `convert` puts in place of a linen module: the same parameters, the chosen kernels quantized."""
 
     module: linen.Module
     recipe: Any

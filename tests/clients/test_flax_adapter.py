@@ -12,6 +12,8 @@ from same_trees import assert_same_tree
 import blockfp.jax as bfp
 from blockfp import recipes
 
+pytestmark = pytest.mark.usefixtures("little_optimization")
+
 X = jax.random.normal(jax.random.key(0), (4, 16, 64))
 RECIPES = ("mxfp8", "fp8_block", "nvfp4")
 

@@ -14,7 +14,10 @@ import blockfp.jax as bfp
 qwix = pytest.importorskip("qwix")
 adapter = pytest.importorskip("blockfp.jax_backend.integrations.qwix")
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax, about what qwix asks it for
+pytestmark = [
+    pytest.mark.usefixtures("little_optimization"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of flax, about what qwix asks it for
+]
 
 X = jax.random.normal(jax.random.key(0), (4, 32, 64))
 MATMUL = (((2,), (0,)), ((), ()))

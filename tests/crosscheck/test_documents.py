@@ -19,7 +19,7 @@ from blockfp.check import crosscheck
 from blockfp.formats import NAMES
 
 ROOT = Path(__file__).parents[2]
-RANKS = {"training.md": 2, "parallelism.md": 4, "experts.md": 4, "checkpoints.md": 2}
+RANKS = {"training.md": 2, "parallelism.md": 4, "reproducible.md": 4, "experts.md": 4, "checkpoints.md": 2}
 """Pages whose programs run on several processes, with a default process group."""
 
 

@@ -5,7 +5,7 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, products
+from blockfp.torch_backend.custom_ops import cuda, cuda_layouts, products
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
@@ -27,7 +27,7 @@ def main():
                 if format.square:
                     cuda.transpose(q.codes, q.scales, format, columns=shape[1])
             cuda.quantize_both(x, "nvfp4", rotate=True)
-            cuda.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
+            cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
     if torch.cuda.get_device_capability() == (9, 0):
         each_product()
     torch.cuda.synchronize()

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     import numpy as np
-    from blockfp.torch_backend.custom_ops import cuda, products
+    from blockfp.torch_backend.custom_ops import cuda_layouts, products
 
     import blockfp.torch as bfp
     from blockfp import recipes
@@ -22,7 +22,7 @@ else:
 def assert_same_bits(codes, scales, format, columns):
     """NumPy codes and scales, aligned by the kernel and by the definition."""
     wanted = alignment.align(codes, scales, format, columns=columns)
-    got, powers = cuda.align(torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda(), format, columns=columns)
+    got, powers = cuda_layouts.align(torch.from_numpy(codes).cuda(), torch.from_numpy(scales).cuda(), format, columns=columns)
     got, powers = got.cpu().numpy(), powers.cpu().numpy()
     rows, filled = codes.shape[0], -(-columns // 16) * 16
     assert got.shape == (rows, filled)
@@ -40,7 +40,7 @@ def assert_same_turned(codes, scales, format, columns):
     turned = numerics.transpose(codes, scales, format, columns=columns)
     wanted = alignment.align(*turned, format, columns=rows)
     arrays = (torch.from_numpy(x).cuda() for x in (codes, scales))
-    got, powers = (x.cpu().numpy() for x in cuda.align(*arrays, format, columns=columns, transposed=True))
+    got, powers = (x.cpu().numpy() for x in cuda_layouts.align(*arrays, format, columns=columns, transposed=True))
     assert got.shape == (columns, -(-rows // 16) * 16)
     assert powers.shape == (-(-rows // 128), -(-columns // 4) * 4)
     np.testing.assert_array_equal(powers[:, :columns].T, wanted.scales)
@@ -106,7 +106,7 @@ def test_bits_of_codes_that_begin_anywhere(format):
     room = torch.empty(rows * width + 1, dtype=torch.uint8, device="cuda")
     room[1:] = torch.from_numpy(codes).cuda()
     wanted = alignment.align(codes.reshape(rows, width), scales, format, columns=256)
-    got, powers = cuda.align(room[1:].view(rows, width), torch.from_numpy(scales).cuda(), format, columns=256)
+    got, powers = cuda_layouts.align(room[1:].view(rows, width), torch.from_numpy(scales).cuda(), format, columns=256)
     np.testing.assert_array_equal(got.cpu().numpy(), wanted.codes)
     np.testing.assert_array_equal(powers.cpu().numpy()[:, :rows].T, wanted.scales)
 
@@ -115,17 +115,17 @@ def test_bits_of_codes_that_begin_anywhere(format):
 def test_a_stack_is_aligned_matrix_by_matrix(format):
     """Of heights that are no multiple of 4 or 32."""
     q = bfp.quantize(data("outlier columns", 3 * 45, 200, 0).view(3, 45, 200), format)
-    codes, powers = cuda.align(q.codes, q.scales, q.format, columns=200)
+    codes, powers = cuda_layouts.align(q.codes, q.scales, q.format, columns=200)
     assert (codes.shape, powers.shape) == ((3, 45, 208), (3, 2, 48))
     for i in range(3):
-        alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200)
+        alone = cuda_layouts.align(q.codes[i], q.scales[i], q.format, columns=200)
         assert torch.equal(codes[i], alone[0])
         assert torch.equal(powers[i, :, :45], alone[1][:, :45])
     if q.format.square:
-        codes, powers = cuda.align(q.codes, q.scales, q.format, columns=200, transposed=True)
+        codes, powers = cuda_layouts.align(q.codes, q.scales, q.format, columns=200, transposed=True)
         assert (codes.shape, powers.shape) == ((3, 200, 48), (3, 1, 200))
         for i in range(3):
-            alone = cuda.align(q.codes[i], q.scales[i], q.format, columns=200, transposed=True)
+            alone = cuda_layouts.align(q.codes[i], q.scales[i], q.format, columns=200, transposed=True)
             assert torch.equal(codes[i], alone[0])
             assert torch.equal(powers[i], alone[1])
 
@@ -133,12 +133,12 @@ def test_a_stack_is_aligned_matrix_by_matrix(format):
 def test_refuses_what_is_not_there():
     q = bfp.quantize(torch.randn(32, 64, device="cuda"), "mxint8")
     with pytest.raises(ValueError, match="only MXFP8, MXFP6 and MXFP4"):
-        cuda.align(q.codes, q.scales, q.format, columns=64)
+        cuda_layouts.align(q.codes, q.scales, q.format, columns=64)
     q = bfp.quantize(torch.randn(32, 64, device="cuda"), "mxfp8_e4m3")
     with pytest.raises(ValueError, match="scales must be an E8M0 byte"):
-        cuda.align(q.codes, q.scales[:, :1].contiguous(), q.format, columns=64)
+        cuda_layouts.align(q.codes, q.scales[:, :1].contiguous(), q.format, columns=64)
     with pytest.raises(ValueError, match="only matrices in blocks of 32x32"):
-        cuda.align(q.codes, q.scales, q.format, columns=64, transposed=True)
+        cuda_layouts.align(q.codes, q.scales, q.format, columns=64, transposed=True)
 
 
 PAIRS = (

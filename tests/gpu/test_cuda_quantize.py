@@ -10,7 +10,7 @@ from blockfp.kernels.format_numbers import format_numbers
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import cuda
+    from blockfp.torch_backend.custom_ops import cuda, cuda_layouts
     from cuda_arrays import assert_same, to_gpu, to_numpy
 
     from blockfp.kernels import cuda_library
@@ -179,10 +179,10 @@ def test_interleave():
     rng = np.random.default_rng(0)
     for shape in ((3, 5), (2, 130, 9), (128, 4), (256, 64)):
         scales = rng.integers(0, 256, shape, dtype=np.uint8)
-        assert (to_numpy(cuda.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
+        assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales))) == layout.interleave_scales(scales)).all()
     scales = rng.integers(0, 256, (10, 7), dtype=np.uint8)
     expected = layout.interleave_scales(layout.repeat_scales(scales, 16, 150))
-    assert (to_numpy(cuda.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
+    assert (to_numpy(cuda_layouts.interleave_scales(to_gpu(scales), rows=150, repeat=16)) == expected).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

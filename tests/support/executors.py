@@ -76,7 +76,7 @@ def row(name: str, room: str, *arguments):
 
 
 def one_by_one(quantize, dequantize) -> Executor:
-    """Of functions of one array, with the arguments of `numerics.quantize` and `numerics.dequantize`."""
+    """Makes an executor of functions of one array, with the arguments of `numerics.quantize` and `numerics.dequantize`."""
     return Executor(
         lambda arrays, format, key: [quantize(x, format, key=key) for x in arrays],
         lambda parts, format, columns: {

@@ -27,10 +27,10 @@ from pathlib import Path
 from bad_files import STEP, make, samples
 
 SECONDS = 10
-"""Of a processor that a reader may take for one of these files, which have a few kilobytes; waiting, six times as many."""
+"""Seconds of a processor that a reader may take for one of these files, of a few kilobytes; waiting, six times as many."""
 
 MEMORY = 512 * 2**20
-"""What a reader may allocate beyond what the process has before it: the bound of docs/checkpoints.md."""
+"""Bytes that a reader may allocate beyond those that the process has before it: the bound of docs/checkpoints.md."""
 
 
 class Refused(Exception):

@@ -32,7 +32,7 @@ def family(name, **options):
 
 
 def load(folder, *arguments, **options):
-    """What from_pretrained gives, and that it took all that there is."""
+    """Loads by from_pretrained, and asserts that it took all that there is."""
     model, report = AutoModelForCausalLM.from_pretrained(folder, *arguments, output_loading_info=True, **options)
     assert not any(report.values()), report
     return model

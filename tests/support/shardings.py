@@ -9,7 +9,7 @@ from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, Strided
 
 @st.composite
 def shardings(draw, max_rows=90):
-    """Of a matrix, empty or not, over up to three axes and eight ranks; even or uneven, strided, replicated."""
+    """Draws shardings of a matrix, empty or not, over up to three axes and eight ranks; even or uneven, strided, replicated."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= 8))
     placements, cut = [], {0: [], 1: []}
     for size in reversed(sizes):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda, products
+from blockfp.torch_backend.custom_ops import cuda_layouts, products
 from blockfp.torch_backend.custom_ops.dtypes import name_of
 
 import blockfp.torch as bfp
@@ -72,7 +72,7 @@ def library(monkeypatch):
     monkeypatch.setattr(products, "route_on", hopper)
     monkeypatch.setattr(products, "_plan", planned)
     monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
-    monkeypatch.setattr(cuda, "library", lambda: stand_in)
+    monkeypatch.setattr(cuda_layouts, "library", lambda: stand_in)
     products._products.clear()
     yield stand_in
     products._products.clear()

@@ -34,7 +34,7 @@ from blockfp.files import manifest, untrusted
 from ..torch_internals import stored_at
 
 INDEX = ".metadata"
-"""What DCP calls the file that says what lies where."""
+"""DCP's name of the file that says what lies where."""
 
 LONGEST = 2**30
 """Bytes of an index that is read; a hundred describe a piece."""

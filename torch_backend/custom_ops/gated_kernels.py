@@ -35,7 +35,7 @@ _FORMATS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 
 """Elements and lengths of 1-D blocks, None for the whole tensor (kGatedBlock in kernels/cuda/quantize/gated.cuh)."""
 
 _agreed: dict[Any, bool] = {}
-"""Whether the kernels have PyTorch's bits, by device, dtype, activation and whether there is an up."""
+"""True where the kernels have PyTorch's bits, by device, dtype, activation and the presence of an up."""
 
 
 def plan_of(

@@ -316,7 +316,7 @@ def _quantized(rows: Tensor, row: Cast, column: Cast, multiplier: Tensor | None,
 
 
 def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
-    """What `group_rows` writes, without the table that kernels read."""
+    """Computes the outputs of `group_rows`, without the table that kernels read."""
     where = list(groups.groups_of(ends, tokens))
     words = offs.new_zeros(groups.words_for(tokens, len(ends)))
     found = [group.end for group in where] + [group.end_column for group in where]

@@ -19,7 +19,7 @@ from blockfp.formats import Format
 from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
-from . import cuda, cuda_groups
+from . import cuda, cuda_groups, cuda_layouts
 from .dequantize_plans import dequantize_parts
 from .products import Matrix, multiply_groups, route_on
 
@@ -192,7 +192,7 @@ def _aligned(x: Matrix, columns: int) -> Matrix:
     Blocks begin with a group, so each row is shifted by itself.
     """
     assert x.format is not None
-    parts = cuda.align(x.parts[0], x.parts[1], x.format, columns=columns, transposed=x.transposed)
+    parts = cuda_layouts.align(x.parts[0], x.parts[1], x.format, columns=columns, transposed=x.transposed)
     return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
 
 
@@ -209,7 +209,7 @@ def _values(x: Matrix, lines: int, columns: int | None, *, columnwise: bool) -> 
     codes, scales, *_ = x.parts
     length = _length(x) if columns is None else columns
     if groups.ordered(x.format):
-        scales = cuda.transpose_words(scales)[:lines]
+        scales = cuda_layouts.transpose_words(scales)[:lines]
     parts = [codes, scales]
     if x.format.has_tensor_scale:
         one = torch.ones((1, 1) if x.format.per_tensor else (), dtype=torch.float32, device=codes.device)

@@ -29,7 +29,7 @@ from blockfp.kernels import cuda_library, switch
 from blockfp.kernels.products import Plan, plan
 from blockfp.kernels.routes import Route, route
 
-from . import cuda, kernels
+from . import cuda, cuda_layouts, kernels
 from .blackwell_products import BLACKWELL
 from .dequantize_plans import plan_of
 from .dtypes import name_of
@@ -194,7 +194,7 @@ def _product_of(
     width, options = k, {"fast": fast_accum}
     aligned = chosen.mode == "aligned"
     if aligned:
-        formats, width = tuple(map(alignment.aligned_format, formats)), cuda.aligned_columns(k)
+        formats, width = tuple(map(alignment.aligned_format, formats)), cuda_layouts.aligned_columns(k)
         options = {"ordered": (True, True), "bands": b_format.square}
     plan = _plan(device, *formats, m, n, width, dtype, bias, **options)
     shape, strides, empty = (m, n), (n, 1), torch.empty_strided
@@ -202,8 +202,8 @@ def _product_of(
     def on_codes(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
         left, right = a.parts, b.parts
         if aligned:
-            left = cuda.align(left[0], left[1], a_format, columns=k)
-            right = cuda.align(right[0], right[1], b_format, columns=n if transposed else k, transposed=transposed)
+            left = cuda_layouts.align(left[0], left[1], a_format, columns=k)
+            right = cuda_layouts.align(right[0], right[1], b_format, columns=n if transposed else k, transposed=transposed)
         elif transposed:
             right = cuda.turned_parts(right, b_format, n)
         out = empty(shape, strides, dtype=dtype, device=device)

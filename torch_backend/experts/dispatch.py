@@ -68,7 +68,7 @@ class Received:
 
     @property
     def counts(self) -> Tensor:
-        """How many rows each of this rank's experts has, int32 [own experts]."""
+        """The number of rows of each of this rank's experts, int32 [own experts]."""
         return torch.diff(self.offs, prepend=self.offs.new_zeros(1))
 
     @outside_graphs

@@ -33,7 +33,7 @@ from .coded import columnwise, rows_of
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a call knows besides its operands.
+    """The settings of a call, besides its operands.
 
     Attributes:
         recipe: from `recipes.for_linear`.

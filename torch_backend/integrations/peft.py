@@ -126,7 +126,7 @@ class ParamWrapper(MergesCodes, peft_layers.ParamWrapper):
 
     @property
     def _transposed(self) -> bool:
-        """Whether the weight is [experts, in, out]."""
+        """True for a weight [experts, in, out]."""
         base: Any = self.get_base_layer()
         return base.transposed if isinstance(base, Experts | GroupedLinear) else getattr(base, "is_transposed", False)
 

@@ -31,7 +31,7 @@ NAME = f"{__name__.removesuffix('_merges')}.merged"
 
 
 class Merged(NamedTuple):
-    """What rounding left of one merge.
+    """Figures of one merge: the errors that rounding made.
 
     Attributes:
         name: of the quantized parameter.
@@ -69,7 +69,7 @@ class MergesCodes(peft_layers.LoraLayer):
     """A layer of PEFT's that merges into a weight that is codes, or values that will be."""
 
     _kept: tuple[list[Tensor], list[Tensor], Tensor | None] | None = None
-    """Of a merged weight: codes and scales (or values) as they were, sums of those it has now, and the bias as it was."""
+    """A merged weight's codes and scales (or values) as they were, sums of those it has now, and the bias as it was."""
 
     merged_adapters: list[str]
 

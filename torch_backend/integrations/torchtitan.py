@@ -78,7 +78,7 @@ def _cuttable(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Product(GroupedProduct, Module):
-    """What multiplies with experts' weights, as one of torchtitan's modules, which all are to be."""
+    """The product with experts' weights as one of torchtitan's modules, which all modules must be."""
 
 
 class _Cut(Module):

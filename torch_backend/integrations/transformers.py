@@ -52,7 +52,7 @@ mend_broadcast()
 __all__ = ["BlockfpConfig", "BlockfpHfQuantizer", "save_in_layout", "stream_in_layout"]
 
 METHOD = "blockfp"
-"""What config.json calls it."""
+"""The name of the method in config.json."""
 
 Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 

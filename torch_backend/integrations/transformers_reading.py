@@ -37,7 +37,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 
 PATTERN = "blockfp's, by name"
-"""What stands for the names of files' weights where transformers wants a pattern."""
+"""A pattern for transformers in place of the names of files' weights."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FromFile:
 
 @dataclass(frozen=True)
 class Released:
-    """What files hold quantized.
+    """The quantized parameters of a model's files.
 
     Attributes:
         params: by the name of the model's parameter.

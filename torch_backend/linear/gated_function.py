@@ -31,7 +31,7 @@ from .operands import weight_operand
 
 
 class Gating(NamedTuple):
-    """What stands before the layer (`custom_ops.activations`).
+    """The activation before the layer (`custom_ops.activations`).
 
     Attributes:
         activation: its name.

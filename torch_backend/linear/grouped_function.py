@@ -48,7 +48,7 @@ def ends_of(counts: Sequence[int] | None, x: Tensor) -> Tensor:
 
 
 def counts_of(offs: Tensor, x: Tensor) -> list[int]:
-    """How many rows each group has, from their ends, which the host reads.
+    """Counts the rows of each group from their ends, which the host reads.
 
     Raises:
         ValueError: ends that descend, or don't end where x does.
@@ -159,7 +159,7 @@ def record_groups(history: Tensor, amaxes: Tensor) -> None:
 
 
 def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
-    """What `second_order` reads of a context, with each group's operands apart: the host reads where they end."""
+    """Makes a context for `second_order` with each group's operands apart; the host reads where they end."""
     words, *saved = ctx.saved_tensors
     ends = words[: ctx.shape[0]].tolist()
     if ends and ends[-1] != gradient.shape[0]:

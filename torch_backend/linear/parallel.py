@@ -31,6 +31,7 @@ class Parallel:
         length: tokens of one sequence on all ranks together, of x as a DTensor; None for plain tensors, of which all ranks have
             the same number. `of` makes rows of tokens.
         reduce_format: in which the terms of a reduce-scatter travel; None for the output's own dtype.
+        splits: pieces in which what is cut is computed on all ranks together (`pieces`); None for one on each rank.
 
     Raises:
         ValueError: an unknown style.
@@ -46,6 +47,7 @@ class Parallel:
     runs: int = 1
     length: int | None = None
     reduce_format: Format | None = None
+    splits: int | None = None
 
     def __post_init__(self):
         if self.style not in get_args(Style):

@@ -33,7 +33,8 @@ from blockfp.recipes import HIGH_PRECISION, Product, Recipe
 from ..custom_ops.collectives import max_reduce_together
 from ..custom_ops.products import Matrix, multiply
 from ..sharded.shard import TensorParallelShard
-from . import outputs
+from ..sharded.tree_sum import tree_reduce
+from . import outputs, pieces
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import (
     Scaling,
@@ -69,6 +70,8 @@ class SharedFunction(torch.autograd.Function):
         observed: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         recipe, parallel = call.recipe, call.parallel
+        if parallel is not None and parallel.splits is not None:
+            pieces.check_eager()
         scaling = Scaling(recipe.eps, input_scale, input_amax_history if call.training else None, observed)
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         # The backward knows the signs that EDEN rotates by.
@@ -93,7 +96,7 @@ class SharedFunction(torch.autograd.Function):
                     kept += columns.parts
             own = added if added is None or index is None else added[index]
             fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
-            terms.append(multiply(row, w, size, own, x.dtype, fast_accum=fast, index=index, exact=exact))
+            terms.append(_multiplied("forward", row, w, size, own, x.dtype, parallel, index, fast_accum=fast, exact=exact))
             del row, columns
         if call.needs[1] and columnwise.format is None and not gathers:
             # Compilers may make it again in the backward.
@@ -101,7 +104,7 @@ class SharedFunction(torch.autograd.Function):
         y = _joined(terms) if terms else x.new_empty((0, weight.shape[-2]))
         del terms
         if parallel is not None and parallel.style == "row":
-            y = _summed_output(y, bias, counts, parallel)
+            y = _summed_output(y, bias, counts, parallel, x.dtype)
         parts = w.parts if call.needs[0] else []
         ctx.call, ctx.counts, ctx.kept, ctx.parts = call, counts, len(kept), len(parts)
         ctx.format, ctx.origin = w.format, w.origin
@@ -175,7 +178,7 @@ class SharedFunction(torch.autograd.Function):
                         x = eden_input(x, cast, scaling, None if parallel is None else parallel.cut_input, key)
                     size = (ctx.shape[-1], ctx.x_shape[0] if gathers else group.shape[0])
                     fast, exact = "wgrad" in recipe.fast_accum, recipe.exact_products
-                    each = multiply(column, x, size, None, ctx.dtype, fast_accum=fast, exact=exact)
+                    each = _multiplied(name, column, x, size, None, ctx.dtype, parallel, fast_accum=fast, exact=exact)
                     del column, x
                     each = each if overflow is None else _passing_overflow(each, overflow)
                     if d_weight is None:
@@ -187,7 +190,7 @@ class SharedFunction(torch.autograd.Function):
                     each = _dgrad(row, w, ctx, recipe, group.dtype, index)
                     d_inputs.append(each if overflow is None else _passing_overflow(each, overflow))
                     del row, each
-                    if parallel is not None and parallel.style == "column" and ctx.counts is None:
+                    if parallel is not None and parallel.style == "column" and ctx.counts is None and not parallel.splits:
                         pending_sum = outputs.begin(d_inputs.pop(), _summed_by(parallel), parallel.reduce_format)
         d_x = None
         if parallel is not None and pending_sum is not None:
@@ -196,7 +199,7 @@ class SharedFunction(torch.autograd.Function):
         elif needs_x:
             d_x = _joined(d_inputs) if d_inputs else gradient.new_empty(ctx.x_shape)
             if parallel is not None and parallel.style == "column":
-                d_x = _summed(d_x, parallel)
+                d_x = _summed(d_x, parallel, gradient.dtype)
             if carried is not None:
                 d_x = plus(d_x, taken(ctx.waiting, d_x.dtype))
         if needs_bias and parallel is None:
@@ -218,7 +221,25 @@ def _dgrad(row: Matrix, w: Matrix, ctx: Any, recipe: Recipe, dtype: torch.dtype,
         w = w._replace(transposed=True)
     size = (ctx.shape[-1], ctx.shape[-2])
     fast = "dgrad" in recipe.fast_accum
-    return multiply(row, w, size, None, dtype, fast_accum=fast, index=index, exact=recipe.exact_products)
+    exact = recipe.exact_products
+    return _multiplied("dgrad", row, w, size, None, dtype, ctx.call.parallel, index, fast_accum=fast, exact=exact)
+
+
+def _multiplied(
+    name: Product,
+    a: Matrix,
+    b: Matrix,
+    size: Sequence[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    parallel: Parallel | None,
+    index: int | None = None,
+    **options: bool,
+) -> Tensor:
+    """One of a layer's products; of a layer with pieces, what ranks have terms of comes in float32."""
+    if parallel is None or parallel.splits is None:
+        return multiply(a, b, size, bias, dtype, index=index, **options)
+    return pieces.multiply_pieces(name, a, b, size, bias, dtype, parallel, **options)
 
 
 def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
@@ -226,15 +247,19 @@ def _summed_by(parallel: Parallel) -> TensorParallelShard | str:
     return parallel.tokens if parallel.sequence else parallel.group
 
 
-def _summed(terms: Tensor, parallel: Parallel) -> Tensor:
+def _summed(terms: Tensor, parallel: Parallel, dtype: torch.dtype) -> Tensor:
     """The sum of the ranks' terms: all of it, or this rank's tokens."""
+    if parallel.splits is not None:
+        return tree_reduce(terms, parallel.group, parallel.ranks, dtype)
     to = _summed_by(parallel)
     pending = outputs.begin(terms, to, parallel.reduce_format)
-    return outputs.finish(pending, to, terms.shape[1], terms.dtype, parallel.reduce_format)
+    return outputs.finish(pending, to, terms.shape[1], dtype, parallel.reduce_format)
 
 
-def _summed_output(terms: Tensor, bias: Tensor | None, counts: Sequence[int] | None, parallel: Parallel) -> Tensor:
-    y = _summed(terms, parallel)
+def _summed_output(
+    terms: Tensor, bias: Tensor | None, counts: Sequence[int] | None, parallel: Parallel, dtype: torch.dtype
+) -> Tensor:
+    y = _summed(terms, parallel, dtype)
     if torch.compiler.is_compiling():
         # Of what a collective gives, torch 2.11 compiles no gradient; inductor leaves the copy out.
         y = y.clone()
@@ -260,6 +285,8 @@ def _passing_overflow(product: Tensor, overflow: Tensor) -> Tensor:
 
 
 def _shared_bias_gradient(gradient: Tensor, ctx: Any, parallel: Parallel) -> Tensor:
+    if parallel.splits is not None:
+        return pieces.sum_of_rows(gradient, parallel).to(ctx.bias_dtype)
     if not parallel.gathers_gradient:
         return bias_gradient(gradient, ctx.counts, ctx.bias_dtype)
     # The bias is added to this rank's tokens alone.

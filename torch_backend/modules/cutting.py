@@ -22,6 +22,7 @@ from blockfp.sharding.reducing import check_reduce_format
 
 from ..experts.dispatch import check_recipe
 from ..linear.parallel import Parallel, Style
+from ..linear.pieces import check_pieces, check_splits
 from ..quantized_tensor.geometry import Geometry
 from ..quantized_tensor.sharding import mesh_of
 from ..quantized_tensor.tensor import QuantizedTensor
@@ -42,7 +43,8 @@ class Cutter:
 
     Raises:
         TypeError: no mesh.
-        ValueError: a mesh of more axes, another sequence_dim, or a reduce_format that is none, or that nothing would use.
+        ValueError: a mesh of more axes, another sequence_dim, a reduce_format that is none, or that nothing would use; splits
+            that the ranks don't divide, or beside sequence parallelism.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Cutter:
         sequence: bool = False,
         sequence_dim: int = -2,
         reduce_format: Format | str | None = None,
+        splits: int | None = None,
     ):
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,6 +71,12 @@ class Cutter:
             raise ValueError("reduce_format is for reduce-scatters: use it with sequence_parallel=True")
         self.mesh, self.sequence, self.sequence_dim = mesh, sequence, sequence_dim
         self.group, self.ranks, self.rank = mesh.get_group().group_name, mesh.size(), mesh.get_local_rank()
+        check_splits(splits, self.ranks)
+        if splits is not None and sequence:
+            raise ValueError(
+                f"splits={splits} is not for sequence_parallel=True: gradients of norms would be sums over each rank's tokens"
+            )
+        self.splits = splits
 
     def cut(self, styles: Mapping[nn.Module, Style | None]) -> None:
         """Cuts layers, each as its style says, and norms, whose style is None. Nothing is cut before all are checked.
@@ -79,6 +88,7 @@ class Cutter:
         dims: dict[nn.Parameter, int | None] = {}
         for module, style in styles.items():
             _check(module, style)
+            self._check_splits(module, style)
             for name, dim in _dims(module, style).items():
                 parameter = getattr(module, name)
                 self._check_parameter(parameter, dim)
@@ -98,6 +108,15 @@ class Cutter:
                 module.parallel, module.data_rank = self._parallel(module, style), 0
             for name in _dims(module, style):
                 setattr(module, name, shared[getattr(module, name)])
+
+    def _check_splits(self, module: nn.Module, style: Style | None) -> None:
+        if self.splits is None or style is None:
+            return
+        weight: Any = None if isinstance(module, Experts) else module.weight
+        if weight is None or weight.ndim > 2:
+            raise ValueError(f"splits={self.splits} is for layers of one weight [out, in], got a {type(module).__name__}")
+        assert isinstance(module, QuantizedLayer)
+        check_pieces(weight.shape[_cut_dim(weight, style)], self.splits, module.linear_recipe)
 
     def _share_experts(self, experts: Experts) -> None:
         first, *_ = experts.biases
@@ -120,7 +139,15 @@ class Cutter:
         features = weight.shape[_cut_dim(weight, style)]
         reduce_format = self.reduce_format if sequence else None
         return Parallel(
-            self.group, self.ranks, self.rank, style, features, sequence, self.sequence_dim, reduce_format=reduce_format
+            self.group,
+            self.ranks,
+            self.rank,
+            style,
+            features,
+            sequence,
+            self.sequence_dim,
+            reduce_format=reduce_format,
+            splits=self.splits,
         )
 
     def _check_parameter(self, parameter: nn.Parameter, dim: int | None) -> None:

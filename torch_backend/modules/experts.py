@@ -27,7 +27,7 @@ OWN = ("biases", "transposed", "recipe", "weights", "compute", "keep_init", "par
 """The attributes that a module gets."""
 
 PRODUCT = "_product"
-"""What follows a weight's name in the name of the module that keeps its recipe's state."""
+"""The ending, behind a weight's name, of the name of the module that keeps its recipe's state."""
 
 
 class GroupedProduct(RecipeState, StatefulLayer):

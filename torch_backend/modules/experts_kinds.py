@@ -89,7 +89,7 @@ class TransformersExperts(Experts):
         return combine(y, received, top_k_weights).to(hidden_states.dtype)
 
     def _activated(self, y: Tensor) -> Tensor:
-        """What stands between the two products, of [rows, gate and up] or [rows, up]."""
+        """Runs the activation between the two products, on [rows, gate and up] or [rows, up]."""
         library: Any = sys.modules["transformers.integrations.moe"]
         name = activation_of(self.act_fn) if isinstance(getattr(self, "act_fn", None), nn.Module) else None
         if name is not None and not self.has_gate:

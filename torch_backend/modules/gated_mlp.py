@@ -74,7 +74,7 @@ def _siglip(self, hidden_states):
 
 
 class _Roles(NamedTuple):
-    """What the names in a forward stand for, as places among them; None for a role that it hasn't.
+    """The roles of the names in a forward, as places among them; None for a role that it hasn't.
 
     Attributes:
         down: the layer behind the activation.

@@ -10,6 +10,7 @@ from torch.nn.modules import module as hooks_of_all
 from ..linear.activation_function import activation
 from ..linear.gated import gated, takes
 from ..linear.gated_function import Gating
+from ..linear.pieces import in_pieces
 from .linear import Linear
 
 
@@ -22,7 +23,11 @@ def gated_product(layer: nn.Module, gate: Tensor, up: Tensor | None, gating: Gat
         gating: the activation, and where gate and up lie.
     """
     found = fused_product(layer, gate, up, gating)
-    return layer(activation(gate, up, gating)) if found is None else found
+    if found is not None:
+        return found
+    if up is not None:
+        return layer(activation(gate, up, gating))
+    return layer(in_pieces(lambda piece: activation(piece, None, gating), gate, getattr(layer, "parallel", None)))
 
 
 def fused_product(layer: Any, gate: Tensor, up: Tensor | None, gating: Gating) -> Tensor | None:

@@ -19,7 +19,7 @@ from .quantized_layer import QuantizedLayer
 from .transposed_linear import TransposedLinear
 
 Kind = type[Linear] | type[TransposedLinear] | type[Experts]
-"""What a layer becomes."""
+"""The class that a layer becomes."""
 
 HOOKS_THAT_MAKE_WEIGHTS = ("WeightNorm", "SpectralNorm", "BasePruningMethod")
 """Names of torch's hooks that compute a weight of other parameters before each forward."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from blockfp.recipes import Compute, Recipe
 
+from ..linear.pieces import in_pieces
 from ..quantized_tensor.dtensors import from_local, to_local
 from ..quantized_tensor.sharding import mesh_of
 from .linear import Linear
@@ -69,14 +70,16 @@ class MultiheadAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns [batch, tokens, features] for x [batch, tokens, features]."""
+        return self.out(in_pieces(self._attend, self.qkv(x), self.qkv.parallel))
+
+    def _attend(self, projected: Tensor) -> Tensor:
         shared = self.heads // self.key_value_heads
-        projected = self.qkv(x)
         # As many heads as the rows of this rank's part of the weight; torch's attention takes no DTensors of them everywhere.
         groups = to_local(projected).unflatten(-1, (-1, shared + 2, self.head_features))
         query, key, value = (each.flatten(-3, -2).transpose(-3, -2) for each in groups.split((shared, 1, 1), -2))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=shared > 1)
         attended = attended.transpose(-3, -2).flatten(-2)
-        return self.out(from_local(attended, mesh_of(projected), getattr(projected, "placements", ())))
+        return from_local(attended, mesh_of(projected), getattr(projected, "placements", ()))
 
     def extra_repr(self) -> str:
         shared = "" if self.key_value_heads == self.heads else f", key_value_heads={self.key_value_heads}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Module = TypeVar("Module", bound=nn.Module)
 Styles = dict[nn.Module, Style | None]
-"""Of each layer; None of norms."""
+"""Each layer's style; None for norms."""
 
 
 def parallelize(
@@ -39,6 +39,7 @@ def parallelize(
     sequence_parallel: bool = False,
     sequence_dim: int = -2,
     reduce_format: Format | str | None = None,
+    splits: int | None = None,
 ) -> Module:
     """Cuts the weights of a module over a tensor-parallel mesh, in place, and makes its layers work together on it.
 
@@ -68,6 +69,9 @@ def parallelize(
         sequence_dim: their axis, -2 of [batch, tokens, features] or 0 of [tokens, batch, features].
         reduce_format: a format in which the terms of reduce-scatters travel, see `blockfp.sharding.reducing`; None sends them
             in their own dtype.
+        splits: in how many pieces, on all ranks together, what ranks cut is computed, each by itself: a power of two that the
+            ranks divide. Every mesh whose ranks divide it then gives the same bits (`Reproducible`). None computes what a rank
+            has at once, as fast as it can.
 
     Returns:
         The module.
@@ -77,7 +81,9 @@ def parallelize(
         ValueError: a mesh of more axes, a missing or unfit style, a pattern that fits nothing, a module with nothing to cut,
             heads that the ranks don't divide, another sequence_dim, attention with its tokens on axis 0, a weight that is cut
             already, that layers of two styles share, or that a module has too which stays as it is; with sequence parallelism
-            a class derived from torch's norms, or experts alone, whose tokens are sent to them. The module is as it was then.
+            a class derived from torch's norms, or experts alone, whose tokens are sent to them; splits that the ranks, the
+            heads or a layer's blocks don't divide, of experts, of layers in a mapping, or beside sequence parallelism. The
+            module is as it was then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -88,7 +94,12 @@ def parallelize(
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if not isinstance(style, (str, Mapping, NoneType)):
         raise TypeError(f"style must be one, such as 'column', or a mapping from paths to styles, got {type(style).__name__}")
-    cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format)
+    cutter = Cutter(tp_mesh, sequence=sequence_parallel, sequence_dim=sequence_dim, reduce_format=reduce_format, splits=splits)
+    if splits is not None and isinstance(style, Mapping):
+        raise ValueError(
+            f"splits={splits} is for a TransformerLayer, MultiheadAttention, LayerNormMLP, LayerNormLinear, for models of "
+            "these and for one Linear: what stands between the layers named in style isn't known to compute in pieces"
+        )
     if isinstance(module, QuantizedLayer | Experts):
         if isinstance(style, Mapping):
             raise ValueError(f"style of a {type(module).__name__} must be one, such as 'column' or 'row', got {style}")
@@ -131,6 +142,8 @@ def _own_styles(module: nn.Module, cutter: Cutter) -> Styles | None:
         heads = module.key_value_heads
         if heads % cutter.ranks:
             raise ValueError(f"tp_mesh: {cutter.ranks} ranks can't share {heads} heads of keys and values evenly")
+        if heads % (cutter.splits or 1):
+            raise ValueError(f"splits={cutter.splits}: {heads} heads of keys and values are not so many equal pieces")
         if cutter.sequence and cutter.sequence_dim == 0:
             raise ValueError("sequence_dim=0: attention takes [batch, tokens, features], so it must be -2")
         return {module.qkv: "column", module.out: "row"}

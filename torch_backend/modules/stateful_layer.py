@@ -35,9 +35,11 @@ class StatefulLayer(RecipeLayer):
         parallel: how a tensor-parallel group shares the layer, from `parallelize`; or None.
         stateful: whether the recipe keeps state in buffers.
         data_rank: this rank's number in the mesh that `fully_shard` got, of a layer that draws random bits; otherwise 0.
+        keyed_by_unit: whether `rng_key` is that of a unit of the batch (`Reproducible`), into which no rank is folded.
     """
 
     compute: Compute
+    keyed_by_unit = False
 
     def __init__(self, recipe: Recipe | str, compute: Compute):
         # Not what the next class would do: torch.nn.Linear, where a layer is one, makes parameters of its own.
@@ -143,7 +145,7 @@ class StatefulLayer(RecipeLayer):
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
         history, scale, gradient_history, gradient_scale, key, step = [buffers[name] for name in _STATE]
-        rank = 0 if key is None else data_rank(self.data_rank)
+        rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
         return LinearState(history, scale, gradient_history, gradient_scale, key, step, rank, self.observed)
 
     def reset_buffers(self) -> None:

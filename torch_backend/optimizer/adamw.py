@@ -330,7 +330,7 @@ def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
 # ---- state dicts
 
 _OWN = ("moments", "master", "capturable", "osci_reset")
-"""How this optimizer keeps its state, which nothing that is loaded changes."""
+"""The settings of how state is kept, which nothing that is loaded changes."""
 
 
 def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:

@@ -42,7 +42,7 @@ _TRANSIENT = 1 << 26
 
 Tables = dict[torch.device, Table]
 Arrays = tuple[Any, ...]
-"""Of a parameter: `step_table.ARRAYS`, and constants and step number where the device alone knows them."""
+"""A parameter's `step_table.ARRAYS`, and constants and step number where the device alone knows them."""
 
 
 def carry_out(todo: list[LocalParameter], key: tuple[int, int], tables: Tables) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _agreed: WeakSet[Any] = WeakSet()
-"""What FSDP2 keeps of each parameter (`FSDPParam`) on whose kind all ranks agree."""
+"""FSDP2's own entries (`FSDPParam`) for parameters on whose kind all ranks agree."""
 
 
 def agree_before_gather() -> None:

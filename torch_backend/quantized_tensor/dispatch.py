@@ -1,4 +1,4 @@
-"""Looks a torch operation on a `QuantizedTensor` up in the op table, which `optable` and `filling` fill, and carries it out."""
+"""Looks a torch operation on a `QuantizedTensor` up in the op table, which its neighbours fill, and carries it out."""
 
 from __future__ import annotations
 

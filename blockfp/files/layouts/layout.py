@@ -50,7 +50,7 @@ class Layout(ABC):
 
     @abstractmethod
     def configs(self, model: Contents) -> dict[str, dict[str, Any]]:
-        """What belongs into JSON files of the folder, by their names."""
+        """Returns the content of the folder's JSON files, by their names."""
 
     def trouble(self, weight: Weight) -> str | None:
         """The reason why the layout can't hold these very scales, or None; reads them."""
@@ -89,7 +89,7 @@ def write_layout(known: Layout, model: Contents, folder: Path, file_bytes: int |
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
-    """What a JSON file beside a model's file holds, or nothing."""
+    """Reads a JSON file beside a model's file; {} where there is none."""
     if path.suffix not in (".safetensors", ".json"):
         return {}
     try:

@@ -1,0 +1,74 @@
+"""Codes and scales laid out as the products of a GPU read them: MX with a scale for 128 elements; turned, interleaved."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from blockfp.definition.bits import Array
+from blockfp.formats import Format
+from blockfp.kernels.cuda_library import library
+from blockfp.kernels.format_numbers import format_numbers
+
+from .cuda import check_beside, strides_of
+
+
+def aligned_columns(columns: int) -> int:
+    """The columns of what `align` makes of so many."""
+    return -(-columns // 16) * 16
+
+
+def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
+    """The codes and scales of MX matrices, shifted to one scale for 128 elements, as the library's product takes them.
+
+    Args:
+        codes: uint8 [.., rows, bytes].
+        scales: uint8 E8M0.
+        format: MXFP8, MXFP6 or MXFP4.
+        columns: of a matrix.
+        transposed: whether the transposed matrices are wanted; in blocks of 32x32.
+
+    Returns:
+        Codes uint8 [.., rows, `aligned_columns`] with zeros at the end, and scales float32 [.., ceil(columns / 128), rows
+        filled up to a multiple of 4], rows and columns exchanged if transposed; the values are those of `alignment.align`.
+    """
+    if scales.device != codes.device:
+        check_beside(codes, "codes", scales=scales)
+    shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
+    out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
+    powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
+    library().align(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
+    return out, powers
+
+
+@lru_cache(maxsize=4096)
+def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
+    """The shapes of what `align` gives, codes and scales, and the numbers that the library wants."""
+    *leading, rows, _ = codes
+    element, block_rows, *_ = format_numbers(Format.parse(format))
+    lines, length = (columns, rows) if transposed else (rows, columns)
+    grid = (*leading, -(-length // 128), -(-lines // 4) * 4)
+    return (*leading, lines, aligned_columns(length)), grid, (element, block_rows, columns, transposed)
+
+
+def transpose_words(x: Array) -> Array:
+    """[columns, rows] of x [rows, columns] with four bytes an element: fp32 scales, as some matrix units want them."""
+    out = x.new_empty((x.shape[1], x.shape[0]))
+    library().transpose(x.contiguous(), out, 32, *x.shape)
+    return out
+
+
+def interleave_scales(scales: Array, *, rows: int | None = None, repeat: int = 1) -> Array:
+    """One-byte scales padded and in tensor-core order; see `layout.interleave_scales`.
+
+    Args:
+        scales: uint8 [..., m, n].
+        rows: rows of the operand; m by default.
+        repeat: rows of the operand that share a row of scales (16 for 16x16 blocks).
+    """
+    m, n = scales.shape[-2:]
+    lines = m if rows is None else rows
+    out = scales.new_empty((*scales.shape[:-2], -(-lines // 128) * -(-n // 4) * 512))
+    library().interleave(scales.contiguous(), out, lines, repeat)
+    return out

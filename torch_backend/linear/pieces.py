@@ -1,0 +1,206 @@
+"""Products of a layer that is cut over ranks, computed in a fixed number of pieces, so that no mesh changes a bit.
+
+A library may add the terms of a product in another order where its operands have other lengths. So the axis that ranks cut is
+divided into `Parallel.splits` pieces, whatever the number of ranks, and each piece is a product of its own, of operands that
+lie alike on every mesh:
+
+            forward             dgrad               wgrad
+    column  pieces of columns   terms of pieces     pieces of rows
+    row     terms of pieces     pieces of columns   pieces of columns
+
+Terms are fp32. They are added in a fixed tree, over a rank's own and then over the ranks, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from blockfp.definition import layout
+from blockfp.formats import WHOLE_ROW, Format
+from blockfp.recipes import Product, Recipe
+
+from ..custom_ops.products import Matrix, multiply
+from ..quantized_tensor.dtensors import from_local, to_local
+from ..quantized_tensor.sharding import mesh_of
+from ..quantized_tensor.tensor import QuantizedTensor
+from ..sharded.tree_sum import tree_sum
+from .parallel import Parallel
+
+Axis = Literal["rows", "columns", "contracted"]
+
+_AXES: dict[tuple[str, Product], Axis] = {
+    ("column", "forward"): "columns",
+    ("column", "dgrad"): "contracted",
+    ("column", "wgrad"): "rows",
+    ("row", "forward"): "contracted",
+    ("row", "dgrad"): "columns",
+    ("row", "wgrad"): "columns",
+}
+"""The axis of each product that the ranks cut."""
+
+
+def check_splits(splits: int | None, ranks: int) -> None:
+    """Raises ValueError unless an axis can be cut into so many pieces for so many ranks; None is no pieces."""
+    if splits is None:
+        return
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1 or splits & (splits - 1) or splits % ranks:
+        raise ValueError(
+            f"splits must be a power of two that the {ranks} ranks of tp_mesh divide, such as {1 << (ranks - 1).bit_length()}, "
+            f"got {splits!r}"
+        )
+
+
+def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
+    """Raises ValueError unless pieces of the axis that is cut are equally long, and whole blocks of the recipe's formats."""
+    formats = [cast.format for cast in _casts(recipe) if cast.format is not None and cast.format.block is not None]
+    whole = max((side for format in formats for side in format.block or () if side != WHOLE_ROW), default=1)
+    if features % (splits * whole):
+        raise ValueError(
+            f"splits={splits}: {features} features are not {splits} pieces of whole blocks of {recipe}; they must be a "
+            f"multiple of {splits * whole}, or splits smaller"
+        )
+
+
+def check_eager() -> None:
+    """Raises NotImplementedError where a compiler traces."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("a layer with splits is not compiled: compilers join what is computed in pieces")
+
+
+def _casts(recipe: Recipe) -> list[Any]:
+    operands = ("input", "weight", "gradient")
+    return [getattr(recipe, operand + way) for operand in operands for way in ("", "_columnwise")]
+
+
+def multiply_pieces(
+    name: Product,
+    a: Matrix,
+    b: Matrix,
+    size: Sequence[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    parallel: Parallel,
+    *,
+    fast_accum: bool,
+    exact: bool,
+) -> Tensor:
+    """Computes a product of `multiply` piece by piece.
+
+    Args:
+        name: which product it is.
+        a, b, size, bias, dtype, fast_accum, exact: as for `multiply`.
+        parallel: of the layer, with `splits`.
+
+    Returns:
+        The product in `dtype`; where ranks have terms of it, this rank's in float32.
+    """
+    assert parallel.splits is not None
+    axis, count = _AXES[parallel.style, name], parallel.splits // parallel.ranks
+    a, b = _parts(a), _parts(b)
+    (n, k), options = size, {"fast_accum": fast_accum, "exact": exact}
+    if axis == "contracted":
+        lengths = _piece(k, count)
+        terms = [
+            multiply(_wide(_cut(a, 1, i, lengths)), _wide(_cut(b, 1, i, lengths)), (n, lengths), None, torch.float32, **options)
+            for i in range(count)
+        ]
+        return tree_sum(torch.stack(terms))
+    if axis == "rows":
+        length = _piece(_rows(a), count)
+        return torch.cat([multiply(_cut(a, 0, i, length), _whole(b), (n, k), None, dtype, **options) for i in range(count)])
+    length = _piece(n, count)
+    biases = [None] * count if bias is None else bias.split(length)
+    pieces = [multiply(_whole(a), _cut(b, 0, i, length), (length, k), own, dtype, **options) for i, own in enumerate(biases)]
+    return torch.cat(pieces, 1)
+
+
+def in_pieces(function: Callable[[Tensor], Tensor], x: Tensor, parallel: Parallel | None) -> Tensor:
+    """Applies a function to x [.., features of this rank] piece by piece, if the layer that x comes from or goes to has pieces.
+
+    Each piece, and the gradient of what it becomes, lies in memory of its own. So the function computes the same on every mesh.
+    """
+    if parallel is None or parallel.splits is None:
+        return function(x)
+    check_eager()
+    mesh, placements = mesh_of(x), getattr(x, "placements", ())
+    pieces = _Divided.apply(to_local(x), parallel.splits // parallel.ranks)
+    return from_local(_Joined.apply(*map(function, pieces)), mesh, placements)
+
+
+def sum_of_rows(x: Tensor, parallel: Parallel) -> Tensor:
+    """Returns the sum over the rows of x [rows, columns], whose columns the ranks cut if the layer is a column."""
+    assert parallel.splits is not None
+    count = parallel.splits // parallel.ranks if parallel.style == "column" else 1
+    return torch.cat([piece.contiguous().sum(0) for piece in x.chunk(count, 1)])
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in x.chunk(count, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return torch.cat(gradients, -1), None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
+        ctx.count = len(pieces)
+        return torch.cat(pieces, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        return tuple(piece.clone(memory_format=torch.contiguous_format) for piece in gradient.chunk(ctx.count, -1))
+
+
+def _piece(length: int, count: int) -> int:
+    assert length % count == 0, "`check_pieces` sees to it"
+    return length // count
+
+
+def _parts(x: Matrix) -> Matrix:
+    """A matrix of parts, of one whose weight is one tensor."""
+    if not x.is_one_tensor:
+        return x
+    weight: Any = x.parts[0]
+    assert isinstance(weight, QuantizedTensor)
+    parts = [weight.codes, weight.scales] + ([] if weight.tensor_scale is None else [weight.tensor_scale])
+    return x._replace(parts=parts)
+
+
+def _rows(x: Matrix) -> int:
+    return x.parts[0].shape[0]
+
+
+def _whole(x: Matrix) -> Matrix:
+    """Values lie in memory of their own, as those of a piece do."""
+    return x if x.format is not None else x._replace(parts=[x.parts[0].contiguous()])
+
+
+def _wide(x: Matrix) -> Matrix:
+    """Values as a CPU multiplies them without rounding the terms to their dtype."""
+    return x if x.format is not None or x.parts[0].is_cuda else x._replace(parts=[x.parts[0].float()])
+
+
+def _cut(x: Matrix, dim: int, index: int, length: int) -> Matrix:
+    """Takes piece `index` of a matrix [size, contracted] along an axis; pieces begin and end with blocks."""
+    dim = 1 - dim if x.transposed else dim
+    codes, first = x.parts[0], index * length
+    if x.format is None:
+        return x._replace(parts=[codes.narrow(dim, first, length).contiguous()])
+    scales, *tensor_scale = x.parts[1:]
+    codes = codes.narrow(dim, *(_packed(x.format, at) if dim else at for at in (first, length)))
+    block = x.format.block
+    if block is not None and block[dim] != WHOLE_ROW:
+        scales = scales.narrow(dim, first // block[dim], length // block[dim])
+    return x._replace(parts=[codes.contiguous(), scales.contiguous(), *tensor_scale], origin=(0, 0))
+
+
+def _packed(format: Format, columns: int) -> int:
+    return layout.packed_columns(columns, format.element.bits)

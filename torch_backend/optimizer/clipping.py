@@ -1,0 +1,133 @@
+"""`clip_grad_norm_`: gradients clipped by a norm that is the same bits however they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..quantized_tensor import sharding
+from ..torch_internals import functional_collectives as collectives
+
+_CHUNK = 1 << 22
+"""Elements whose squares are in memory at once."""
+
+_INF = 0x7F800000
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Scales gradients in place so that the 2-norm of all of them together is at most `max_norm`.
+
+    It is `torch.nn.utils.clip_grad_norm_` with a norm that no sharding changes. Squares are exact in float64, and those of a
+    parameter are added as integers, in units that its largest gradient sets. Integer sums have no order. In a parameter of a
+    million elements each square loses less than 2^-80 of the largest. The parameters' sums are added in their order.
+
+    Args:
+        parameters: one, or several, plain or DTensors; those without a gradient are left out. Every rank gives them alike.
+        max_norm: the largest norm that is left as it is.
+        error_if_nonfinite: whether a norm that is not finite raises, instead of going into the gradients.
+
+    Returns:
+        The norm before, float32 ().
+
+    Raises:
+        RuntimeError: the norm isn't finite, and `error_if_nonfinite` says so. The gradients are as they were.
+
+    Example:
+        >>> weight = torch.zeros(4, requires_grad=True)
+        >>> weight.grad = torch.full((4,), 2.0)
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(4.)
+        >>> weight.grad
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+    with_gradient = [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    if not with_gradient:
+        return torch.zeros(())
+    gradients = [_local_gradient(parameter) for parameter in with_gradient]
+    norm = _squares(with_gradient, gradients).sum().sqrt()
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, and error_if_nonfinite=True")
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm.float()
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return sharding.local_of(parameter.grad)
+
+
+def _squares(parameters: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    """The sum of squares of each parameter's gradient, float64 [parameters], on the first one's device."""
+    # Those that lie alike on one mesh are reduced together.
+    alike: dict[object, list[int]] = {}
+    for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        mesh, placements = sharding.mesh_of(parameter), getattr(parameter, "placements", ())
+        alike.setdefault((mesh, placements, gradient.device), []).append(i)
+    found: list[Tensor] = [gradients[0]] * len(parameters)
+    for numbers in alike.values():
+        first = parameters[numbers[0]]
+        largest = _reduced(first, torch.stack([_largest(gradients[i]) for i in numbers]), "max")
+        # 2^exponent is above the largest magnitude.
+        exponents = ((largest >> 23) - 126).to(torch.int64)
+        bits = [_bits(parameters[i].numel()) for i in numbers]
+        sums = torch.stack([_sums(gradients[i], e, b) for i, e, b in zip(numbers, exponents, bits, strict=True)])
+        sums = _reduced(first, sums, "sum").to(torch.float64)
+        for place, (i, b) in enumerate(zip(numbers, bits, strict=True)):
+            total = (sums[place, 0] + sums[place, 1] * 2.0**-b) * _power(2 * exponents[place] - b)
+            finite = torch.where(largest[place] > _INF, torch.nan, torch.inf)
+            found[i] = torch.where(largest[place] < _INF, total, finite.to(total.dtype)).to(gradients[0].device)
+    return torch.stack(found)
+
+
+def _reduced(parameter: Tensor, values: Tensor, op: str) -> Tensor:
+    """Reduces values ("max" or "sum") over the mesh axes that cut a parameter, on their own device."""
+    dtensor, device = sharding.as_dtensor(parameter), values.device
+    if dtensor is None:
+        return values
+    mesh = dtensor.device_mesh
+    # Gradients that FSDP2 keeps on the CPU belong to groups that may speak to GPUs only.
+    values = values.to(mesh.device_type)
+    for axis, placement in enumerate(dtensor.placements):
+        if not placement.is_replicate():
+            sent = collectives.all_reduce(values.contiguous(), op, mesh.get_group(axis).group_name)
+            values = collectives.wait_tensor(sent)
+    return values.to(device)
+
+
+def _largest(gradient: Tensor) -> Tensor:
+    """The largest magnitude as fp32 bits, int32 (): NaN is above Inf."""
+    if gradient.numel() == 0:
+        return torch.zeros((), dtype=torch.int32, device=gradient.device)
+    pieces = [piece.float().abs().view(torch.int32).max() for piece in _chunks(gradient)]
+    return torch.stack(pieces).max()
+
+
+def _bits(elements: int) -> int:
+    """How many bits a square has, so that the sum of so many stays below 2^62."""
+    return 62 - (max(elements, 1) - 1).bit_length()
+
+
+def _sums(gradient: Tensor, exponent: Tensor, bits: int) -> Tensor:
+    """Sums of the leading and the next `bits` bits of the squares, counted from 2^(2 * exponent): int64 [2]."""
+    total = torch.zeros(2, dtype=torch.int64, device=gradient.device)
+    power = _power(bits - 2 * exponent)
+    for piece in _chunks(gradient):
+        square = piece.to(torch.float64).square() * power
+        leading = square.floor()
+        rest = ((square - leading) * 2.0**bits).floor()
+        total += torch.stack([leading.to(torch.int64).sum(), rest.to(torch.int64).sum()])
+    return total
+
+
+def _chunks(gradient: Tensor) -> tuple[Tensor, ...]:
+    return gradient.reshape(-1).split(_CHUNK) if gradient.numel() else ()
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^exponent, exactly: float64, from its bits."""
+    return ((exponent + 1023) << 52).view(torch.float64)

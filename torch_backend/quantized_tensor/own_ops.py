@@ -1,0 +1,122 @@
+"""blockfp's own operations on a `QuantizedTensor`: its values, and the products that layers have with a weight in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockfp.formats import Format
+
+from ..custom_ops import grouped_ops, linear_ops, ops, products
+from ..custom_ops.dequantize_plans import dequantize_parts
+from ..custom_ops.library import is_real
+from ..custom_ops.products import Matrix
+from .dispatch import implements
+from .geometry import COPIED
+from .tensor import QuantizedTensor
+
+
+@implements(ops.dequantize_tensor)
+def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    if q.geometry.copied is not None:
+        raise RuntimeError(COPIED)
+    if is_real(q.codes):
+        return dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
+    return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
+
+
+@implements(products.weight_product)
+def _weight_product(
+    a: Sequence[Tensor],
+    a_format: str | None,
+    weight: QuantizedTensor,
+    format: str,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast_accum: bool = False,
+    columnwise: bool = False,
+    index: int | None = None,
+    a_origin: Sequence[int] = (0, 0),
+    exact: bool = False,
+) -> Tensor:
+    _check_format(weight, Format.parse(format))
+    if not is_real(weight.codes):
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact)
+        return products.product(a, a_format, weight.parts, format, n, k, *options)
+    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
+    right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
+    return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
+
+
+@implements(linear_ops.linear_backward)
+def _linear_backward(
+    gradient: Tensor,
+    x: Sequence[Tensor],
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    amax: Tensor | None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    casts: str,
+    needs_x: bool,
+    needs_weight: bool,
+    columns: int,
+    dtype: torch.dtype,
+    origin: Sequence[int],
+) -> list[Tensor]:
+    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
+    run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
+    parts = (weight.codes, weight.scales, weight.tensor_scale)
+    # `origin` is that of a plain weight.
+    options = (needs_x, needs_weight, columns, dtype, weight.origin)
+    return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
+
+
+def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
+    if weight.format is not format:
+        raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+
+
+@implements(grouped_ops.forward)
+def _grouped_forward(
+    x: Tensor,
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    offs: Tensor,
+    bias: Tensor | None,
+    multiplier: Tensor | None,
+    casts: str,
+    keep: bool,
+) -> list[Tensor]:
+    return grouped_ops.forward(x, *_experts(weight, casts), offs, bias, multiplier, casts, keep)
+
+
+@implements(grouped_ops.backward)
+def _grouped_backward(
+    gradient: Tensor,
+    words: Tensor,
+    x: Sequence[Tensor],
+    weight: QuantizedTensor,
+    scales: None,
+    tensor_scale: None,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    casts: str,
+    *options: Any,
+) -> list[Tensor]:
+    return grouped_ops.backward(gradient, words, list(x), *_experts(weight, casts), multiplier, keys, casts, *options)
+
+
+def _experts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The parts of a weight of groups, whose matrices are whole."""
+    _check_format(weight, linear_ops.recipe_of(casts).weight.format)
+    if weight.origin != (0, 0):
+        raise ValueError(f"weights of groups must be whole matrices, and these begin at {weight.origin}")
+    return weight.codes, weight.scales, weight.tensor_scale
