@@ -45,12 +45,17 @@ TINY = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attenti
 """Options that make a model small, for tests."""
 
 
-def make_model(contender: str, device: torch.device, options: argparse.Namespace) -> nn.Module:
-    """The adapted model in bfloat16, its decoder layers' weights as the contender keeps them."""
-    sizes: dict[str, Any] = {**TINY, "vocab_size": 128, "num_local_experts": 4} if options.tiny else {}
+def config_of(options: argparse.Namespace) -> GptOssConfig:
+    """The model's shapes: gpt-oss-20b's, or a few thousand parameters."""
+    sizes: dict[str, Any] = {**TINY, "vocab_size": 128, "num_local_experts": 4} if options.tiny else {"num_local_experts": 32}
     kinds = ["sliding_attention", "full_attention"] * (options.layers // 2 + 1)
     shape = {"num_hidden_layers": options.layers, "layer_types": kinds[: options.layers], "use_cache": False}
-    config = GptOssConfig(**sizes, **shape, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return GptOssConfig(**sizes, **shape, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def make_model(contender: str, device: torch.device, options: argparse.Namespace) -> nn.Module:
+    """The adapted model in bfloat16, its decoder layers' weights as the contender keeps them."""
+    config = config_of(options)
     torch.manual_seed(0)
     with torch.device(device):
         model = GptOssForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="eager")

@@ -349,7 +349,8 @@ def qat(weight: Format | str, input: Format | str | None = None, *, eps: float =
     if casts[0].format is None:
         raise TypeError("weight must be a Format or its name, got None")
     name = f"qat({', '.join(str(cast.format) for cast in casts if cast.format)})"
-    return Recipe(name, casts[1], casts[0], *[HIGH_PRECISION] * 4, eps=eps)
+    rest = (HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION, HIGH_PRECISION)
+    return Recipe(name, casts[1], casts[0], *rest, eps=eps)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

@@ -187,12 +187,12 @@ def fsdp_module(param: Any) -> nn.Module:
     return param._module_info.module
 
 
-def fsdp_params(module: nn.Module) -> list[list[Any]]:
+def fsdp_params(module: Any) -> list[list[Any]]:
     """FSDP2's records of the parameters that it shards for a module, by group. There is no public list of them."""
     return [list(group.fsdp_params) for group in _fsdp_groups(module)]
 
 
-def fsdp_reduce_scatters(module: nn.Module) -> list[Any]:
+def fsdp_reduce_scatters(module: Any) -> list[Any]:
     """What `set_custom_reduce_scatter` has set, or FSDP2's own, by group. It can be set and not asked for."""
     return [group._reduce_scatter_comm for group in _fsdp_groups(module)]
 
@@ -281,7 +281,8 @@ def mend_broadcast() -> None:
     """
     from torch.distributed.checkpoint import state_dict
 
-    original: Callable[..., None] = state_dict._broadcast_state_dict
+    private: Any = state_dict
+    original: Callable[..., None] = private._broadcast_state_dict
     if hasattr(original, "__wrapped__"):
         return
 
@@ -291,4 +292,4 @@ def mend_broadcast() -> None:
         if cpu_offload:
             local.update({name: value.cpu() for name, value in local.items() if isinstance(value, Tensor)})
 
-    state_dict._broadcast_state_dict = broadcast
+    private._broadcast_state_dict = broadcast

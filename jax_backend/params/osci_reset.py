@@ -60,8 +60,8 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
             raise TypeError(
                 f"osci_reset wraps adamw, adam or with_masters(..), whose state has masters, got {type(inner).__name__}"
             )
-        paths = [map_with_path(_new_path, params, inner.masters) for _ in range(2)]
-        return OsciResetState(jnp.zeros((), jnp.int32), *paths, inner)
+        master_paths, quantized_paths = (map_with_path(_new_path, params, inner.masters) for _ in range(2))
+        return OsciResetState(jnp.zeros((), jnp.int32), master_paths, quantized_paths, inner)
 
     def update(gradients, state: OsciResetState, params=None, **extra):
         updates, inner = optimizer.update(gradients, state.inner, params, **extra)
@@ -72,16 +72,21 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
         def one(path: str, param, before, new, update: Replacement, *paths):
             if not is_quantized(param):
                 return new, *paths
-            quantized = [dequantize_params(q.without_carrier(), jnp.float32) for q in (param, update.value)]
+            codes: list[Any] = [param, update.value]
+            quantized = [dequantize_params(q.without_carrier(), jnp.float32) for q in codes]
             moves = zip(paths, (before, quantized[0]), (new, quantized[1]), strict=True)
-            longer = [jnp.where(within, oscillation.lengthen(*each, begins), each[0]) for each in moves]
-            reset = ends & oscillation.oscillates(*longer, how.threshold)
-            return jnp.where(reset, quantized[1], new), *longer
+            master_path, quantized_path = (
+                jnp.where(within, oscillation.lengthen(path, old, now, begins), path) for path, old, now in moves
+            )
+            reset = ends & oscillation.oscillates(master_path, quantized_path, how.threshold)
+            return jnp.where(reset, quantized[1], new), master_path, quantized_path
 
         trees = (state.inner.masters, inner.masters, updates, state.master_paths, state.quantized_paths)
         done = map_with_path(one, params, *trees)
-        masters, *paths = (map_with_path(lambda _, param, each, i=i: each[i], params, done) for i in range(3))
-        return updates, OsciResetState(step, *paths, MasterState(masters, inner.inner))
+        masters, master_paths, quantized_paths = (
+            map_with_path(lambda _, param, each, i=i: each[i], params, done) for i in range(3)
+        )
+        return updates, OsciResetState(step, master_paths, quantized_paths, MasterState(masters, inner.inner))
 
     return Optimizer(init, update)
 

@@ -39,3 +39,16 @@ def rows(rank):
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_contender_runs(world):
     gloo.run(world, __file__, "rows", timeout=240)
+
+
+def test_shapes_are_those_of_gpt_oss_20b():
+    """transformers' own defaults are those of the model of 117 billion."""
+    from transformers import GptOssForCausalLM
+
+    sys.path.append(str(BENCHMARKS))
+    sys.modules.pop("ranks", None)
+    import lora_gpu
+
+    with torch.device("meta"):
+        model = GptOssForCausalLM(lora_gpu.config_of(lora_gpu.arguments([])))
+    assert sum(param.numel() for param in model.parameters()) == 20_914_757_184

@@ -26,7 +26,8 @@ def split(entry: Entry, apart: Apart) -> dict[str, Entry]:
     """Returns the entries that one becomes; each is to be read once."""
     meta = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name), device="meta")
     shapes = {name: tuple(part.shape) for name, part in apart(entry.name, meta).items()}
-    read = _at_once(lambda: apart(entry.name, entry.read()))
+    values: Any = entry.read
+    read = _at_once(lambda: apart(entry.name, values()))
     return {name: Entry(name, entry.dtype, shape, read(name)) for name, shape in shapes.items()}
 
 
@@ -58,9 +59,11 @@ def turned(weight: Weight) -> Weight:
     format, factor = weight.format, weight.tensor_scale
 
     def whole() -> dict[str, Tensor]:
-        parts = [weight.codes.read(), weight.scales.read()]
+        codes, scales = torch.as_tensor(weight.codes.read()), torch.as_tensor(weight.scales.read())
         scale = None if factor is None else torch.as_tensor(factor.read())
-        q = QuantizedTensor.from_parts(*parts, scale, format=format, columns=weight.shape[-1], dtype=torch.float32).mT
+        q: Any = QuantizedTensor.from_parts(
+            codes, scales, scale, format=format, columns=weight.shape[-1], dtype=torch.float32
+        ).mT
         return {"codes": q.codes, "scales": q.scales}
 
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2])

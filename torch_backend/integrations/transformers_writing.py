@@ -134,7 +134,8 @@ class _Names:
             ValueError: they have it together with other tensors of the model, or, of codes and scales, otherwise than end to
                 end, or as matrices that lie on each other.
         """
-        for conversion in self.converters:
+        converters: list[Any] = self.converters
+        for conversion in converters:
             if conversion.rename_source_key(name)[1] is None:
                 continue
             others = [operation for operation in conversion.operations if type(operation) not in (Chunk, SplitModulelist)]
@@ -155,7 +156,10 @@ def _weight(name: str, q: QuantizedTensor) -> Weight:
 
 
 def _of_numpy(weight: Weight) -> Weight:
-    codes, scales, *factor = (replace(part, read=lambda part=part: _entry("", part.read()).read()) for part in weight.parts)
+    def as_numpy(part: Any) -> Any:
+        return replace(part, read=lambda: _entry("", part.read()).read())
+
+    codes, scales, *factor = map(as_numpy, weight.parts)
     return replace(weight, codes=codes, scales=scales, tensor_scale=factor[0] if factor else None)
 
 

@@ -68,9 +68,9 @@ class Flips:
         self._before = now
         self._frequency = oscillation.frequency(self._frequency, flipped, momentum)
         above, mean = self._frequency > threshold, self._frequency.mean(dtype=torch.float64)
-        counts = torch.stack([changed.sum(), flipped.sum(), above.sum()]).tolist()
+        changes, flips, oscillating = torch.stack([changed.sum(), flipped.sum(), above.sum()]).tolist()
         elements = now.numel()
-        return Oscillation(number, self.path, elements, *counts[:2], float(mean) if elements else 0.0, counts[2])
+        return Oscillation(number, self.path, elements, changes, flips, float(mean) if elements else 0.0, oscillating)
 
     def _codes(self) -> tuple[Format, Tensor]:
         """Returns the weight's format, and the places of its codes in the order of their values, int8."""

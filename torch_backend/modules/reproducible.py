@@ -83,8 +83,7 @@ class Reproducible:
             return []
         from torch.distributed.fsdp import FSDPModule
 
-        modules = self.model.named_modules()
-        sharded: list[tuple[str, Any]] = [(path, module) for path, module in modules if isinstance(module, FSDPModule)]
+        sharded: list[tuple[str, Any]] = [each for each in self.model.named_modules() if isinstance(each[1], FSDPModule)]
         for path, module in sharded:
             for other in fsdp_reduce_scatters(module):
                 if not isinstance(other, UnitReduction) and not type(other).__module__.startswith("torch."):

@@ -112,9 +112,9 @@ class _Measured:
         self.transposed = bool(getattr(module, "transposed", base_kind(module) is TransposedLinear))
         weight = module.weight
         local = weight.values if isinstance(weight, CastWeight) else weight
-        codes = local.detach() if isinstance(local, QuantizedTensor) else None
+        codes: Any = local.detach() if isinstance(local, QuantizedTensor) else None
         values: Any = local.detach()
-        if codes is not None:
+        if isinstance(local, QuantizedTensor) and codes is not None:
             values = codes.dequantize() if local.initial is None else local.initial.to(codes.device, codes.dtype)
         self.codes, self.values = codes, values.mT.contiguous() if self.transposed else values
         self.sums: dict[tuple[str, str], Tensor] = {}

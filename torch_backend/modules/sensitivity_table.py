@@ -117,7 +117,7 @@ class Sensitivity:
 
     def __str__(self) -> str:
         header = ("layer", "recipe", "parameters", "input dB", "weight dB", "gradient dB", "change of loss")
-        lines = [header]
+        lines: list[tuple[str, ...]] = [header]
         for one in self.layers:
             figures = [_text(value, ".1f") for value in (one.input, one.weight, one.gradient)]
             lines.append((one.path, one.recipe, f"{one.parameters:,}", *figures, _text(one.loss_change, "+.3e")))

@@ -56,7 +56,7 @@ class Windows:
             for path, old, new in zip(paths, before, (master, quantized), strict=True):
                 path.copy_(oscillation.lengthen(path, old, new, place == 1))
             if place == how.window:
-                master[:] = quantized.where(oscillation.oscillates(*paths, how.threshold), master)
+                master[:] = quantized.where(oscillation.oscillates(paths[0], paths[1], how.threshold), master)
 
 
 def _values(one: LocalParameter) -> Tensor:

@@ -119,8 +119,9 @@ def _formats(layers: dict[str, Layer], changes: dict[str, Recipe]) -> list[tuple
 
 def _check_layer(path: str, layer: Layer, recipe: Recipe) -> None:
     where = f"{path!r}, with recipe {layer.recipe}," if path else f"the layer, with recipe {layer.recipe},"
+    compute: Any = layer.compute
     try:
-        recipes.for_linear(recipe, layer.compute)
+        recipes.for_linear(recipe, compute)
     except ValueError as error:
         raise ValueError(f"{path!r}: {error}") from error
     if layer.parallel is not None:
