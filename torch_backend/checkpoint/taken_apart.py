@@ -61,7 +61,9 @@ def turned(weight: Weight) -> Weight:
     def whole() -> dict[str, Tensor]:
         codes, scales = torch.as_tensor(weight.codes.read()), torch.as_tensor(weight.scales.read())
         scale = None if factor is None else torch.as_tensor(factor.read())
-        q: Any = QuantizedTensor.from_parts(codes, scales, scale, format=format, columns=weight.shape[-1], dtype=torch.float32).mT
+        q: Any = QuantizedTensor.from_parts(
+            codes, scales, scale, format=format, columns=weight.shape[-1], dtype=torch.float32
+        ).mT
         return {"codes": q.codes, "scales": q.scales}
 
     shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2])
