@@ -198,6 +198,7 @@ def fsdp_reduce_scatters(module: Any) -> list[Any]:
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's groups of parameters of a module, each reduced together; torch 2.11 has one."""
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportCallIssue]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 from array_api_compat import array_namespace
 
 from ..formats import E4M3, Format
-from . import bits, scaling
+from . import bits, layout, scaling
 from .bits import Array
+from .checks import check_input
 from .decoding import magnitude_bits, scaled
 from .layout import Materialize
 from .rounding import round_to_element
@@ -103,3 +104,31 @@ def _sums(errors: Array) -> tuple[Array, Array]:
         total = bits.add(total[..., :rows, :], total[..., rows:, :])
     total = total[..., 0, :]
     return total[0], total[1]
+
+
+def members(x: Array, format: Format | str, *, origin: tuple[int, int] = (0, 0)) -> Array:
+    """The magnitudes of the elements of each block of x: what ranks exchange of blocks whose elements decide their scale.
+
+    Args:
+        x, format, origin: as for `numerics.amax`.
+
+    Returns:
+        int32 fp32 bits, [*shape of the scales, elements of a block], row by row, zero where x has no element; NaN as it is.
+    """
+    check_input(x)
+    format = Format.parse(format)
+    if format.block is None or format.per_row:
+        raise ValueError(f"format must be one in blocks, got {format}")
+    phase = (origin[0] % format.block[0], origin[1] % format.block[1])
+    split = layout.split_blocks(bits.from_float(x) & bits.MAGNITUDE, format.block, phase)
+    xp = array_namespace(split)
+    axes = (*range(split.ndim - 3), split.ndim - 2, split.ndim - 3, split.ndim - 1)
+    return xp.permute_dims(split, axes).reshape((*(split.shape[axis] for axis in axes[:-2]), format.block[0] * format.block[1]))
+
+
+def members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
+    """What `members` gives, laid out as `layout.split_blocks` does."""
+    xp = array_namespace(members)
+    *grid, _ = members.shape
+    axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)
+    return xp.permute_dims(members.reshape((*grid, *block)), axes)

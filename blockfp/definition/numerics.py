@@ -48,7 +48,7 @@ class Amax(NamedTuple):
         blocks: int32 fp32 bits, the shape of the scales; NaN ignored.
         nan: int32, 1 where the block holds a NaN; None where the element format has a NaN of its own.
         tensor: int32 fp32 bits, shape (), for two-level formats; else None.
-        members: of `members`, where a block's elements decide its scale and some of them are on other ranks; else None.
+        members: of `four_over_six.members`, where elements that decide a block's scale are on other ranks; else None.
     """
 
     blocks: Array
@@ -92,25 +92,6 @@ def _amax(pattern: Array, format: Format, origin: Origin) -> Amax:
     return Amax(blocks, nan, tensor)
 
 
-def members(x: Array, format: Format | str, *, origin: Origin = (0, 0)) -> Array:
-    """The magnitudes of the elements of each block of x: what ranks exchange of blocks whose elements decide their scale.
-
-    Args:
-        x, format, origin: as for `amax`.
-
-    Returns:
-        int32 fp32 bits, [*shape of the scales, elements of a block], row by row, zero where x has no element; NaN as it is.
-    """
-    check_input(x)
-    format = Format.parse(format)
-    if format.block is None or format.per_row:
-        raise ValueError(f"format must be one in blocks, got {format}")
-    split = layout.split_blocks(bits.from_float(x) & bits.MAGNITUDE, format.block, _phase(format, origin))
-    xp = array_namespace(split)
-    axes = (*range(split.ndim - 3), split.ndim - 2, split.ndim - 3, split.ndim - 1)
-    return xp.permute_dims(split, axes).reshape((*(split.shape[axis] for axis in axes[:-2]), format.block[0] * format.block[1]))
-
-
 def check_members(amax: Amax, format: Format) -> None:
     """Raises ValueError where an amax has members that don't fit its blocks, or a format that doesn't ask for any."""
     if amax.members is None:
@@ -121,14 +102,6 @@ def check_members(amax: Amax, format: Format) -> None:
     expected = (*amax.blocks.shape, format.block[0] * format.block[1])
     if tuple(amax.members.shape) != expected:
         raise ValueError(f"amax.members of {format} must have shape {expected}, got {tuple(amax.members.shape)}")
-
-
-def _members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
-    """What `members` gives, laid out as `layout.split_blocks` does."""
-    xp = array_namespace(members)
-    *grid, _ = members.shape
-    axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)
-    return xp.permute_dims(members.reshape((*grid, *block)), axes)
 
 
 def _largest(x: Array, axes: tuple[int, ...]) -> Array:
@@ -228,7 +201,7 @@ def _scales(
             if amax.members is None:
                 magnitude = layout.split_blocks(pattern & bits.MAGNITUDE, format.block, phase)
             else:
-                magnitude = _members_in_blocks(amax.members, format.block)
+                magnitude = four_over_six.members_in_blocks(amax.members, format.block)
             of_tensor = (tensor_amax, multiplier, tensor_scale)
             stored = four_over_six.scales(amax.blocks, *of_tensor, magnitude, format, materialize)
         else:

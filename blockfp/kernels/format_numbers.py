@@ -20,6 +20,7 @@ def format_numbers(format: Format) -> tuple[int, int, int, int]:
     return ELEMENTS[format.element.name], rows, columns, RULES[format.scale.name]
 
 
+@cache
 def stored_numbers(format: Format) -> tuple[int, int, int, int]:
     """`format_numbers` of the format that is stored alike: 4-over-6 is NVFP4 once its scales are chosen.
 

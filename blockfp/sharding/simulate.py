@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..definition import eden, numerics
+from ..definition import eden, four_over_six, numerics
 from ..definition.bits import Array
 from ..definition.layout import pack, swap_matrix, unpack
 from ..definition.numerics import Amax, Quantized
@@ -167,7 +167,9 @@ def _quantize(step: Quantize, world: list[Local], options: _Options) -> list[Loc
     regions = sharding.regions
     amaxes = [numerics.amax(local.values, format, origin=region.origin) for local, region in zip(world, regions, strict=True)]
     if step.straddles and format.scale.four_over_six:
-        members = [numerics.members(x.values, format, origin=region.origin) for x, region in zip(world, regions, strict=True)]
+        members = [
+            four_over_six.members(x.values, format, origin=region.origin) for x, region in zip(world, regions, strict=True)
+        ]
         amaxes = [amax._replace(members=own) for amax, own in zip(amaxes, members, strict=True)]
     for straddle in step.straddles:
         amaxes = _reduce_straddling(step, straddle, amaxes)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import eden, layout, numerics
+from blockfp.definition import eden, four_over_six, layout, numerics
 from blockfp.definition.layout import swap_matrix
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rotation import rotate
@@ -115,7 +115,7 @@ def _quantize(step: Quantize, local: Local, options: Options) -> Local:
     amax = numerics.amax(buffer, format) if whole is None else None
     if step.straddles and format.scale.four_over_six:
         assert amax is not None
-        amax = amax._replace(members=numerics.members(buffer, format))
+        amax = amax._replace(members=four_over_six.members(buffer, format))
     for straddle in step.straddles:
         assert amax is not None
         amax = _reduce_straddling(step, straddle, amax)

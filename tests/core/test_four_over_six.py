@@ -70,7 +70,7 @@ def test_it_errs_less_than_plain_nvfp4():
 def test_members_are_the_elements_of_each_block(name, origin):
     x = sample("special", (2, 21, 37))
     format = Format.parse(name)
-    members = numerics.members(x, format, origin=origin)
+    members = four_over_six.members(x, format, origin=origin)
     assert members.shape == (*layout.scales_shape(x.shape, format, origin), format.block[0] * format.block[1])
     given = numerics.amax(x, format, origin=origin)._replace(members=members)
     for with_members, own in zip(
@@ -93,7 +93,7 @@ def test_a_part_of_a_block_with_all_its_members_takes_the_scale_of_the_whole(nam
             parts = np.split(whole, [cut], axis)
             origins = [(0, 0), (0, cut) if axis else (cut, 0)]
             found = [numerics.amax(x, format, origin=o) for x, o in zip(parts, origins, strict=True)]
-            members = [numerics.members(x, format, origin=o) for x, o in zip(parts, origins, strict=True)]
+            members = [four_over_six.members(x, format, origin=o) for x, o in zip(parts, origins, strict=True)]
             if cut % block:
                 for field in ("blocks", "nan", "members"):
                     of = members if field == "members" else [getattr(amax, field) for amax in found]
@@ -110,7 +110,7 @@ def test_a_part_of_a_block_with_all_its_members_takes_the_scale_of_the_whole(nam
 def test_members_that_do_not_fit_are_refused():
     x = np.ones((16, 32), np.float32)
     given = numerics.amax(x, NAMES[1])
-    members = numerics.members(x, NAMES[1])
+    members = four_over_six.members(x, NAMES[1])
     with pytest.raises(
         ValueError, match=r"amax\.members of nvfp4_4over6_16x16 must have shape \(1, 2, 256\), got \(1, 2, 16\)"
     ):
@@ -118,7 +118,7 @@ def test_members_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"amax\.members is for formats whose blocks choose between scales, got nvfp4"):
         numerics.quantize(x, "nvfp4", amax=numerics.amax(x, "nvfp4")._replace(members=members))
     with pytest.raises(ValueError, match="format must be one in blocks, got fp8_e4m3"):
-        numerics.members(x, "fp8_e4m3")
+        four_over_six.members(x, "fp8_e4m3")
 
 
 def test_products_of_few_digits_are_rounded_once():

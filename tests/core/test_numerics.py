@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
-from blockfp.definition import decoding, numerics
+from blockfp.definition import decoding, four_over_six, numerics
 from blockfp.formats import ELEMENTS, FORMATS, Format
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -140,7 +140,7 @@ def test_a_window_is_part_of_the_whole(format, origin):
         grid = (slice(row // r, -(-(row + 45) // r)), slice(column // c, -(-(column + 72) // c)))
         cut = full._replace(blocks=full.blocks[grid], nan=None if full.nan is None else full.nan[grid])
         if format.scale.four_over_six:
-            cut = cut._replace(members=numerics.members(whole, format)[grid])
+            cut = cut._replace(members=four_over_six.members(whole, format)[grid])
     q = numerics.quantize(window, format, key=5, origin=origin, shape=whole.shape, amax=cut)
     y = numerics.dequantize(*q, format, "float32", columns=72, origin=origin)
     want = numerics.dequantize(*expected, format, "float32", columns=290)[row : row + 45, column : column + 72]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from samples import DTYPES, KINDS, all_patterns, sample
 
-from blockfp.definition import numerics
+from blockfp.definition import four_over_six, numerics
 from blockfp.formats import FORMATS, Format
 from blockfp.kernels.format_numbers import format_numbers
 
@@ -73,7 +73,7 @@ def test_blocks_that_choose_between_scales(format):
             for options in ({}, {"key": 5}, {"origin": (5, 3), "shape": (300, 400)}):
                 expected = numerics.quantize(x, format, **options)
                 assert_same(cuda.quantize(g, format, **options), expected, f"{format} {kind} {dtype} {options}")
-            amaxes = numerics.amax(x, format)._replace(members=numerics.members(x, format))
+            amaxes = numerics.amax(x, format)._replace(members=four_over_six.members(x, format))
             given = numerics.Amax(*(torch.tensor(np.asarray(a), device="cuda") for a in amaxes))
             assert_same(cuda.quantize(g, format, amax=given), numerics.quantize(x, format), f"{format} {kind} {dtype} amax")
             expected = numerics.quantize(x, format)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import eden, numerics
-from blockfp.definition.rounding import gradient_key
+from blockfp.definition.rounding import fold_in, gradient_key
 
 KEY = torch.tensor([3, -5], dtype=torch.int32)
 WORDS = (3, (1 << 32) - 5)
@@ -124,7 +124,7 @@ def test_grouped_layers_rotate_each_group_by_its_own_signs():
     x, gradient = values((200, 64), 0), values((200, 48), 1)
     layer(x, torch.tensor([140, 60])).backward(gradient)
     for group, (first, last) in enumerate(((0, 140), (140, 200))):
-        key = gradient_key(tuple_key(layer), 1, group=group)
+        key = gradient_key(first_key(layer), 1, group=group)
         turned = (np.ascontiguousarray(t[first:last].numpy().T) for t in (gradient, x))
         a, b = (
             torch.from_numpy(
@@ -137,10 +137,8 @@ def test_grouped_layers_rotate_each_group_by_its_own_signs():
         torch.testing.assert_close(layer.weight.grad[group].double(), a @ b.mT, rtol=1e-5, atol=1e-4)
 
 
-def tuple_key(layer):
+def first_key(layer):
     """The key of the layer's first step on rank 0."""
-    from blockfp.definition.rounding import fold_in
-
     return fold_in(fold_in(tuple(int(word) & 0xFFFFFFFF for word in layer.rng_key), 0), 0)
 
 

@@ -21,6 +21,7 @@ SWITCHES = [
     ("fp8_delayed", "mxfp4"),
     ("mxfp6", "fp8_delayed"),
     ("fp8_block", "fp8_row"),
+    ("nvfp4_4over6", "nvfp4_eden"),
 ]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockfp.definition import layout, numerics
+from blockfp.definition import four_over_six, layout
 from blockfp.definition.numerics import Amax
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
@@ -55,7 +55,7 @@ def _part_amaxes_fake(x: Tensor, format: str, columnwise: bool, rotate: bool, or
 
 @impl(part_members)
 def _part_members(x: Tensor, format: str, columnwise: bool, rotate: bool, origin: list[int]) -> Tensor:
-    found = numerics.members(_encoded(x, columnwise, rotate), format, origin=(origin[0], origin[1]))
+    found = four_over_six.members(_encoded(x, columnwise, rotate), format, origin=(origin[0], origin[1]))
     return found.clone(memory_format=torch.contiguous_format)
 
 

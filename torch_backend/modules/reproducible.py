@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from blockfp.definition.rounding import threefry2x32
@@ -26,7 +25,6 @@ from .unit_gradients import Progress, UnitReduction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
 
 
 class Reproducible:
@@ -79,7 +77,7 @@ class Reproducible:
         for layer in self._layers:
             layer.keyed_by_unit = True
 
-    def _attach(self) -> list[tuple[FSDPModule, UnitReduction]]:
+    def _attach(self) -> list[tuple[Any, UnitReduction]]:
         """Makes the gradients of each FSDP module come to a reduction of its own."""
         if not dist.is_available():
             return []
@@ -209,6 +207,9 @@ class Reproducible:
         return loss.div_(self.units)
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _power(number: int) -> bool:
     return number > 0 and not number & (number - 1)
 
@@ -231,7 +232,7 @@ def _check_modules(model: nn.Module) -> None:
         what = None
         if isinstance(module, DistributedDataParallel):
             what = "DistributedDataParallel sums over its ranks itself: use fully_shard"
-        elif isinstance(module, _BatchNorm):
+        elif isinstance(module, _BATCH_NORMS):
             what = "its statistics are those of a rank's own batches: use a norm of single tokens"
         elif isinstance(module, StatefulLayer) and module.linear_recipe.delayed is not None:
             what = f"the scales of {module.recipe} are those of all batches that a rank has seen: use current or block scaling"

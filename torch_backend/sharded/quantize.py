@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from blockfp.definition import numerics
+from blockfp.definition import four_over_six
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.rounding import Key
 from blockfp.formats import Format
@@ -58,7 +58,7 @@ def quantize_weights(shards: Sequence[WeightShard]) -> list[Quantized]:
         if shard.step.reduces:
             amaxes = list(kernels_for(shard.values).amax(shard.values, shard.step.format, origin=shard.step.origins[0]))
             if shard.step.sends_members:
-                amaxes[3] = numerics.members(shard.values, shard.step.format, origin=shard.step.origins[0])
+                amaxes[3] = four_over_six.members(shard.values, shard.step.format, origin=shard.step.origins[0])
             exchange.add(amaxes, shard.step, shard.groups)
         found.append(amaxes)
     exchange.run()
