@@ -24,8 +24,9 @@ from ..custom_ops.key_ops import gradient_keys
 from ..custom_ops.operand_ops import part_count
 from ..custom_ops.products import Matrix, multiply
 from ..linear.linear import LinearState
-from ..linear.operands import Scaling, columnwise_weight, quantized, weight_operand
+from ..linear.operands import Scaling, quantized
 from ..linear.parallel import Parallel
+from ..linear.weight_operands import columnwise_weight, weight_operand
 from ..quantized_tensor.tensor import QuantizedTensor
 from . import at_once
 from .coded import columnwise, rows_of

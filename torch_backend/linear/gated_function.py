@@ -27,7 +27,7 @@ from ..torch_internals import apply_of
 from .call import Call
 from .delayed import record
 from .linear_function import NO_STATE, LinearFunction, layer_backward, taken_apart
-from .operands import weight_operand
+from .weight_operands import weight_operand
 
 
 class Gating(NamedTuple):

@@ -25,8 +25,9 @@ from blockfp.recipes import HIGH_PRECISION
 from ..custom_ops import grouped_ops
 from .call import Call, keys_of_gradient
 from .delayed import record
-from .operands import apart, weight_operand
+from .operands import apart
 from .second_order import backward_with_graph, plus, save_for_graph, taken
+from .weight_operands import weight_operand
 
 
 def takes(call: Call, observed: Tensor | None) -> bool:

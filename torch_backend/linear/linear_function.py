@@ -26,8 +26,9 @@ from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
-from .operands import Scaling, amax_where_compiled, quantized, weight_operand
+from .operands import Scaling, amax_where_compiled, quantized
 from .second_order import backward_with_graph, cast_again, plus, taken
+from .weight_operands import weight_operand
 
 NO_STATE = (None,) * 7
 

@@ -27,7 +27,8 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from ..custom_ops import ops
 from ..torch_internals import DelayedError, current_graph_task
 from .call import Call, bias_gradient, groups_of, keys_of_gradient
-from .operands import Scaling, columnwise_weight, eden_input, kept_inputs, quantized, weight_operand
+from .operands import Scaling, eden_input, kept_inputs, quantized
+from .weight_operands import columnwise_weight, weight_operand
 
 
 def save_for_graph(

@@ -39,17 +39,16 @@ from .call import Call, bias_gradient, groups_of, keys_of_gradient
 from .operands import (
     Scaling,
     apart,
-    columnwise_weight,
     eden_input,
     gathered_gradient,
     gathered_input,
     kept_inputs,
     quantized,
     regathered_input,
-    weight_operand,
 )
 from .parallel import Parallel
 from .second_order import backward_with_graph, plus, save_for_graph, taken, without_derivative
+from .weight_operands import columnwise_weight, weight_operand
 
 
 class SharedFunction(torch.autograd.Function):
