@@ -167,7 +167,10 @@ def add(a: Array, b: Array) -> Array:
     larger, exponent, high, low = _aligned(a, b)
     total = high + low
     carry = total >> 27
-    return xp.where(larger > INFINITY, NAN, fp32(total, exponent + carry, 26 + carry))
+    exponent = exponent + carry
+    # `fp32` wraps where a number above 2^128 has ones alone and rounds up.
+    result = xp.where(exponent > 127, INFINITY, fp32(total, at_most(exponent, 127), 26 + carry))
+    return xp.where(larger > INFINITY, NAN, result)
 
 
 def distance(a: Array, b: Array) -> Array:
@@ -212,9 +215,7 @@ def _inverse(significand: Array) -> Array:
 
 def fp32(significand: Array, exponent: Array, point: int | Array = 23) -> Array:
     """fp32 bits of significand / 2^point * 2^exponent, rounded once to nearest even; overflow gives Inf."""
-    # 127 is the largest exponent whose rounding up doesn't wrap.
-    rounded = round_nearest(significand, at_most(exponent, 127), 23, -126, point)
-    return array_namespace(exponent).where(exponent > 127, INFINITY, rounded)
+    return at_most(round_nearest(significand, at_most(exponent, 128), 23, -126, point), INFINITY)
 
 
 def round_nearest(significand: Array, exponent: Array, mantissa_bits: int, emin: int, point: int | Array = 23) -> Array:
