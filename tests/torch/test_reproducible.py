@@ -211,15 +211,15 @@ def test_units_that_do_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("inside", "message"),
+    ("make", "message"),
     [
-        (bfp.Linear(32, 32, recipe="fp8_delayed"), "inner, a Linear, .*fp8_delayed"),
-        (nn.BatchNorm1d(4), "inner, a BatchNorm1d, .*statistics"),
+        (lambda: bfp.Linear(32, 32, recipe="fp8_delayed"), "inner, a Linear, .*fp8_delayed"),
+        (lambda: nn.BatchNorm1d(4), "inner, a BatchNorm1d, .*statistics"),
     ],
 )
-def test_modules_that_remember_batches(inside, message):
+def test_modules_that_remember_batches(make, message):
     with pytest.raises(ValueError, match=message):
-        bfp.Reproducible(nn.ModuleDict({"inner": inside}), 4)
+        bfp.Reproducible(nn.ModuleDict({"inner": make()}), 4)
 
 
 def test_units_that_draw_or_differ():
