@@ -53,7 +53,7 @@ def little_optimization(request, monkeypatch):
 
     def options(*arguments, **named):
         made = original(*arguments, **named)
-        # XLA's newer generator of fused loops, which takes a third of the time of compiling. From JAX 0.11 on there is no other.
+        # XLA's newer generator of fused loops, a third of the time of compiling. From JAX 0.11 on there is no other.
         if jax.__version_info__ < (0, 11):
             made.env_option_overrides = [*made.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
         return made
