@@ -182,18 +182,13 @@ def fsdp_place(param: Any) -> tuple[nn.Module, str]:
     return param._module_info.module, param._module_info.param_name
 
 
-def fsdp_module(param: Any) -> nn.Module:
-    """The module of the parameter of one of FSDP2's records."""
-    return param._module_info.module
-
-
 def fsdp_params(module: Any) -> list[list[Any]]:
     """FSDP2's records of the parameters that it shards for a module, by group. There is no public list of them."""
     return [list(group.fsdp_params) for group in _fsdp_groups(module)]
 
 
 def fsdp_reduce_scatters(module: Any) -> list[Any]:
-    """What `set_custom_reduce_scatter` has set, or FSDP2's own, by group. It can be set and not asked for."""
+    """The reduce-scatters of FSDP2's groups: its own, or those of `set_custom_reduce_scatter`, which can't be asked."""
     return [group._reduce_scatter_comm for group in _fsdp_groups(module)]
 
 
@@ -212,7 +207,7 @@ def shard_dim(param: Any) -> int:
 
 
 class Reduced(NamedTuple):
-    """What FSDP2 reduces together.
+    """The gradients that FSDP2 reduces together.
 
     Attributes:
         params: its records of the parameters that have a gradient, in the order of the buffer.
@@ -228,7 +223,7 @@ class Reduced(NamedTuple):
 
 
 def reduced_together(frame: FrameType) -> Reduced | None:
-    """What lies in the buffer that FSDP2 hands to a reduce-scatter, by the frame that calls it; None where FSDP2 doesn't call.
+    """Finds the gradients in the buffer of a reduce-scatter by the frame that calls it; None where that isn't FSDP2's.
 
     `set_custom_reduce_scatter` is public. What it sets is told of one flat buffer, where only parameters with a gradient lie.
     """

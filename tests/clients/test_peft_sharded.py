@@ -13,6 +13,7 @@ from blockfp.torch_backend.integrations.peft import merged, register
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from documented import run_documented
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_models import EXPERTS, LATENT, SIZES
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -28,16 +29,10 @@ import blockfp.torch as bfp
 from blockfp import recipes
 
 STEPS = 20
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-DEEPSEEK = {
-    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+DEEPSEEK = LATENT | {
     "n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 96, "first_k_dense_replace": 1,
 }  # fmt: skip
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # As NVFP4 models are released: blocks of 16 along a row.
 NVFP4 = recipes.nvfp4().replace(weight=recipes.Cast(bfp.Format.parse("nvfp4")))
 MODELS = {

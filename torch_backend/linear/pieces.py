@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from blockfp.definition import layout
+from blockfp.definition.recipe import DIRECTIONS, OPERANDS
 from blockfp.formats import WHOLE_ROW, Format
 from blockfp.recipes import Product, Recipe
 
@@ -56,8 +57,9 @@ def check_splits(splits: int | None, ranks: int) -> None:
 
 def check_pieces(features: int, splits: int, recipe: Recipe) -> None:
     """Raises ValueError unless pieces of the axis that is cut are equally long, and whole blocks of the recipe's formats."""
-    formats = [cast.format for cast in _casts(recipe) if cast.format is not None and cast.format.block is not None]
-    whole = max((side for format in formats for side in format.block or () if side != WHOLE_ROW), default=1)
+    formats = [recipe.cast(operand, direction).format for operand in OPERANDS for direction in DIRECTIONS]
+    blocks = [format.block for format in formats if format is not None and format.block is not None]
+    whole = max((side for block in blocks for side in block if side != WHOLE_ROW), default=1)
     if features % (splits * whole):
         raise ValueError(
             f"splits={splits}: {features} features are not {splits} pieces of whole blocks of {recipe}; they must be a "
@@ -69,11 +71,6 @@ def check_eager() -> None:
     """Raises NotImplementedError where a compiler traces."""
     if torch.compiler.is_compiling():
         raise NotImplementedError("a layer with splits is not compiled: compilers join what is computed in pieces")
-
-
-def _casts(recipe: Recipe) -> list[Any]:
-    operands = ("input", "weight", "gradient")
-    return [getattr(recipe, operand + way) for operand in operands for way in ("", "_columnwise")]
 
 
 def multiply_pieces(

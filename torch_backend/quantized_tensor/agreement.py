@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from blockfp.recipes import Recipe
 
 from ..custom_ops.collectives import max_reduce
-from ..torch_internals import frame_above, fsdp_module, fsdp_name, fsdp_param, gathered_together, renew_fsdp_param
+from ..torch_internals import frame_above, fsdp_name, fsdp_param, fsdp_place, gathered_together, renew_fsdp_param
 from .sharding import local_of, mesh_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _refuse_smaller_mesh(param: Any) -> None:
 
 
 def _kind(param: Any) -> str:
-    recipe = recipe_of(fsdp_module(param))
+    recipe = recipe_of(fsdp_place(param)[0])
     return kind_of(param.sharded_param) + (f", recipe {recipe}" if recipe else "")
 
 
