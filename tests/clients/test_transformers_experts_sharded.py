@@ -166,8 +166,9 @@ def test_fsdp_and_expert_parallelism_train_and_reshard(tmp_path):
     ],
 )
 def test_what_cannot_be_cut_is_refused(case, message):
+    experts = bfp.convert(experts_of(family("Mixtral")), case if case == "fp8_delayed" else "mxfp8")
+
     def cut(rank):
-        experts = bfp.convert(experts_of(family("Mixtral")), case if case == "fp8_delayed" else "mxfp8")
         mesh = init_device_mesh("cpu", (1,))
         if case == "twice":
             bfp.parallelize(experts, mesh, "experts")

@@ -212,12 +212,8 @@ def gpt2_step(rank, recipe, weights):
 
 
 def converted_gpt2(recipe, weights):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**WORDS, n_embd=64, n_layer=1, n_head=4, n_positions=32)).eval()
-    # Ranks are threads, with one generator.
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.linspace(-0.1, 0.1, param.numel()).sin().mul(40).sin().mul(0.05).view(param.shape))
+    with threaded.seeded(0):
+        model = GPT2LMHeadModel(GPT2Config(**WORDS, n_embd=64, n_layer=1, n_head=4, n_positions=32)).eval()
     return bfp.convert(model, recipe, filter_fn=lambda path, layer: path != "lm_head", weights=weights)
 
 

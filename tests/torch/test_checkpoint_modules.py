@@ -1,7 +1,6 @@
 """blockfp's own layers in checkpoints: real steps under FSDP2, everything a recipe keeps, weights in high precision."""
 
 import math
-import threading
 
 import pytest
 import threaded
@@ -18,21 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import blockfp.torch as bfp
 from blockfp.errors import BadCheckpoint
 
-_one_at_a_time = threading.Lock()
-
-
-def seeded(seed, make):
-    """Calls `make` after seeding; ranks that are threads share torch's generator."""
-    with _one_at_a_time:
-        torch.manual_seed(seed)
-        return make()
-
 
 def model_of(recipe, seed, device=None, **options):
     options |= {"recipe": recipe, "device": device}
-    return seeded(
-        seed, lambda: nn.Sequential(bfp.Linear(48, 160, **options), nn.GELU(), bfp.LayerNormLinear(160, 33, **options))
-    )
+    with threaded.seeded(seed):
+        return nn.Sequential(bfp.Linear(48, 160, **options), nn.GELU(), bfp.LayerNormLinear(160, 33, **options))
 
 
 def shard(model, mesh):
@@ -120,7 +109,8 @@ def test_high_precision_weights_are_plain_and_can_be_requantized(tmp_path):
 
 
 def _experts(rank, folder, recipe):
-    layer, other = (seeded(seed, lambda: bfp.GroupedLinear(5, 32, 24, recipe=recipe)) for seed in range(2))
+    with threaded.seeded(0):
+        layer, other = (bfp.GroupedLinear(5, 32, 24, recipe=recipe) for _ in range(2))
     whole = {name: value.clone() for name, value in layer.state_dict().items()}
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("fsdp",))
     fully_shard(layer, mesh=mesh)
@@ -137,7 +127,8 @@ def test_experts(recipe, tmp_path):
 
 
 def transformer(seed, recipe):
-    return seeded(seed, lambda: bfp.TransformerLayer(64, 96, 4, recipe=recipe))
+    with threaded.seeded(seed):
+        return bfp.TransformerLayer(64, 96, 4, recipe=recipe)
 
 
 def _tensor_parallel(rank, folder, recipe, sequence_parallel):
@@ -244,7 +235,8 @@ def test_requantizing_between_recipes(theirs, tmp_path):
     """Buffers that only one of two recipes has stay as they are; a weight in fp32 is its own master."""
 
     def layer_of(recipe):
-        return seeded(0, lambda: nn.Linear(64, 64) if recipe is None else bfp.Linear(64, 64, recipe=recipe))
+        torch.manual_seed(0)
+        return nn.Linear(64, 64) if recipe is None else bfp.Linear(64, 64, recipe=recipe)
 
     layer = layer_of(theirs)
     optimizer = bfp.AdamW(layer.parameters(), lr=0.1)

@@ -55,11 +55,15 @@ def test_models_without_delayed_scaling_are_left_alone():
     bfp.update_scales(nn.Sequential(bfp.Linear(32, 16, recipe="mxfp8"), nn.GELU()))
 
 
+def two_layers():
+    with threaded.seeded(0):
+        return nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+
+
 def sharded(rank, shape):
     """Every rank ends with the scales of the largest amax of all."""
-    torch.manual_seed(0)
     names = ("replicas", "shards")[-len(shape) :]
-    model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+    model = two_layers()
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     model(values((4, 32), rank, scale=10.0**rank)).sum().backward()
     bfp.update_scales(model)
@@ -68,8 +72,7 @@ def sharded(rank, shape):
 
 def stepped(rank, shape):
     """The same, whole weights still in place when the optimizer steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+    model = two_layers()
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]))
     model.set_reshard_after_backward(False)
     optimizer = bfp.AdamW(model.parameters(), lr=1e-3)
@@ -95,8 +98,8 @@ DDP_FORWARD = threading.Lock()
 
 
 def replicated(rank):
-    torch.manual_seed(0)
-    layer = bfp.Linear(32, 24, recipe="fp8_delayed")
+    with threaded.seeded(0):
+        layer = bfp.Linear(32, 24, recipe="fp8_delayed")
     with pytest.raises(ValueError, match="forward_sync_buffers=False"):
         bfp.update_scales(DistributedDataParallel(layer, init_sync=False))
     apart = next(
@@ -168,8 +171,7 @@ def test_a_hook_is_a_call_after_each_step():
 
 @pytest.mark.parametrize("optimizer_class", [bfp.AdamW, bfp.Adam])
 def test_our_optimizers_update_scales(optimizer_class):
-    torch.manual_seed(0)
-    model = nn.Sequential(bfp.Linear(32, 24, recipe="fp8_delayed"), bfp.Linear(24, 16, recipe="fp8_delayed"))
+    model = two_layers()
     for called in (False, True, "before"):
         one, other = copy.deepcopy(model), copy.deepcopy(model)
         optimizer = optimizer_class(one.parameters(), lr=1e-3)
@@ -276,8 +278,8 @@ def test_bad_arguments_of_the_hook():
 
 
 def replicated_steps(rank, broadcasts):
-    torch.manual_seed(0)
-    layer = bfp.Linear(32, 24, recipe="fp8_delayed")
+    with threaded.seeded(0):
+        layer = bfp.Linear(32, 24, recipe="fp8_delayed")
     optimizer = bfp.AdamW(layer.parameters(), lr=1e-3)
     apart = next(
         name

@@ -18,8 +18,8 @@ RECIPES = pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4"])
 
 
 def layers(recipe, weights, count=3, dtype=torch.bfloat16):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64, dtype=dtype) for _ in range(count)))
+    with threaded.seeded(0):
+        model = nn.Sequential(*(nn.Linear(64, 64, dtype=dtype) for _ in range(count)))
     return bfp.convert(model, recipe, weights=weights)
 
 

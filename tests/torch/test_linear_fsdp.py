@@ -1,7 +1,6 @@
 """Layers under FSDP2: gradients and updates of the unsharded model, compiled layers, keys of each rank, meta devices, DDP."""
 
 import copy
-import threading
 
 import gloo
 import pytest
@@ -21,14 +20,9 @@ from blockfp.recipes import Cast
 NAMES = tuple(recipes.RECIPES)
 
 
-# Ranks that are threads share torch's generator.
-SEEDED = threading.Lock()
-
-
 def model_of(name, device=None, weights="quantized"):
     options = {"recipe": name, "device": device, "weights": weights}
-    with SEEDED:
-        torch.manual_seed(0)
+    with threaded.seeded(0):
         # 50 rows on two or four ranks: shards that are uneven and straddle blocks.
         return nn.Sequential(bfp.Linear(64, 50, **options), nn.GELU(), bfp.Linear(50, 32, **options))
 

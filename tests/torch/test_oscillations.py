@@ -23,8 +23,8 @@ def whole_gradient(shape, step):
 
 
 def made(recipe, **options):
-    torch.manual_seed(0)
-    return bfp.convert(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), recipe, **options)
+    with threaded.seeded(0):
+        return bfp.convert(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)), recipe, **options)
 
 
 def train(model, steps=STEPS, **options):

@@ -147,10 +147,10 @@ class Model(nn.Sequential):
 
 
 def without_biases(name):
-    torch.manual_seed(0)
     options = {"compute": "high_precision", "recipe": "mxfp8"} if name == "high_precision" else {"recipe": name}
     options |= {"bias": False, "dtype": torch.float16}
-    return Model(bfp.Linear(64, 64, **options), nn.GELU(), bfp.Linear(64, 32, **options))
+    with threaded.seeded(0):
+        return Model(bfp.Linear(64, 64, **options), nn.GELU(), bfp.Linear(64, 32, **options))
 
 
 @pytest.mark.parametrize("name", [*recipes.RECIPES, "high_precision"])
@@ -189,8 +189,8 @@ def test_loss_scalers_back_off_under_fsdp2(name):
 
 def cut(rank, name, style, sequence, dtype):
     mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    whole = bfp.Linear(64, 64, bias=False, recipe=name, dtype=dtype)
+    with threaded.seeded(0):
+        whole = bfp.Linear(64, 64, bias=False, recipe=name, dtype=dtype)
     found = []
     for operand in ("x", "g"):
         layer = bfp.parallelize(copy.deepcopy(whole), mesh, style, sequence_parallel=sequence)

@@ -352,8 +352,8 @@ def test_what_cannot_be_done_is_refused_by_name():
 
 def tensor_parallel(rank):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.GELU())
+    with threaded.seeded(0):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.GELU())
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     plain = [None, None]

@@ -3,6 +3,7 @@
 Real FSDP2, DTensors and functional collectives run in it, four ranks in hundredths of a second.
 """
 
+import contextlib
 import sys
 import threading
 import traceback
@@ -15,6 +16,17 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded_pg
 if not hasattr(threaded_pg.ThreadLocalWorld, "comms"):
     # torch 2.11 asks for it when a group ends; its threads have none.
     threaded_pg.ThreadLocalWorld.comms = []
+
+
+_drawing = threading.RLock()
+
+
+@contextlib.contextmanager
+def seeded(seed):
+    """Seeds torch's generator, which ranks share, and keeps it from the others meanwhile."""
+    with _drawing:
+        torch.manual_seed(seed)
+        yield
 
 
 class OneRankFailed(AssertionError):
@@ -47,6 +59,11 @@ def _run(world, function, args, timeout, together):
     threaded_pg.ProcessLocalGroup.reset()
     store = dist.HashStore()
 
+    def manual_seed(seed):
+        if threading.current_thread() in threads and not _drawing._is_owned():
+            raise RuntimeError("ranks that are threads draw from one generator: build what is drawn under threaded.seeded()")
+        return of_torch(seed)
+
     def rank_main(rank):
         dist.init_process_group(backend="threaded", rank=rank, world_size=world, store=store)
         try:
@@ -60,6 +77,7 @@ def _run(world, function, args, timeout, together):
             dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
+    of_torch, torch.manual_seed = torch.manual_seed, manual_seed
     try:
         for thread in threads:
             thread.start()
@@ -72,6 +90,7 @@ def _run(world, function, args, timeout, together):
                 stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
                 raise OneRankFailed(f"rank {rank} of {world} hangs:\n{stack}")
     finally:
+        torch.manual_seed = of_torch
         threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     # Later tests would draw random bits as that model's rank, and could not be compiled.
