@@ -39,7 +39,7 @@ RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp6", "mxfp4",
 CASES = ("quantize", "faces", "layer", "modules", "fsdp", "adamw")
 FORWARD_GOAL, BOTH_GOAL = 20, 55
 """A layer's forward, and its forward and backward, in times of `torch.add`."""
-TOKENS, FEATURES, PARAMETERS = 16, 128, 50
+TOKENS, FEATURES, PARAMETERS, EXPERTS = 16, 128, 50, 4
 
 Call = Callable[[], Any]
 
@@ -104,13 +104,13 @@ def _input(device: str) -> tuple[Tensor, Tensor]:
     return x, torch.ones_like(x).detach()
 
 
-def _forward_and_backward(module: nn.Module, x: Tensor, gradient: Tensor) -> Call:
+def _forward_and_backward(module: nn.Module, x: Tensor, gradient: Tensor, *arguments: Any) -> Call:
     inputs = [x, *(p for p in module.parameters() if p.requires_grad)]
 
     def call():
         for each in inputs:
             each.grad = None
-        module(x).backward(gradient)
+        module(x, *arguments).backward(gradient)
 
     return call
 
@@ -147,7 +147,7 @@ def face_cases(recipes: list[str]) -> list[Case]:
         return cases
     if jax.default_backend() != "cpu":
         return cases
-    y, w = jnp.asarray(x), jnp.ones((FEATURES, FEATURES), jnp.float32)
+    y, w, bias = jnp.asarray(x), jnp.ones((FEATURES, FEATURES), jnp.float32), jnp.ones(FEATURES, jnp.float32)
     cases += [
         Case("jax.numpy.add", "", lambda: jnp.add(y, y)),
         Case("jax.numpy.matmul", "", lambda: jnp.matmul(y, w)),
@@ -159,15 +159,17 @@ def face_cases(recipes: list[str]) -> list[Case]:
             continue
         layer = functools.partial(bfj.linear, recipe=recipe, key=jnp.zeros(2, jnp.uint32) if recipe == "nvfp4" else None)
         step = _jax_step(jax, lambda y, w, layer=layer: layer(y, w).sum(), y, w)
+        biased = _jax_step(jax, lambda y, w, bias, layer=layer: layer(y, w, bias).sum(), y, w, bias)
         cases += [
             Case("jax linear", recipe, lambda layer=layer: layer(y, w)),
             Case("jax linear, value_and_grad", recipe, step),
+            Case("jax linear with bias, value_and_grad", recipe, biased),
         ]
     return cases
 
 
 def _jax_step(jax: Any, loss: Callable[..., Any], *arguments: Any) -> Call:
-    step = jax.value_and_grad(loss, (0, 1))
+    step = jax.value_and_grad(loss, tuple(range(len(arguments))))
     return lambda: step(*arguments)
 
 
@@ -195,7 +197,7 @@ class _PlainMLP(nn.Module):
 
 
 def module_cases(recipes: list[str], device: str) -> list[Case]:
-    """`LayerNormMLP` and `MultiheadAttention`, beside the first made of torch's own layers."""
+    """`LayerNormMLP`, beside one made of torch's own layers, `MultiheadAttention` and `GroupedLinear`."""
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "keep_init": False}
     cases = []
     for recipe in (None, *recipes):
@@ -207,6 +209,10 @@ def module_cases(recipes: list[str], device: str) -> list[Case]:
         x, gradient = _input(device)
         cases.append(Case("LayerNormMLP forward + backward", recipe or "torch", _forward_and_backward(mlp, x, gradient)))
         if recipe is not None:
+            experts = bfp.GroupedLinear(EXPERTS, FEATURES, FEATURES, bias=False, recipe=recipe, **options)
+            counts = [TOKENS // EXPERTS] * EXPERTS
+            forward_and_backward = _forward_and_backward(experts, x.detach().requires_grad_(), gradient, counts)
+            cases.append(Case("GroupedLinear forward + backward", recipe, forward_and_backward))
             attention = bfp.MultiheadAttention(FEATURES, 4, recipe=recipe, **options)
             cases.append(
                 Case(

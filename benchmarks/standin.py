@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from blockfp.torch_backend.custom_ops import products
+from blockfp.torch_backend.custom_ops import gated_kernels, products
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -50,6 +50,9 @@ def launches() -> Iterator[None]:
             patches.enter_context(_class_attribute(name, value))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
+        # Kernels of activations have torch's bits on GPUs; nothing launched has any.
+        patches.enter_context(mock.patch.dict(gated_kernels._agreed, clear=True))
+        patches.enter_context(mock.patch.object(gated_kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in (

@@ -139,9 +139,8 @@ def dtensor_like(param: Tensor, local: Tensor, whole: Tensor) -> DTensor:
     return kind(local, type(spec)(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)
 
 
-def ddp_model() -> DistributedDataParallel | None:
-    """The DistributedDataParallel model whose forward runs now. A layer inside isn't told of it in any public way."""
-    return DistributedDataParallel._get_active_ddp_module()
+ddp_model: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
+"""The DistributedDataParallel model whose forward runs now. A layer inside isn't told of it in any public way."""
 
 
 frame_above: Callable[[int], FrameType] = sys._getframe

@@ -7,13 +7,12 @@ from blockfp.recipes import Cast
 
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
-    from blockfp.torch_backend.custom_ops import products
     from blockfp.torch_backend.custom_ops.key_ops import gradient_keys
     from blockfp.torch_backend.linear.linear import LinearState
     from linear_reference import assert_close, expected
 
     import blockfp.torch as bfp
-    from blockfp.kernels import cuda_library
+    from blockfp.kernels import cuda_library, switch
 
 # Sums of tensor cores: fp32 with 14 bits or more where they accumulate fast.
 FAST, PRECISE = 2.0**-10, 2.0**-12
@@ -91,16 +90,23 @@ def test_hopper_multiplies_codes(name, calls, monkeypatch):
         pytest.skip("Hopper's table")
     fast = []
 
-    def multiply(plan, *operands):
-        fast.append(plan.numbers[-2] == 1)
-        return on_codes(plan, *operands)
+    def multiply(*arguments):
+        fast.append(arguments[-2] == 1)
+        return on_codes(*arguments)
 
-    on_codes = products._multiply_codes
-    monkeypatch.setattr(products, "_multiply_codes", multiply)
+    library = cuda_library.library()
+    on_codes = library.product
+    monkeypatch.setattr(library, "product", multiply)
+    # Plans hold the library's functions.
+    with switch.definition_only():
+        pass
     run(name)
     assert len(fast) == calls
     # Blocks are always summed precisely, and so are aligned operands.
     assert fast == [name not in ("fp8_block", "fp8_row", "mxfp8"), False, False][:calls]
+    monkeypatch.undo()
+    with switch.definition_only():
+        pass
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "fp8_row", "nvfp4"])

@@ -3,14 +3,13 @@
 import pytest
 import torch
 from blockfp.torch_backend.custom_ops import cuda_layouts, products
-from blockfp.torch_backend.custom_ops.dtypes import name_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import alignment, numerics
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import switch
 from blockfp.kernels.format_numbers import format_numbers
-from blockfp.kernels.products import plan
 from blockfp.kernels.routes import route
 
 ELEMENT = {0: "fp8_e4m3_1x128", 1: "fp8_e5m2_1x128"}
@@ -35,6 +34,9 @@ class Library:
         out[:, :columns] = made.codes
         out_scales.fill_(float("nan"))
         out_scales[:, : codes.shape[0]] = made.scales.mT
+
+    def cublas_version(self):
+        return 0
 
     def product(
         self, a, b, a_scales, b_scales, ends, bias, out, workspace, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
@@ -65,17 +67,18 @@ def library(monkeypatch):
         chosen = route(a, b, platform="cuda", capability=(9, 0), m=m, n=n, k=k, in_order=in_order, exact=exact)
         return chosen if chosen.mode == "aligned" else route(a, b, platform="cpu", in_order=in_order)
 
-    def planned(device, a, b, m, n, k, dtype, bias, **options):
-        names = {"dtype": name_of(dtype), "bias": None if bias is None else name_of(bias)}
-        return plan(a, b, m, n, k, capability=(9, 0), cublas=0, **names, **options)
-
     monkeypatch.setattr(products, "route_on", hopper)
-    monkeypatch.setattr(products, "_plan", planned)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(products.cuda_library, "library", lambda: stand_in)
     monkeypatch.setattr(cuda_layouts, "library", lambda: stand_in)
-    products._products.clear()
+    forget_plans()
     yield stand_in
-    products._products.clear()
+    forget_plans()
+
+
+def forget_plans():
+    with switch.definition_only():
+        pass
 
 
 def values(shape, seed, spread=0.0):

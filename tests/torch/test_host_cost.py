@@ -21,18 +21,18 @@ NAMES = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 # At most so many Python functions of the library, and calls of built-in ones from there: forward, backward.
 MOST = {
     "cpu": {
-        "fp8_current": ((22, 45), (22, 54)),
-        "fp8_block": ((17, 49), (17, 58)),
-        "fp8_delayed": ((26, 53), (23, 62)),
-        "mxfp8": ((17, 48), (17, 57)),
-        "nvfp4": ((22, 52), (182, 117)),
+        "fp8_current": ((18, 45), (18, 51)),
+        "fp8_block": ((15, 48), (15, 54)),
+        "fp8_delayed": ((20, 53), (19, 59)),
+        "mxfp8": ((15, 47), (15, 53)),
+        "nvfp4": ((17, 51), (175, 114)),
     },
     "cuda": {
-        "fp8_current": ((14, 40), (16, 46)),
-        "fp8_block": ((14, 40), (16, 48)),
-        "fp8_delayed": ((21, 42), (20, 48)),
-        "mxfp8": ((18, 47), (22, 57)),
-        "nvfp4": ((19, 42), (23, 50)),
+        "fp8_current": ((10, 33), (10, 36)),
+        "fp8_block": ((10, 33), (10, 38)),
+        "fp8_delayed": ((14, 36), (13, 39)),
+        "mxfp8": ((13, 40), (14, 47)),
+        "nvfp4": ((14, 35), (17, 39)),
     },
 }
 

@@ -20,6 +20,7 @@ from blockfp.definition.checks import check_codes, check_input, check_output_dty
 from blockfp.definition.numerics import Amax, Origin, Quantized
 from blockfp.definition.rounding import key_words
 from blockfp.formats import Format
+from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
 
@@ -314,9 +315,9 @@ def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[
         bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
         if len(_turns) >= _MOST_TURNS:
             _turns.clear()
-        plan = _turns[key] = (shape, strides_of(shape), format.element.bits, rows, flipped, strides_of(flipped), bits_of_scales)
-    shape, strides, size, rows, flipped, flipped_strides, bits_of_scales = plan
-    run = library().transpose
+        lie = (shape, strides_of(shape), format.element.bits, rows, flipped, strides_of(flipped), bits_of_scales)
+        plan = _turns[key] = (library().transpose, *lie)
+    run, shape, strides, size, rows, flipped, flipped_strides, bits_of_scales = plan
     out = torch.empty_strided(shape, strides, dtype=codes.dtype, device=codes.device)
     run(codes.contiguous(), out, size, rows, columns)
     if not bits_of_scales:
@@ -328,6 +329,7 @@ def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[
 
 _turns: dict[Any, tuple[Any, ...]] = {}
 """What `turned_parts` works out once for tensors of a kind."""
+switch.when_turned(_turns.clear)
 
 _MOST_TURNS = 4096
 
@@ -345,7 +347,8 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, adv
     Returns:
         int32 [groups or 1, 2, 2].
     """
-    check_beside(key, "key", step=step)
+    if step is not None and step.device != key.device:
+        check_beside(key, "key", step=step)
     out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
     library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
     return out

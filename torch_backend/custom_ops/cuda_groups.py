@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -101,8 +102,12 @@ def quantize_groups(
 def _empty(x: Tensor, groups: int, format: Format | None, columnwise: bool) -> list[Tensor] | None:
     if format is None:
         return None
-    found = shapes(x.shape, groups, format, columnwise=columnwise)
-    return [x.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in found]
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in _parts_of(x.shape, groups, format, columnwise)]
+
+
+@lru_cache(maxsize=4096)
+def _parts_of(shape: torch.Size, groups: int, format: Format, columnwise: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(part, getattr(torch, dtype)) for part, dtype in shapes(shape, groups, format, columnwise=columnwise)]
 
 
 def sum_groups(x: Tensor, words: Tensor, groups: int) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from blockfp.definition.bits import Array
 from blockfp.formats import Format
+from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers
 
@@ -35,21 +37,25 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int, tr
     """
     if scales.device != codes.device:
         check_beside(codes, "codes", scales=scales)
-    shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
+    run, shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
     out = torch.empty_strided(shape, strides_of(shape), dtype=torch.uint8, device=codes.device)
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
-    library().align(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
+    run(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
     return out, powers
 
 
 @lru_cache(maxsize=4096)
-def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
-    """The shapes of what `align` gives, codes and scales, and the numbers that the library wants."""
+def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: bool) -> tuple[Any, ...]:
+    """The library's function, the shapes of what `align` gives, codes and scales, and the numbers that the function wants."""
     *leading, rows, _ = codes
     element, block_rows, *_ = format_numbers(Format.parse(format))
     lines, length = (columns, rows) if transposed else (rows, columns)
     grid = (*leading, -(-length // 128), -(-lines // 4) * 4)
-    return (*leading, lines, aligned_columns(length)), grid, (element, block_rows, columns, transposed)
+    numbers = (element, block_rows, columns, transposed)
+    return library().align, (*leading, lines, aligned_columns(length)), grid, numbers
+
+
+switch.when_turned(_aligned.cache_clear)
 
 
 def transpose_words(x: Array) -> Array:

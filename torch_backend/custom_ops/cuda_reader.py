@@ -50,6 +50,7 @@ def reader(
         found = [(size, strides_of(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
         outputs += found + [None] * (3 - len(found))
     absent = [place for place in reversed(range(len(outputs))) if outputs[place] is None]
+    made = [(place, *one) for place, one in enumerate(outputs) if one is not None]
     measures, in_blocks = not given and format.has_tensor_scale, not format.has_tensor_scale
     words = (2 if rotate and measures else 1,)
     numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
@@ -67,9 +68,9 @@ def reader(
             known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
         if given and known is not None and known.device != device:
             check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
-        parts = []
-        for one in outputs:
-            parts.append(None if one is None else empty(one[0], one[1], dtype=one[2], device=device))
+        parts: list[Any] = [None] * 6
+        for place, size, strides, dtype in made:
+            parts[place] = empty(size, strides, dtype=dtype, device=device)
         run(x, known, recorded, keys if random else None, *parts, *numbers)
         for place in absent:
             del parts[place]

@@ -110,9 +110,9 @@ def plan_of(
     return quantize
 
 
-def lies_aligned(*tensors: Tensor | None) -> bool:
-    """Says whether tensors begin on multiples of 16 bytes, as each call has to ask. Of pairs the gate is asked about."""
-    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+def lies_aligned(gate: Tensor, up: Tensor | None) -> bool:
+    """Says whether they begin on multiples of 16 bytes, as each call has to ask. Of pairs the gate is asked about."""
+    return gate.data_ptr() % 16 == 0 and (up is None or up.data_ptr() % 16 == 0)
 
 
 def made_of(gate: Tensor, up: Tensor | None, activation: str, layout: str) -> Tensor | None:

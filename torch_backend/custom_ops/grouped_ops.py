@@ -95,7 +95,8 @@ def _warn(reason: str) -> None:
 
 
 @impl(forward)
-def _forward(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
+def forward_now(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, keep) -> list[Tensor]:
+    """Does what the op `forward` does, outside of a graph."""
     recipe = recipe_of(casts)
     row, column = recipe.input, recipe.input_columnwise if keep else HIGH_PRECISION
     w, fast = _weight(weight, scales, tensor_scale, recipe.weight.format), "forward" in recipe.fast_accum
@@ -188,9 +189,10 @@ def forward_apart(
 
 
 @impl(backward)
-def _backward(
+def backward_now(
     gradient, words, x, weight, scales, tensor_scale, multiplier, keys, casts, count, k, needs_x, weight_dtype, bias_dtype
 ) -> list[Tensor]:
+    """Does what the op `backward` does, outside of a graph."""
     recipe, (tokens, n), dtype = recipe_of(casts), gradient.shape, gradient.dtype
     row = recipe.gradient if needs_x else HIGH_PRECISION
     column = HIGH_PRECISION if weight_dtype is None else recipe.gradient_columnwise

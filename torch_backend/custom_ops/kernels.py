@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockfp.definition import numerics, rotation
 from blockfp.formats import Format
-from blockfp.kernels import cuda_library, native
+from blockfp.kernels import cuda_library, native, switch
 
 from . import cuda
 
@@ -18,9 +19,19 @@ def kernels_for(x: Tensor) -> Any:
 
     Those of kernels have `adamw` too.
     """
-    if x.is_cpu:
-        return native if native.available() else numerics
-    return cuda if x.is_cuda and cuda_library.available() else numerics
+    found = _kernels.get(x.device)
+    if found is None:
+        if x.is_cpu:
+            found = native if native.available() else numerics
+        else:
+            found = cuda if x.is_cuda and cuda_library.available() else numerics
+        _kernels[x.device] = found
+    return found
+
+
+_kernels: dict[torch.device, Any] = {}
+"""What `kernels_for` found for each device."""
+switch.when_turned(_kernels.clear)
 
 
 def transpose(codes: Tensor, scales: Tensor, format: Format, *, columns: int) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ def gradient_keys(
     folds: Sequence[int] = (),
     groups: int | None = None,
     advance: bool = False,
+    now: bool = False,
 ) -> Tensor:
     """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
 
@@ -38,9 +39,10 @@ def gradient_keys(
         folds: further numbers, such as this rank's coordinate on the data-parallel axes.
         groups: how many groups (experts) the layer has; None for a layer without.
         advance: raises the step by one afterwards.
+        now: whether nothing is known to trace, and no mode to watch operations.
     """
     count = -1 if groups is None else groups
-    if torch.compiler.is_compiling() or not runs_now(key):
+    if not now and (torch.compiler.is_compiling() or not runs_now(key)):
         keys = _op(key, step, list(folds), count)
     elif kernels_for(key) is cuda and len(folds) < 2:
         return cuda.gradient_keys(key, step, folds[0] if folds else -1, count, advance=advance)

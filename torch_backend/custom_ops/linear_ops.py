@@ -14,7 +14,6 @@ Compiled code, modes and tensors without memory go through ops: the backward's o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
 from .library import define, fake, impl
-from .products import Matrix, multiply_parts
+from .products import Matrix, Product, product_of
 from .quantize_plans import Run, kept, plan_of, quantize_matrix
 from .shared_casts import SharedCast
 
@@ -63,6 +62,7 @@ class _Forward(NamedTuple):
         fast: whether the product may accumulate fast.
         exact: whether it must multiply the operands' very values.
         cast: how the input's parts are made; equal ones make equal parts.
+        multiply: the product, which the first operands of their kind say how to plan.
     """
 
     quantize: Run | None
@@ -72,6 +72,7 @@ class _Forward(NamedTuple):
     fast: bool
     exact: bool
     cast: tuple[Any, ...]
+    multiply: Product | None = None
 
 
 class _Backward(NamedTuple):
@@ -85,6 +86,7 @@ class _Backward(NamedTuple):
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
         exact: whether they must multiply the operands' very values.
+        multiply_columns, multiply_rows: wgrad and dgrad, planned like `_Forward.multiply`.
     """
 
     quantize: Run | None
@@ -96,6 +98,8 @@ class _Backward(NamedTuple):
     weight_columnwise: Format | None
     fast: tuple[bool, bool]
     exact: bool
+    multiply_columns: Product | None = None
+    multiply_rows: Product | None = None
 
 
 _forwards: dict[Any, _Forward] = {}
@@ -117,7 +121,7 @@ def forward(
     multiplier: Tensor | None,
     casts: str,
     keep: bool,
-    origin: Sequence[int] = (0, 0),
+    origin: tuple[int, int] = (0, 0),
     shared: SharedCast | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
@@ -137,27 +141,31 @@ def forward(
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
         format; with a multiplier the amax of x.
     """
-    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None)
+    added = None if bias is None else bias.dtype
+    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None, weight.shape, scales is None, origin, added)
     plan = _forwards.get(key)
     if plan is None:
-        plan = kept(_forwards, key, _plan_forward(x, multiplier is not None, recipe_of(casts), keep))
-    quantize, row, count, format, fast, exact, cast = plan
+        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep)
+    quantize, row, count, format, fast, exact, cast, multiply = plan
     found = None if shared is None else shared.parts.get(cast)
     if found is None:
         found = [] if quantize is None else quantize(x, None, multiplier, None)
         if shared is not None and multiplier is None:
             shared.parts[cast] = found
-    a, parts = Matrix([x] if row is None else found[:count], row), found[count:]
+    a, parts = [x] if row is None else found[:count], found[count:]
     del found
     made: list[Tensor] = []
     if scales is not None:
-        w = Matrix([weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], format, (origin[0], origin[1]))
+        w = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale]
     elif format is None:
-        w = Matrix([weight], None)
+        w = [weight]
     else:
-        made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
-        w = Matrix(made, format)
-    y = multiply_parts(a, w, weight.shape[0], x.shape[1], bias, x.dtype, fast, None, exact)
+        w = made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
+    if multiply is None:
+        lengths = weight.shape[0], x.shape[1]
+        multiply = product_of(Matrix(a, row), Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
+        kept(_forwards, key, plan._replace(multiply=multiply))
+    y = multiply(a, w, bias)
     return [y, *made, *parts]
 
 
@@ -189,7 +197,7 @@ def backward(
     needs_weight: bool,
     columns: int,
     dtype: torch.dtype,
-    origin: Sequence[int] = (0, 0),
+    origin: tuple[int, int] = (0, 0),
 ) -> list[Tensor]:
     """Carries out a layer's backward.
 
@@ -209,43 +217,51 @@ def backward(
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
     key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
-    key = (*key, amax is None, multiplier is None)
+    key = (*key, amax is None, multiplier is None, scales is None, columns, dtype, origin)
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
         plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
-        kept(_backwards, key, plan)
-    quantize, row, column, count, of_input, of_weight, weight_columnwise, (fast_dgrad, fast_wgrad), exact = plan
+    quantize, row, column, count, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
-    g = Matrix([gradient] if row is None else parts[:count], row)
+    g = [gradient] if row is None else parts[:count]
     del parts[:count]
     recorded = [parts.pop()] if multiplier is not None else []
-    results = []
+    d_x = d_weight = None
     if needs_weight:
-        a = Matrix([gradient.mT] if column is None else parts, column)
-        b = Matrix([x[0].mT] if of_input is None else x, of_input)
-        results.append(multiply_parts(a, b, columns, gradient.shape[0], None, dtype, fast_wgrad, None, exact))
+        a, b = [gradient.mT] if column is None else parts, [x[0].mT] if of_input is None else x
+        if wgrad is None:
+            lengths = columns, gradient.shape[0]
+            wgrad = product_of(Matrix(a, column), Matrix(b, of_input), *lengths, None, dtype, fast[1], exact)
+            plan = plan._replace(multiply_columns=wgrad)
+        d_weight = wgrad(a, b, None)
         # Memory for the next product.
         del a, b
         parts.clear()
         x.clear()
     if needs_x:
         assert weight is not None
+        format, start, transposed = of_weight, (0, 0), True
         if scales is not None:
-            codes = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale]
-            w = Matrix(codes, of_weight, (origin[0], origin[1]), True)
+            w, start = [weight, scales] if tensor_scale is None else [weight, scales, tensor_scale], origin
         elif of_weight is not None:
             # The forward's codes of it were not kept beside it.
-            made = quantize_matrix(weight, of_weight, None, None, None, None, (False, False), False, 0.0)
-            w = Matrix(made, of_weight, (0, 0), True)
+            w = quantize_matrix(weight, of_weight, None, None, None, None, (False, False), False, 0.0)
         elif weight_columnwise is not None:
             # A weight whose rowwise operand is in high precision has no codes yet.
-            made = quantize_matrix(weight, None, weight_columnwise, None, None, None, (False, False), False, 0.0)
-            w = Matrix(made, weight_columnwise)
+            w = quantize_matrix(weight, None, weight_columnwise, None, None, None, (False, False), False, 0.0)
+            format, transposed = weight_columnwise, False
         else:
-            w = Matrix([weight], None, (0, 0), True)
-        results.insert(0, multiply_parts(g, w, columns, gradient.shape[1], None, gradient.dtype, fast_dgrad, None, exact))
-    return results + recorded
+            w = [weight]
+        if dgrad is None:
+            held, lengths = Matrix(w, format, start, transposed), (columns, gradient.shape[1])
+            dgrad = product_of(Matrix(g, row), held, *lengths, None, gradient.dtype, fast[0], exact)
+            plan = plan._replace(multiply_rows=dgrad)
+        d_x = dgrad(g, w, None)
+    if plan is not first:
+        kept(_backwards, key, plan)
+    results = recorded if d_weight is None else [d_weight, *recorded]
+    return results if d_x is None else [d_x, *results]
 
 
 def _plan_backward(
@@ -273,8 +289,11 @@ def _plan_backward(
 
 
 @impl(linear_backward)
-def _linear_backward(gradient, x, *arguments) -> list[Tensor]:
-    return backward(gradient, list(x), *arguments)
+def _linear_backward(
+    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin
+) -> list[Tensor]:
+    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]))
+    return backward(gradient, list(x), weight, scales, tensor_scale, amax, multiplier, keys, casts, *options)
 
 
 @fake(linear_backward)

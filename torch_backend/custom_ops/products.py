@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from blockfp.definition import alignment
 from blockfp.formats import Format
 from blockfp.kernels import cuda_library, switch
-from blockfp.kernels.products import Plan, plan
+from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
 from . import cuda, cuda_layouts, kernels
@@ -142,8 +142,8 @@ def _flops(a, a_format, b, b_format, n, k, *_, out_shape, **__) -> int:
     return 2 * math.prod(out_shape) * k
 
 
-Product = Callable[[Matrix, Matrix, Tensor | None], Tensor]
-"""Multiplies two operands of one kind, and adds a bias or None."""
+Product = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | None], Tensor]
+"""Multiplies operands of one kind, given by their parts, and adds a bias or None."""
 
 # A dictionary: compiled code calls no cache of functools.
 _products: dict[Any, Product] = {}
@@ -169,11 +169,11 @@ def multiply_parts(
     key = (*key, a.format, a.origin, b.format, b.origin, b.transposed)
     run = _products.get(key)
     if run is None:
-        run = kept(_products, key, _product_of(a, b, n, k, added, dtype, fast_accum, exact))
-    return run(a, b, bias)
+        run = kept(_products, key, product_of(a, b, n, k, added, dtype, fast_accum, exact))
+    return run(a.parts, b.parts, bias)
 
 
-def _product_of(
+def product_of(
     a: Matrix, b: Matrix, n: int, k: int, bias: torch.dtype | None, dtype: torch.dtype, fast_accum: bool, exact: bool
 ) -> Product:
     """Plans the product of operands that lie as these do."""
@@ -186,8 +186,13 @@ def _product_of(
     if chosen.mode in ("dequantize", "plain"):
         return _of_values(a, b, n, k, dtype, chosen)
     if chosen.mode in BLACKWELL:
-        multiply = BLACKWELL[chosen.mode]
-        return lambda a, b, bias: multiply(a, _turned(b, n) if transposed else b, bias, dtype)
+        multiply, left, right = BLACKWELL[chosen.mode], a._replace(parts=()), b._replace(parts=())
+
+        def on_blackwell(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+            other = right._replace(parts=b)
+            return multiply(left._replace(parts=a), _turned(other, n) if transposed else other, bias, dtype)
+
+        return on_blackwell
     assert a.format is not None
     assert b.format is not None
     a_format, b_format = formats = a.format, b.format
@@ -196,21 +201,20 @@ def _product_of(
     if aligned:
         formats, width = tuple(map(alignment.aligned_format, formats)), cuda_layouts.aligned_columns(k)
         options = {"ordered": (True, True), "bands": b_format.square}
-    plan = _plan(device, *formats, m, n, width, dtype, bias, **options)
-    shape, strides, empty = (m, n), (n, 1), torch.empty_strided
+    run = _on_codes(device, *formats, m, n, width, dtype, bias, **options)
+    if not aligned and not transposed:
+        return run
+    columns = n if transposed else k
 
-    def on_codes(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
-        left, right = a.parts, b.parts
+    def on_other_codes(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         if aligned:
-            left = cuda_layouts.align(left[0], left[1], a_format, columns=k)
-            right = cuda_layouts.align(right[0], right[1], b_format, columns=n if transposed else k, transposed=transposed)
-        elif transposed:
-            right = cuda.turned_parts(right, b_format, n)
-        out = empty(shape, strides, dtype=dtype, device=device)
-        _multiply_codes(plan, left, right, None, bias if plan.adds_bias else None, out)
-        return out if bias is None or plan.adds_bias else (out + bias).to(dtype)
+            a = cuda_layouts.align(a[0], a[1], a_format, columns=k)
+            b = cuda_layouts.align(b[0], b[1], b_format, columns=columns, transposed=transposed)
+        else:
+            b = cuda.turned_parts(b, b_format, n)
+        return run(a, b, bias)
 
-    return on_codes
+    return on_other_codes
 
 
 def _cut(x: Matrix) -> bool:
@@ -222,6 +226,7 @@ def _cut(x: Matrix) -> bool:
 
 def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen: Route) -> Product:
     """Plans a product of values in a dtype that holds all of them; the sums are fp32."""
+    left_kind, right_kind = a._replace(parts=()), b._replace(parts=())
     transposed, columns, factored = b.transposed, n if b.transposed else k, chosen.scale_product
     known = getattr(torch, chosen.dtype) if chosen.dtype else None
     mixed = known is None or a.format is None or b.format is None
@@ -234,25 +239,25 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
         left_values = plan_of(a.parts, a.format, known, k, a.origin)
         right_values = plan_of(b.parts, b.format, known, columns, b.origin)
 
-    def run(a: Matrix, b: Matrix, bias: Tensor | None) -> Tensor:
+    def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         working: Any = known
         if mixed:
-            of_values = [x.parts[0].dtype for x in (a, b) if x.format is None or known is None]
+            of_values = [x[0].dtype for x, kind in ((a, left_kind), (b, right_kind)) if kind.format is None or known is None]
             working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])
         if left_values is not None and right_values is not None:
-            of_a, of_b = a.parts, b.parts
-            left = left_values(of_a[0], of_a[1], None if factored or len(of_a) == 2 else of_a[2])
-            right = right_values(of_b[0], of_b[1], None if factored or len(of_b) == 2 else of_b[2])
+            left = left_values(a[0], a[1], None if factored or len(a) == 2 else a[2])
+            right = right_values(b[0], b[1], None if factored or len(b) == 2 else b[2])
         else:
-            left, right = a.values(working, k, factored=factored), b.values(working, columns, factored=factored)
+            left = left_kind._replace(parts=a).values(working, k, factored=factored)
+            right = right_kind._replace(parts=b).values(working, columns, factored=factored)
         right = right if transposed else right.mT
         if factored:
             wide = working is not torch.float32
             out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
             # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
-            factor = a.parts[-1] if scaled[0] else b.parts[-1]
+            factor = a[-1] if scaled[0] else b[-1]
             if scaled[0] and scaled[1]:
-                factor = factor * b.parts[-1]
+                factor = factor * b[-1]
             factor = factor.view(()) if factor.ndim else factor
             if bias is None:
                 return torch.mul(out, factor, out=torch.empty_strided(shape, strides, dtype=dtype, device=device))
@@ -307,30 +312,11 @@ def multiply_groups(
         return out
     assert a.format is not None
     assert b.format is not None
-    plan = _plan(
+    run = _on_codes(
         codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
         ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
     )  # fmt: skip
-    _multiply_codes(plan, a.parts, b.parts, ends, bias, out)
-    return out
-
-
-def _multiply_codes(
-    plan: Plan, a: Sequence[Tensor], b: Sequence[Tensor], ends: Tensor | None, bias: Tensor | None, out: Tensor
-) -> None:
-    """Calls the library's product, which writes `out`."""
-    workspace = None
-    if plan.workspace:
-        workspace = torch.empty_strided((plan.workspace,), (1,), dtype=torch.uint8, device=out.device)
-    if bias is not None:
-        bias = bias.contiguous()
-    # The library reads contiguous codes that begin on multiples of 16 bytes.
-    left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
-    if left.data_ptr() % 16:
-        left = left.clone()
-    if right.data_ptr() % 16:
-        right = right.clone()
-    cuda_library.library().product(left, right, left_scales, right_scales, ends, bias, out, workspace, *plan.numbers)
+    return run(a.parts, b.parts, bias, ends, out)
 
 
 def _turned(b: Matrix, n: int) -> Matrix:
@@ -342,7 +328,7 @@ def _turned(b: Matrix, n: int) -> Matrix:
 
 
 @lru_cache(maxsize=4096)
-def _plan(
+def _on_codes(
     device: torch.device,
     a: Format,
     b: Format,
@@ -352,9 +338,14 @@ def _plan(
     dtype: torch.dtype,
     bias: torch.dtype | None,
     **options: Any,
-) -> Plan:
-    """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are."""
-    return plan(
+) -> Callable[..., Tensor]:
+    """Plans a product on codes on a CUDA device; see `kernels.products.plan`, whose options these are.
+
+    Returns:
+        A function of the operands' parts, a bias or None, the ends of groups, and the tensor to write to, which single products
+        make: it returns that.
+    """
+    planned = plan(
         a,
         b,
         m,
@@ -366,3 +357,30 @@ def _plan(
         bias=None if bias is None else name_of(bias),
         **options,
     )
+    workspace_bytes, adds_bias, numbers = planned.workspace, planned.adds_bias, planned.numbers
+    shape, strides, empty, multiply = (m, n), (n, 1), torch.empty_strided, cuda_library.library().product
+
+    def run(
+        a: Sequence[Tensor],
+        b: Sequence[Tensor],
+        bias: Tensor | None,
+        ends: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = empty(shape, strides, dtype=dtype, device=device)
+        workspace = empty((workspace_bytes,), (1,), dtype=torch.uint8, device=device) if workspace_bytes else None
+        added = bias.contiguous() if bias is not None and adds_bias else None
+        # The library reads contiguous codes that begin on multiples of 16 bytes.
+        left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()
+        if left.data_ptr() % 16:
+            left = left.clone()
+        if right.data_ptr() % 16:
+            right = right.clone()
+        multiply(left, right, left_scales, right_scales, ends, added, out, workspace, *numbers)
+        return out if bias is None or adds_bias else (out + bias).to(dtype)
+
+    return run
+
+
+switch.when_turned(_on_codes.cache_clear)

@@ -29,7 +29,8 @@ class Call:
         rank: folded into the key of the gradients; None for a key that was given for this call.
         parallel: how a tensor-parallel group shares the call, or None.
         quantizes_weight: how many parts a weight has that is quantized at use; 0 for others.
-        direct: whether the weight is codes, or values of a plain tensor, and nothing traces: it is taken apart before the op.
+        direct: whether the weight is codes, or values of a plain tensor, x has memory, and nothing traces: the weight is taken
+            apart before the op.
         traced: whether a compiler traces the call.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
@@ -52,8 +53,8 @@ def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None,
     return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
 
 
-def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
-    """Returns the keys of this backward, int32 [groups or 1, 2, 2] as of `gradient_keys`, and moves the step on."""
+def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False) -> Tensor:
+    """Returns the keys of this backward, int32 [groups or 1, 2, 2], and moves the step on; `now` as for `gradient_keys`."""
     call: Call = ctx.call
     groups, own = len(ctx.counts) if call.grouped else None, None
     if groups is not None and call.parallel is not None and call.parallel.style == "experts":
@@ -61,9 +62,9 @@ def keys_of_gradient(ctx: Any, gradient: Tensor) -> Tensor:
         own = slice(call.parallel.first, call.parallel.first + groups)
         groups = call.parallel.features
     if call.rank is None:
-        keys = gradient_keys(ctx.key, groups=groups)
+        keys = gradient_keys(ctx.key, groups=groups, now=now)
     else:
-        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups, advance=True)
+        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups, advance=True, now=now)
     return keys if own is None else keys[own]
 
 

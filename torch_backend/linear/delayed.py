@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.kernels import cuda_library
 from blockfp.recipes import Delayed
 
+from ..custom_ops import cuda
 from ..custom_ops.collectives import max_reduce
+from ..custom_ops.kernels import kernels_for
 from ..quantized_tensor import sharding
 from ..torch_internals import foreach_copy_
 from . import scale_watch
@@ -37,8 +38,8 @@ def record(history: Tensor, amax: Tensor, *, now: bool = False) -> None:
         amax: int32 [1], fp32 bits.
         now: whether nothing traces, and no mode watches operations: on a GPU it is one launch then.
     """
-    if now and history.is_cuda and cuda_library.available():
-        cuda_library.library().record_amax(amax, history)
+    if now and history.is_cuda and kernels_for(history) is cuda:
+        cuda.library().record_amax(amax, history)
         return
     finite = torch.where(amax >= INFINITY, torch.zeros_like(amax), amax).view(torch.float32)
     history[:1].copy_(torch.maximum(history[:1], finite))

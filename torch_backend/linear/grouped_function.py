@@ -23,6 +23,9 @@ from blockfp.definition.bits import INFINITY
 from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import grouped_ops
+from ..custom_ops.library import runs_now
+from ..quantized_tensor.own_ops import experts_parts
+from ..torch_internals import apply_of, dispatch_modes
 from .call import Call, keys_of_gradient
 from .delayed import record
 from .operands import apart
@@ -81,8 +84,11 @@ class GroupedFunction(torch.autograd.Function):
         columnwise = recipe.input_columnwise if call.needs[1] else HIGH_PRECISION
         w = weight_operand(weight, call.stored, recipe.weight, call.parallel)
         multiplier = input_scale if recipe.input.format is not None or columnwise.format is not None else None
-        arguments: Any = (x, *_three(w.parts), offs, bias, multiplier, recipe.text, call.needs[1])
-        if torch.compiler.is_compiling():
+        now = call.direct and not dispatch_modes()
+        arguments: Any = (x, *_taken_apart(w.parts, call, now), offs, bias, multiplier, recipe.text, call.needs[1])
+        if now:
+            y, words, *kept = grouped_ops.forward_now(*arguments)
+        elif torch.compiler.is_compiling():
             y, words, *kept = grouped_ops.forward_apart(*arguments, again=apart(x))
         else:
             y, words, *kept = grouped_ops.forward(*arguments)
@@ -122,13 +128,14 @@ class GroupedFunction(torch.autograd.Function):
         columnwise = recipe.gradient_columnwise if needs_weight else HIGH_PRECISION
         keyed = rowwise.stochastic or columnwise.stochastic
         multiplier = ctx.scale if rowwise.format is not None or columnwise.format is not None else None
-        found = grouped_ops.backward(
+        now = call.direct and runs_now(gradient)
+        found = (grouped_ops.backward_now if now else grouped_ops.backward)(
             gradient,
             words,
             kept,
-            *_three(parts),
+            *_taken_apart(parts, call, now),
             multiplier,
-            keys_of_gradient(ctx, gradient) if keyed else None,
+            keys_of_gradient(ctx, gradient, now=now) if keyed else None,
             recipe.text,
             ctx.shape[0],
             ctx.shape[-1],
@@ -148,8 +155,11 @@ class GroupedFunction(torch.autograd.Function):
         return d_x, d_weight, d_bias, *nothing
 
 
-def _three(parts: Sequence[Tensor]) -> list[Tensor | None]:
-    """Codes, scales and tensor scale; or one tensor; or nothing: as the ops take a weight."""
+def _taken_apart(parts: Sequence[Tensor], call: Call, now: bool) -> Sequence[Tensor | None]:
+    """Codes, scales and tensor scale; or one tensor; or nothing: as the ops take a weight. They take it apart, if not now."""
+    if now and len(parts) == 1 and call.stored is not None:
+        weight: Any = parts[0]
+        return experts_parts(weight, call.recipe.text)
     return [*parts, *[None] * (3 - len(parts))]
 
 
@@ -184,3 +194,7 @@ def _group_by_group(ctx: Any, gradient: Tensor) -> Any:
         observed=None,
         waiting=getattr(ctx, "waiting", None),
     )
+
+
+run_grouped = apply_of(GroupedFunction)
+"""`GroupedFunction.apply` where nothing is traced or transformed."""

@@ -12,6 +12,7 @@ from blockfp import recipes
 from blockfp.definition.rounding import Key
 from blockfp.recipes import Compute, Recipe
 
+from ..custom_ops.library import is_real
 from ..custom_ops.quantize_plans import kept, part_count
 from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
@@ -20,7 +21,7 @@ from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
-from .grouped_function import GroupedFunction, counts_of, ends_of, takes
+from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
 from .linear_function import NO_STATE, LinearFunction, run_linear
 from .parallel import Parallel
 from .shared_function import SharedFunction
@@ -177,7 +178,8 @@ def known_by(
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
-        None if state is None else (state.rank, *[tensor is None for tensor in state]),
+        None if state is None else (state.rank, state.input_scale is None, state.gradient_scale is None),
+        state is None or state.rng_key is None or state.step is None,
         key is None,
         transposed,
     )
@@ -234,7 +236,7 @@ def call_of(
     rank = None if key is not None else state.rank
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     traced = torch.compiler.is_compiling()
-    direct = not traced and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
+    direct = not traced and is_real(x) and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
     return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
 
 
@@ -263,15 +265,15 @@ def _run(
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
     if call.parallel is None and not call.grouped and not recipe.input_columnwise.eden:
-        function, arguments = LinearFunction.apply, (call, shared, *tensors)
-        if not call.traced and not functorch_is_active():
-            function, x, weight = run_linear, unwrap_if_dead(x), unwrap_if_dead(weight)
+        function, at_once, arguments = LinearFunction.apply, run_linear, (call, shared, *tensors)
     elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
-        function, arguments = GroupedFunction.apply, (call, offs, *(tensors or NO_STATE)[:-1])
+        function, at_once, arguments = GroupedFunction.apply, run_grouped, (call, offs, *(tensors or NO_STATE)[:-1])
     else:
         counts = counts_of(offs, x) if counts is None and offs is not None else counts
-        function, arguments = SharedFunction.apply, (call, counts, *(tensors or NO_STATE))
+        function, at_once, arguments = SharedFunction.apply, None, (call, counts, *(tensors or NO_STATE))
+    if at_once is not None and not call.traced and not functorch_is_active():
+        function, x, weight = at_once, unwrap_if_dead(x), unwrap_if_dead(weight)
     if dtype is None:
         outputs: Any = function(x, weight, bias, *arguments)
     else:

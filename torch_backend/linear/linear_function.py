@@ -22,7 +22,7 @@ from ..custom_ops import linear_ops
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import multiply
 from ..custom_ops.shared_casts import SharedCast, latest
-from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of
+from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
@@ -69,11 +69,12 @@ def layer_backward(
         row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
         formats = (None if row is None else row.format, None if column is None else column.format)
         stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
-        keys = keys_of_gradient(ctx, gradient)[0] if stochastic else None
+        now = call.direct and runs_now(gradient)
+        keys = keys_of_gradient(ctx, gradient, now=now)[0] if stochastic else None
         multiplier = None if formats == (None, None) else ctx.scale
         plain = keys is None and (column is None or not column.rotate)
         amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
-        run = linear_ops.backward if call.direct and runs_now(gradient) else linear_ops.linear_backward
+        run = linear_ops.backward if now else linear_ops.linear_backward
         w = (None, None, None, (0, 0))
         if parts:
             w = taken_apart(parts, call) if call.direct else (parts[0], None, None, (0, 0))
@@ -84,7 +85,7 @@ def layer_backward(
         options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
         results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
         if multiplier is not None and ctx.history is not None:
-            record(ctx.history, results[-1], now=run is linear_ops.backward)
+            record(ctx.history, results[-1], now=now)
         d_weight = results[int(needs_x)] if needs_weight else None
         d_x = results[0] if needs_x else None
         if d_x is not None and carried is not None:
@@ -115,7 +116,7 @@ class LinearFunction(torch.autograd.Function):
             again = number == 0 and type(node).__name__ in KEEPS_RESULT
             if again:
                 ctx.again, columnwise = cast_again, HIGH_PRECISION
-        if call.direct and runs_now(x):
+        if call.direct and not dispatch_modes():
             multiplier = scale if recipe.input.format is not None or format is not None else None
             w = taken_apart([weight], call)
             y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight and not again, w[3], shared)

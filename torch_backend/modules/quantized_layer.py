@@ -121,14 +121,18 @@ class QuantizedLayer(InParts, StatefulLayer):
         plain = type(x) is Tensor
         if not plain and not isinstance(x, Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        # As attributes of a module, parameters cost a Python call each. Parametrizations put others in their place.
+        own: Any = self._parameters
+        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
+        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         if self.parallel is not None:
             return multiply_shared(
-                x, self.weight, self.bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts, offs=offs
+                x, weight, bias, self.linear_recipe, self.parallel, state=self.state(), counts=counts, offs=offs
             )
         if not plain and sharding.mesh_of(x) is not None:
             raise ValueError("x is a DTensor, and the layer isn't cut: parallelize it over x's mesh, or pass x.to_local()")
         recipe, state = self.linear_recipe, self.state() if self.stateful or self.observed is not None else None
-        return apply(x, self.weight, self.bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed)
+        return apply(x, weight, bias, recipe, state=state, counts=counts, offs=offs, transposed=self.transposed)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

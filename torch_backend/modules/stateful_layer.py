@@ -23,8 +23,6 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import data_rank, random_key
 from ..torch_internals import mark_static_address
 
-_STATE = tuple(chain(*LAYER_BUFFERS))
-
 
 class StatefulLayer(RecipeLayer):
     """The products of one weight by a recipe, and the recipe's state in buffers.
@@ -144,9 +142,11 @@ class StatefulLayer(RecipeLayer):
         """Returns the buffers as `linear` takes them."""
         # An attribute of a module that is a buffer costs a Python call each.
         buffers: Any = self._buffers
-        history, scale, gradient_history, gradient_scale, key, step = [buffers[name] for name in _STATE]
+        key = buffers["rng_key"]
         rank = 0 if key is None or self.keyed_by_unit else data_rank(self.data_rank)
-        return LinearState(history, scale, gradient_history, gradient_scale, key, step, rank, self.observed)
+        history, gradient_history = buffers["input_amax_history"], buffers["gradient_amax_history"]
+        scale, gradient_scale = buffers["input_scale"], buffers["gradient_scale"]
+        return LinearState(history, scale, gradient_history, gradient_scale, key, buffers["step"], rank, self.observed)
 
     def reset_buffers(self) -> None:
         """Sets delayed scaling and the step to their start, and draws a new random key."""

@@ -95,7 +95,7 @@ def _grouped_forward(
     casts: str,
     keep: bool,
 ) -> list[Tensor]:
-    return grouped_ops.forward(x, *_experts(weight, casts), offs, bias, multiplier, casts, keep)
+    return grouped_ops.forward(x, *experts_parts(weight, casts), offs, bias, multiplier, casts, keep)
 
 
 @implements(grouped_ops.backward)
@@ -111,10 +111,10 @@ def _grouped_backward(
     casts: str,
     *options: Any,
 ) -> list[Tensor]:
-    return grouped_ops.backward(gradient, words, list(x), *_experts(weight, casts), multiplier, keys, casts, *options)
+    return grouped_ops.backward(gradient, words, list(x), *experts_parts(weight, casts), multiplier, keys, casts, *options)
 
 
-def _experts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def experts_parts(weight: QuantizedTensor, casts: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """The parts of a weight of groups, whose matrices are whole."""
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     if weight.origin != (0, 0):

@@ -11,7 +11,7 @@ from functools import cache
 import threaded
 import torch
 from blockfp.torch_backend.custom_ops import linear_ops
-from blockfp.torch_backend.custom_ops.products import multiply, multiply_parts
+from blockfp.torch_backend.custom_ops.products import multiply, product_of
 from blockfp.torch_backend.linear import linear_function, shared_function
 from blockfp.torch_backend.linear.linear import LinearState, apply
 from blockfp.torch_backend.modules.cutting import part_of
@@ -48,11 +48,16 @@ def record_products(monkeypatch):
     seen = {}
 
     def alone(a, b, n, k, *arguments):
-        # The list of what the forward kept is emptied when it has been multiplied.
-        left = (list(a.parts), a.format, a.origin, k)
-        right = (list(b.parts), b.format, b.origin, n if b.transposed else k)
-        seen.setdefault(threading.get_ident(), []).append((left, right))
-        return multiply_parts(a, b, n, k, *arguments)
+        product = product_of(a, b, n, k, *arguments)
+        kinds = (a.format, a.origin, k), (b.format, b.origin, n if b.transposed else k)
+
+        def run(a, b, bias):
+            # The list of what the forward kept is emptied when it has been multiplied.
+            operands = tuple((list(parts), *kind) for parts, kind in zip((a, b), kinds, strict=True))
+            seen.setdefault(threading.get_ident(), []).append(operands)
+            return product(a, b, bias)
+
+        return run
 
     def recorded(a, b, size, bias, dtype, **options):
         out = multiply(a, b, size, bias, dtype, **options)
@@ -68,7 +73,9 @@ def record_products(monkeypatch):
 
     for module in (shared_function, linear_function):
         monkeypatch.setattr(module, "multiply", recorded)
-    monkeypatch.setattr(linear_ops, "multiply_parts", alone)
+    monkeypatch.setattr(linear_ops, "product_of", alone)
+    for plans in ("_forwards", "_backwards"):
+        monkeypatch.setattr(linear_ops, plans, {})
     return seen
 
 
