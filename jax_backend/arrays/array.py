@@ -268,8 +268,8 @@ def _flatten(q: QuantizedArray):
         )
     if caller == OPTAX_UPDATES:
         raise TypeError(
-            "optax.apply_updates, which flax's TrainState.apply_gradients and nnx.Optimizer.update call too, can't add to codes: "
-            "use blockfp.jax.apply_updates(params, updates), with the updates of an optimizer in blockfp.jax.with_masters"
+            "optax.apply_updates, which flax's TrainState.apply_gradients and nnx.Optimizer.update call too, can't add to "
+            "codes: use blockfp.jax.apply_updates(params, updates), of an optimizer in blockfp.jax.with_masters"
         )
     if q._watched is not None:
         q._watched[1].escaped = True

@@ -79,7 +79,7 @@ def _keys_for(layer: nnx.Linear, rngs: nnx.Rngs) -> nnx.Rngs:
 
 
 def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
-    """Raises ValueError where no layer of a model at these paths was chosen, or a mapping's pattern is found in none of them."""
+    """Raises ValueError where no layer at these paths was chosen, or a mapping's pattern is found in none of them."""
     if paths:
         recipes.check_paths(recipe, paths)
     if not chosen:
@@ -159,8 +159,8 @@ def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> 
     if not one.weight.format.square:
         raise ValueError(
             f"{path}: recipe {one} has weights in {one.weight.format}, with scales along in, and a kernel [in, out] of such "
-            "codes has no exact transpose. Give the layer dot_general=functools.partial(blockfp.jax.dot_general, recipe=..), or "
-            "the model qwix's rule, which quantize the kernel at each use; or take a format in square blocks"
+            "codes has no exact transpose. Give the layer dot_general=functools.partial(blockfp.jax.dot_general, recipe=..), "
+            "or the model qwix's rule, which quantize the kernel at each use; or take a format in square blocks"
         )
     return one
 

@@ -212,9 +212,7 @@ def test_a_stack_of_nnx_has_a_stream_for_each_layer():
 @pytest.mark.parametrize("recipe", ["fp8_row", recipes.qat("nvfp4"), recipes.qat("fp8_e4m3_row")], ids=str)
 def test_a_format_without_an_exact_transpose_is_refused_at_once(recipe):
     model = Nnx(nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"up|down: recipe .* has weights in .* a kernel \[in, out\] of such codes has no exact"
-    ):
+    with pytest.raises(ValueError, match=r"(up|down): recipe .* has weights in .* a kernel \[in, out\] of such codes"):
         convert(model, recipe)
     assert type(model.up) is nnx.Linear
     with pytest.raises(ValueError, match=r"has no exact transpose\. Give the layer dot_general="):
@@ -225,9 +223,7 @@ def test_a_format_without_an_exact_transpose_is_refused_at_once(recipe):
 
 
 def test_a_linen_model_in_which_nothing_is_found():
-    with pytest.raises(
-        ValueError, match=r"pattern 'donw' is found in no layer that could be converted; there are 'up', 'down'"
-    ):
+    with pytest.raises(ValueError, match=r"pattern 'donw' is found in no layer .* there are 'up', 'down'"):
         convert(Linen(), {"donw": None, "": "mxfp8"}).init(jax.random.key(0), X)
     with pytest.raises(ValueError, match=r"model holds no flax\.linen\.Dense to convert"):
         convert(Linen(), "mxfp8", lambda path, layer: False).init(jax.random.key(0), X)

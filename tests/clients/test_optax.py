@@ -169,7 +169,7 @@ def test_apply_if_finite_inside():
 def test_a_state_of_another_optimizer_is_refused(other):
     optimizer = bfp.adamw(0.1)
     params = {"b": jnp.ones(3)}
-    with pytest.raises(TypeError, match="state must be the MasterState of this optimizer's init, got (OsciResetState|tuple)"):
+    with pytest.raises(TypeError, match=r"state must be the MasterState of this optimizer's init, got (OsciResetState|tuple)"):
         optimizer.update(params, other.init(params), params)
     with pytest.raises(TypeError, match="state must be the OsciResetState of this optimizer's init, got MasterState"):
         bfp.osci_reset(optimizer).update(params, optimizer.init(params), params)
