@@ -69,7 +69,9 @@ def test_sums_and_distances_are_ieee():
 
 def test_products_are_ieee():
     rng = np.random.default_rng(2)
-    special = rng.choice(np.array([0, 1, 0x7FFFFF, 0x800000, bits.ONE, bits.FP32_MAX, bits.INFINITY, bits.NAN], np.int32), 30_000)
+    special = rng.choice(
+        np.array([0, 1, 0x7FFFFF, 0x800000, bits.ONE, bits.FP32_MAX, bits.INFINITY, bits.NAN], np.int32), 30_000
+    )
     a = np.concatenate([rng.integers(0, bits.INFINITY, 100_000, dtype=np.int32), special])
     # Many products are subnormal, or round to zero or to a normal number.
     towards = np.clip(rng.integers(97, 137, a.size) - (a >> 23), 0, 254).astype(np.int32) << 23
