@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         (10,),
         frozenset({("e2m1", "e2m1")}),
         _pairs(((1, 16), (16, 16))),
-        frozenset({"e4m3", "e4m3_4over6"}),
+        frozenset(format.scale.name for format in FORMATS if format.scale.two_level),
         (1, 16, 32),
     ),
 )

@@ -10,13 +10,14 @@ namespace BLOCKFP_ISA {
 
 // The sum of the errors of one row of a block, which lacks elements or has 16, for each of two scales.
 template <class E, class T>
-BLOCKFP_HD void add_row_errors(const typename T::Raw* x, const TriedScale (&tried)[2], float tensor_amax, float* six,
-                               float* four) {
+BLOCKFP_HD void add_row_errors(const typename T::Raw* x, const TriedScale (&tried)[2], float tensor_amax, ScaleRule rule,
+                               float* six, float* four) {
   float errors[2][kUnit];
   for (int v = 0; v < kVectors; ++v) {
     const F magnitude = from_bits<F>(to_bits(load_floats<T>(x + v * kLanes)) & kMagnitude);
     for (int k = 0; k < 2; ++k) {
-      store(errors[k] + v * kLanes, four_over_six_error<E, F>(magnitude, tried[k].value, tried[k].multiplier, tensor_amax));
+      const TriedScale& s = tried[k];
+      store(errors[k] + v * kLanes, four_over_six_error<E, F>(magnitude, s.value, s.multiplier, tensor_amax, rule));
     }
   }
   // Both sums at once, each from its first element to its last.
@@ -37,6 +38,7 @@ void choose_scales(const QuantizeJob& job, const Elements<T>& x, const Scratch& 
   using Raw = typename T::Raw;
   const int64_t height = job.format.block_rows;
   const float tensor_amax = from_bits<float>(job.tensor_amax);
+  const ScaleRule rule = job.format.rule;
   int64_t begin = 0;
   for (int64_t b = 0; b < blocks; ++b) {
     int64_t end = (b + 1) * kUnit - phase;
@@ -47,7 +49,8 @@ void choose_scales(const QuantizeJob& job, const Elements<T>& x, const Scratch& 
     if (job.given_members != nullptr) {
       const int32_t* members = job.given_members + (at + b) * height * kUnit;
       for (int64_t r = 0; r < height; ++r) {
-        add_row_errors<E, Fp32>(reinterpret_cast<const Fp32::Raw*>(members + r * kUnit), tried, tensor_amax, six + r, four + r);
+        const auto* row = reinterpret_cast<const Fp32::Raw*>(members + r * kUnit);
+        add_row_errors<E, Fp32>(row, tried, tensor_amax, rule, six + r, four + r);
       }
     } else {
       for (int64_t r = 0; r < rows; ++r) {
@@ -57,7 +60,7 @@ void choose_scales(const QuantizeJob& job, const Elements<T>& x, const Scratch& 
           for (int64_t i = 0; i < end - begin; ++i) padded[i] = values[i];
           values = padded;
         }
-        add_row_errors<E, T>(values, tried, tensor_amax, six + row_in_block + r, four + row_in_block + r);
+        add_row_errors<E, T>(values, tried, tensor_amax, rule, six + row_in_block + r, four + row_in_block + r);
       }
     }
     // False where an error is NaN.

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import DTYPES, KINDS, bits_of, sample
@@ -10,7 +11,7 @@ from shardings import shardings
 
 from blockfp.definition import eden, numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, NAMES, Format
+from blockfp.formats import NAMES, Format
 from blockfp.sharding import plans, simulate
 from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 

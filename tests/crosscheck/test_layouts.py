@@ -5,6 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from typer.testing import CliRunner
 
 import blockfp
@@ -14,7 +15,7 @@ from blockfp.errors import BadFile
 from blockfp.files.layouts import known
 from blockfp.files.layouts.known import LAYOUTS
 from blockfp.files.modelfile import Entry, write_safetensors
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 FP8, E8M0, BF16 = (np.dtype(d) for d in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.bfloat16))
 RNG = np.random.default_rng(3)

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from executors import KEY as WORDS
+from held_formats import FORMATS
 from same_bits import assert_same_bits, assert_same_parts, parts_of
 from samples import sample
 
 import blockfp.jax as bfp
 from blockfp.definition import decoding, numerics
 from blockfp.definition.rounding import fold_in
-from blockfp.formats import ELEMENTS, FORMATS
+from blockfp.formats import ELEMENTS
 
 
 def each_arithmetic():

@@ -10,11 +10,11 @@ import two_pass_kernels
 from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from held_formats import FORMATS
 from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.definition import adamw, numerics
-from blockfp.formats import FORMATS
 from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.

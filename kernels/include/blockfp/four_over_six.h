@@ -6,8 +6,14 @@
 
 namespace blockfp {
 
-// The tensor's scale leaves room for scales up to this.
-constexpr float kFourOverSixBound = 256.0f;
+// The scale of a block with the tensor's amax, for 6.
+BLOCKFP_HD constexpr float four_over_six_bound(ScaleRule rule) {
+  return rule == ScaleRule::kFourOverSix448 || rule == ScaleRule::kFourOverSix448Mse ? 448.0f : 256.0f;
+}
+
+// Whether errors are squared before they are summed.
+BLOCKFP_HD constexpr bool squares_errors(ScaleRule rule) { return rule >= ScaleRule::kFourOverSixMse; }
+
 // A block's rows and columns at most.
 constexpr int kFourOverSixSide = 16;
 
@@ -27,13 +33,14 @@ BLOCKFP_HD TriedScale four_over_six_scale(int32_t amax, bool for_4, float tensor
   return {stored, value, from_bits<float>(smaller(inverse, kFp32Max))};
 }
 
-// |code * scale * amax of the tensor / (bound * MAX) - x| of elements given by their magnitudes.
+// |code * scale * amax of the tensor / (bound * MAX) - x| of elements given by their magnitudes, or its square.
 template <class E, class F>
-BLOCKFP_HD F four_over_six_error(F magnitude, float value, float multiplier, float tensor_amax) {
+BLOCKFP_HD F four_over_six_error(F magnitude, float value, float multiplier, float tensor_amax, ScaleRule rule) {
   const Int<F> code = encode_nearest<E, F>(multiply(magnitude, splat<F>(multiplier))) & ((1 << E::kBits) - 1);
-  const F whole = splat<F>(kFourOverSixBound * E::kMax);
+  const F whole = splat<F>(four_over_six_bound(rule) * E::kMax);
   const F decoded = divide(multiply(multiply(decode<E, F>(code), splat<F>(value)), splat<F>(tensor_amax)), whole);
-  return from_bits<F>(to_bits(add(decoded, from_bits<F>(to_bits(magnitude) ^ INT32_MIN))) & kMagnitude);
+  const F error = add(decoded, from_bits<F>(to_bits(magnitude) ^ INT32_MIN));
+  return squares_errors(rule) ? multiply(error, error) : from_bits<F>(to_bits(error) & kMagnitude);
 }
 
 // Errors of a block from those of its 16 rows, which are overwritten.
