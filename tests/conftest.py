@@ -2,6 +2,8 @@
 
 import gc
 import os
+import random
+import sys
 
 import pytest
 
@@ -20,6 +22,14 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Each test draws the same numbers behind any others."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(params=["kernels", "definition"])

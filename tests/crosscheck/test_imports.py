@@ -5,13 +5,16 @@ import subprocess
 import sys
 
 import pytest
+from processes import LIMIT
 
 HEAVY = ("jax", "jaxlib", "torch", "tvm_ffi", "typer", "rich", "matplotlib", "safetensors")
 
 
 def imported_by(statement: str, tmp_path) -> set[str]:
     script = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     return {name for name in json.loads(done.stdout) if name in HEAVY}
 
 
@@ -34,7 +37,9 @@ def test_a_face_does_not_bring_the_other(tmp_path, face, other):
 def test_a_face_brings_no_adapter(tmp_path, face):
     pytest.importorskip(face)
     script = f"import blockfp.{face}, sys; print([name for name in sys.modules if 'integrations' in name])"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -42,12 +47,12 @@ def test_a_face_brings_no_adapter(tmp_path, face):
 def test_the_core_needs_nothing_optional(tmp_path, library):
     absent = f"import sys; sys.modules['{library}'] = None; import blockfp, numpy; "
     use = "blockfp.quantize(numpy.ones((2, 64), 'f4'), 'nvfp4').dequantize()"
-    subprocess.run([sys.executable, "-c", absent + use], cwd=tmp_path, timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", absent + use], cwd=tmp_path, timeout=LIMIT, check=True)
 
 
 def test_the_command_says_what_it_needs(tmp_path):
     script = "import sys; sys.modules['typer'] = None; import blockfp.cli"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 1
     assert done.stderr == "the blockfp command needs typer: pip install 'blockfp[cli]'\n"
 
@@ -63,7 +68,9 @@ added = set(sys.modules) - before
 packages = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names)
 print(json.dumps([sorted(packages), sorted(added)]))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     packages, added = json.loads(done.stdout)
     assert packages == ["array_api_compat", "blockfp"]
     unasked = {"cli", "check", "files.export", "files.manifest", "files.modelfile", "sharding.plans", "sharding.simulate"}
