@@ -62,7 +62,7 @@ def sensitivity(
         The table, whose `plan` says which layers to keep in higher precision.
 
     Raises:
-        TypeError: model is not a module, or the loss no scalar.
+        TypeError: model is not a module, recipes are no sequence, or the loss is no scalar.
         ValueError: no batch, no recipe, no linear layer, a sharded model, or a layer into which a forward was put.
 
     Example:
@@ -72,6 +72,8 @@ def sensitivity(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(recipes, str | Recipe):
+        raise TypeError(f"recipes must be a sequence, as (recipe,), got {type(recipes).__name__}: {str(recipes)!r}")
     taken = [known.parse(recipe) for recipe in recipes]
     if not taken or len({recipe.name for recipe in taken}) < len(taken):
         raise ValueError(f"recipes must be one or more of different names, got {[recipe.name for recipe in taken]}")
