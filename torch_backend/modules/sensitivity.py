@@ -20,8 +20,9 @@ from ..linear.linear import linear
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
+from .convert import convertible
 from .experts import Experts
-from .kinds import adapter_layers, base_kind
+from .kinds import base_kind
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
@@ -167,11 +168,13 @@ class _Measured:
 
 
 def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[_Measured]:
-    left = adapter_layers(model)
+    plain = convertible(model, filter_fn)
     found = []
     for path, module in model.named_modules():
-        linear_kind = isinstance(module, Linear | TransposedLinear) or base_kind(module) in (Linear, TransposedLinear)
-        if module in left or not linear_kind or (filter_fn is not None and not filter_fn(path, module)):
+        if isinstance(module, Linear | TransposedLinear):
+            if filter_fn is not None and not filter_fn(path, module):
+                continue
+        elif module not in plain or base_kind(module) not in (Linear, TransposedLinear):
             continue
         weight: Any = module.weight
         if sharding.mesh_of(weight) is not None or (isinstance(weight, CastWeight) and weight.cut is not None):
