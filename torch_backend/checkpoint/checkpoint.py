@@ -22,7 +22,8 @@ from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
-from . import model_names, ranks
+from ..modules import model_names
+from . import ranks
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
 from .matching import described, empty, match_model, match_optimizer, names_of
 from .training_state import optimizer_state, restorer

@@ -24,7 +24,7 @@ from ..quantized_tensor.dtensors import placed, replicated
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.requantize import requantize_
 from ..weights.state_dict import cut, format_of
-from . import model_names
+from ..modules import model_names
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..optimizer.adamw import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of
-from . import model_names
+from ..modules import model_names
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

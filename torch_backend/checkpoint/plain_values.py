@@ -19,7 +19,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from . import model_names
+from ..modules import model_names
 
 
 def plain(name: str, value: Any) -> Any:
