@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from executors import KEY as WORDS
-from held_formats import FORMATS
 from same_bits import assert_same_bits, assert_same_parts, parts_of
 from samples import sample
 
