@@ -16,6 +16,7 @@ import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition import eden, layout
+from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
 from blockfp.recipes import RECIPES, Cast
 
@@ -98,17 +99,24 @@ def test_each_group_is_a_layer_of_its_own(recipe, arrays, monkeypatch):
 
 @pytest.mark.optimized
 def test_eden_rotates_each_group_from_its_first_row():
-    """Whole groups of 128 rows, of 64, 32 and 16, and rows that are left; bits are those of each group by itself."""
+    """Whole groups of 128 rows, of 64, 32 and 16, and rows that are left; bits are those of each group by itself.
+
+    Two ranks have half of the features each.
+    """
     sizes = (128, 0, 77, 303, 5, 16, 127)
     x = sample("exponents", (sum(sizes) + 9, 24), "bfloat16")
-    cast, scaling = Cast("nvfp4", eden=True), tiles.Scaling(0.0, key=jnp.asarray(KEY), first_group=3, operand="gradient")
+    cast = Cast("nvfp4", eden=True)
+    scaling = tiles.Scaling(0.0, key=jnp.asarray(KEY), first_group=3, cut="tp", operand="gradient")
 
-    @jax.jit
     def run(x, sizes):
         lies = tiles.Tiles.of(sizes, x.shape[0], tiles.tile_rows(recipes.nvfp4_eden()))
-        return tiles.quantize_tiles(x, lies, cast, scaling, COLUMNWISE)
+        q = tiles.quantize_tiles(x, lies, cast, scaling, COLUMNWISE)
+        return Quantized(q.codes, q.scales, q.tensor_scale)
 
-    q, tile, begin = run(x, jnp.asarray(sizes)), 0, 0
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs, parts = (P(None, "tp"), P()), Quantized(P(None, "tp"), P(None, "tp"), P())
+    q = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=parts, check_vma=False))(x, jnp.asarray(sizes))
+    tile = begin = 0
     for i, size in enumerate(sizes):
         count = -(-size // 128)
         mine = jax.tree.map(lambda leaf, tile=tile, count=count: np.asarray(leaf[tile : tile + count]), q)
@@ -289,7 +297,7 @@ def test_experts_divided_over_one_axis_and_cut_over_another(recipe, check_vma, a
     assert_same_bits(tuple(jax.tree.leaves(bfp.unshard_params(placed))), tuple(jax.tree.leaves(q)))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4_eden"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4"])
 def test_experts_cut_by_tensor_parallelism(recipe, arrays):
     """Two layers, column and row parallel, of experts divided over another axis: the operands are those of whole experts."""
     mesh = jax.make_mesh((2, 2), ("expert", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
