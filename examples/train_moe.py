@@ -4,7 +4,7 @@
 
 A byte-level transformer whose feed-forward layers are mixtures: a router sends each byte to two of eight experts. The experts'
 weights are a `bfp.GroupedLinear`, stored as codes and scales, and multiplied in the recipe's formats forward and backward. In
-bf16 they are plain tensors, multiplied by torch's own `grouped_mm`. All runs begin with the same weights and read the same text.
+bf16 they are plain tensors, multiplied by torch's `grouped_mm`. All runs begin with the same weights and read the same text.
 
 The program fails where a recipe's loss on held-out text is more than 1% away from that of bf16.
 """
@@ -190,7 +190,14 @@ def main() -> None:
 
     table, failed = Table(), []
     table.add_column("recipe")
-    for column in ("held-out loss", "against bf16", f"within {options.within:g}%", "busiest expert", "experts' weights", "seconds"):
+    for column in (
+        "held-out loss",
+        "against bf16",
+        f"within {options.within:g}%",
+        "busiest expert",
+        "experts' weights",
+        "seconds",
+    ):
         table.add_column(column, justify="right")
     baseline = 0.0
     for recipe in ("bf16", "mxfp8", "fp8_block"):

@@ -20,6 +20,7 @@ from ..formats import Format
 from . import pieces
 from .measure import Statistics, measure
 
+
 class Backend(Protocol):
     """The protocol of a backend: a library that quantizes NumPy arrays."""
 

@@ -122,7 +122,9 @@ def test_a_mixture_of_experts_far_from_bf16_fails(tmp_path):
     example = ROOT / "examples" / "train_moe.py"
     command = [str(example), "--steps", "2", "--batch", "4", "--held-out", "8", "--within", "0"]
     body = AS_A_PROGRAM.format(command=command, folder=str(example.parent))
-    failing = f"import pytest\nwith pytest.raises(SystemExit, match='FAILED: mxfp8 and fp8_block'):\n{textwrap.indent(body, '    ')}"
+    failing = (
+        f"import pytest\nwith pytest.raises(SystemExit, match='FAILED: mxfp8 and fp8_block'):\n{textwrap.indent(body, '    ')}"
+    )
     fork(tmp_path, 1, failing, backend=None)
 
 
