@@ -46,6 +46,8 @@ demo: .venv/package .venv/model .venv/released
 	  train_fsdp2.py --recipes mxfp8 --resume from-jax --out pytorch-continues.json
 	train "All of it in one table and one plot. A continued run ends close to the run that it comes from:" \
 	  training_report.py train_fsdp2.json train_jax.json jax-continues.json pytorch-continues.json
+	train "A mixture of experts on the same text, in bf16, MXFP8 and FP8 blocks:" \
+	  train_moe.py
 	train "LoRA on a model that is released in FP8, whose codes stay bit for bit:" \
 	  finetune_released.py
 

@@ -208,6 +208,21 @@ def built(titan, recipe):
     return made(config_of(titan, "llama", recipe))
 
 
+def test_recipes_by_patterns(titan):
+    from blockfp import recipes
+
+    ends = recipes.ends_in_high_precision(recipes.qat("nvfp4"), "layers", 2, end=0)
+    model = built(titan, {"feed_forward.w2": "mxfp8", **ends})
+    found = {path: str(layer.recipe) for path, layer in model.named_modules() if isinstance(layer, bfp.Linear)}
+    assert set(found.values()) == {"mxfp8", "qat(nvfp4)"}
+    assert [path for path in found if path.startswith("layers.0.")] == ["layers.0.feed_forward.w2"]
+    assert found["layers.1.feed_forward.w2"] == "mxfp8"
+    with pytest.raises(ValueError, match="the pattern 'w9' is found in no layer"):
+        built(titan, {"w9": "mxfp8"})
+    with pytest.raises(ValueError, match="recipe 'mxfp9' is not known"):
+        built(titan, "mxfp9")
+
+
 def test_initializers_of_the_configuration_are_those_that_draw(titan):
     model = built(titan, "mxfp8")
     model.to_empty(device="cpu")

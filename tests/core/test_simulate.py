@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from drawn import examples
+from held_formats import FORMATS
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import DTYPES, KINDS, bits_of, sample
@@ -11,7 +12,7 @@ from shardings import shardings
 
 from blockfp.definition import eden, numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, NAMES, Format
+from blockfp.formats import NAMES, Format
 from blockfp.sharding import plans, simulate
 from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from released_files import BF16, FP8, fp8_codes, run, write
 
 import blockfp
 from blockfp.definition import layout
 from blockfp.files.layouts import known
 from blockfp.files.layouts.known import LAYOUTS
-from blockfp.formats import FORMATS
 
 A, ONE = fp8_codes(8, 64).view(FP8), np.ones((), np.float32)
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from processes import LIMIT
 from samples import bits_of, sample
 
 import blockfp
 import blockfp.jax as bfp
-from blockfp.formats import FORMATS, MXFP8, Format
+from blockfp.formats import MXFP8, Format
 
 
 def assert_same_array(a, b):

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from held_formats import FORMATS, OTHER_CHOICES
 from same_bits import assert_same_bits
 from samples import DTYPES, KINDS, all_patterns, sample
 
 from blockfp.definition import layout, numerics
 from blockfp.definition.numerics import Quantized
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.kernels import native, switch
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -296,6 +297,12 @@ class EveryInput:
         arrays = [sample(kind, (2, 3, 33, 47), "bfloat16") for kind in ("bf16_valued", "exponents", "special")]
         for key in (KEY, (0, 42)):
             hold(executor, arrays, format, key)
+
+    # In square blocks one says as much as all.
+    @pytest.mark.parametrize("format", [f for f in OTHER_CHOICES if not f.square or f is OTHER_CHOICES[-1]], ids=str)
+    def test_other_choices_of_4_over_6(self, executor, format):
+        arrays = [sample(kind, (21, 37), "bfloat16", seed) for kind in KINDS for seed in range(2)]
+        hold_values(executor, hold(executor, arrays, format), format, 37)
 
 
 class EveryShape:

@@ -12,11 +12,12 @@ from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from blockfp.torch_backend.sharded.gather import gather
 from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
 from blockfp.torch_backend.sharded.shard import COLUMNS, ROWS, TensorParallelShard
+from held_formats import FORMATS
 from samples import KINDS, sample
 
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.recipes import Cast
 from blockfp.sharding import plans, simulate
 

@@ -10,11 +10,11 @@ from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, 
 from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from counted import alone, profiled
+from held_formats import FORMATS
 from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.definition import adamw, numerics
-from blockfp.formats import FORMATS
 from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.

@@ -156,6 +156,29 @@ def test_units_round_with_keys_of_their_own():
     assert all(0 <= word < 1 << 32 for one, _ in seen for word in one.tolist())
 
 
+def test_another_recipe_in_the_middle_of_a_run():
+    """Layers get and lose random keys then, and the mode follows."""
+    layer = bfp.Linear(64, 64, recipe="mxfp8", bias=False)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def loss_of(unit):
+        seen.append(None if layer.rng_key is None else tuple(layer.rng_key.tolist()))
+        return layer(x).square().mean()
+
+    run = bfp.Reproducible(layer, 4)
+    for recipe, keys in (("nvfp4", 4), ("fp8_block", 1), ("nvfp4_eden", 4)):
+        run.backward(loss_of)
+        bfp.set_recipe(layer, None, recipe)
+        assert layer.keyed_by_unit
+        seen.clear()
+        run.backward(loss_of)
+        assert len(set(seen)) == keys
+    bfp.set_recipe(layer, None, "fp8_delayed")
+    with pytest.raises(ValueError, match="not reproducible on other meshes: the scales of fp8_delayed"):
+        run.backward(loss_of)
+
+
 # ---- the norm
 
 
