@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+from jax import lax
 from jax._src import core, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
@@ -29,6 +31,7 @@ __all__ = [
     "OPTAX_ZEROS",
     "EArray",
     "ExtendedDType",
+    "evaluating",
     "extended_scalar",
     "flattening_caller",
     "physical_aval",
@@ -36,6 +39,7 @@ __all__ = [
     "register_array",
     "runs_at_once",
     "unmapped_aval",
+    "without_tangents",
 ]
 
 
@@ -57,6 +61,21 @@ def runs_at_once() -> bool:
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace):
         trace = trace.parent_trace
     return isinstance(trace, core.EvalTrace)
+
+
+evaluating = core.eval_context
+"""Lets functions of arrays that aren't traced run as outside of derivatives: jit finds its compiled programs at once there."""
+
+
+def without_tangents(tree: Any) -> Any:
+    """Computes `lax.stop_gradient` in few of JAX's steps where derivatives watch: the arrays that they are taken of."""
+    return jax.tree.map(_without_tangent, tree)
+
+
+def _without_tangent(x: Any) -> Any:
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
+        x = x.primal
+    return lax.stop_gradient(x) if isinstance(x, core.Tracer) else x
 
 
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
