@@ -36,7 +36,7 @@ def lookup(patterns: Mapping[str, T], path: str) -> T | None:
 
 
 def check_used(patterns: Mapping[str, object], paths: Iterable[str]) -> None:
-    """Raises ValueError where a pattern is found in none of a model's paths, which is most often a misspelt one, or never counts."""
+    """Raises ValueError where a pattern is found in none of a model's paths, being misspelt, or never counts."""
     paths = list(paths)
     check(patterns)
     behind = list(patterns)[list(patterns).index("") + 1 :] if "" in patterns else []

@@ -127,7 +127,9 @@ class BlockfpConfig(QuantizationConfigMixin):
         named = model.named_modules()
         layers: dict[str, Any] = {path.replace(".base_layer", ""): one for path, one in named if quantized_names(one)}  # PEFT's
         given = {path: self.recipe_of(path) for path in layers}
-        if all(one is not None and layers[path].recipe in (one, _with_weight_of(one, layers[path])) for path, one in given.items()):
+        if all(
+            one is not None and layers[path].recipe in (one, _with_weight_of(one, layers[path])) for path, one in given.items()
+        ):
             return self.recipe
         return {patterns.exactly(path): layer.recipe for path, layer in layers.items()}
 

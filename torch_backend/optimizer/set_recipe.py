@@ -32,9 +32,7 @@ Layer = QuantizedLayer | Experts
 
 
 @torch.no_grad()
-def set_recipe(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | str | ByPath
-) -> nn.Module:
+def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | str | ByPath) -> nn.Module:
     """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
 
     Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
@@ -164,9 +162,7 @@ def _check_weight(name: str, param: Tensor, held: set[int] | None) -> None:
             raise ValueError(f"{name}: {error}") from error
 
 
-def _change_weights(
-    formats: list[tuple[str, Tensor, Format]], optimizers: list[Optimizer], records: dict[int, Any]
-) -> None:
+def _change_weights(formats: list[tuple[str, Tensor, Format]], optimizers: list[Optimizer], records: dict[int, Any]) -> None:
     """Gives weights new formats, in place; collective where they are sharded."""
     params, values, originals = [], [], []
     for _, param, format in formats:
