@@ -63,8 +63,8 @@ def stored_names(name: str, param: Tensor) -> list[str]:
 def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
     """The empty tensor under a parameter's own name, or under that of its format.
 
-    Its storage is of no bytes too, but has an address of its own: savers that look for tied tensors (accelerate's, without FSDP)
-    take all that have none for one, and keep the first alone.
+    Its storage is of no bytes too, but has an address of its own: savers that look for tied tensors (accelerate's, without
+    FSDP) take all that have none for one, and keep the first alone.
     """
     entry = torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
     place = torch.empty(1, dtype=torch.uint8, device=q.device)
