@@ -175,8 +175,8 @@ class MergesCodes(peft_layers.LoraLayer):
         parts = _parts(param)
         if [part.shape for part in parts] != [part.shape for part in before]:
             raise ValueError(
-                f"{name} was sharded, or got another recipe, after adapters were merged into it: unmerge before fully_shard and "
-                "set_recipe"
+                f"{name} was sharded, or got another recipe, after adapters were merged into it: unmerge before fully_shard "
+                "and set_recipe"
             )
         if not all(torch.equal(now, then.to(now.device)) for now, then in zip(_sums(parts), sums, strict=True)):
             raise ValueError(f"{name} was overwritten after a merge, and unmerge would undo that: load the weight again")

@@ -126,10 +126,7 @@ class BlockfpConfig(QuantizationConfigMixin):
             return self.recipe
         named = model.named_modules()
         layers: dict[str, Any] = {path.replace(".base_layer", ""): one for path, one in named if quantized_names(one)}  # PEFT's
-        given = {path: self.recipe_of(path) for path in layers}
-        if all(
-            one is not None and layers[path].recipe in (one, _with_weight_of(one, layers[path])) for path, one in given.items()
-        ):
+        if all(_follows(layer.recipe, self.recipe_of(path)) for path, layer in layers.items()):
             return self.recipe
         return {patterns.exactly(path): layer.recipe for path, layer in layers.items()}
 
@@ -150,8 +147,9 @@ class BlockfpConfig(QuantizationConfigMixin):
         return copy.deepcopy({**state, "recipe": written})
 
 
-def _with_weight_of(recipe: Recipe, layer: Any) -> Recipe:
-    return recipe.replace(weight=layer.recipe.weight)
+def _follows(recipe: Recipe, given: Recipe | None) -> bool:
+    """Says whether a layer's recipe is the one that it was given, but for the format of weights that files have quantized."""
+    return given is not None and recipe == given.replace(weight=recipe.weight)
 
 
 def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
