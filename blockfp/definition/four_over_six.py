@@ -117,7 +117,7 @@ def members(x: Array, format: Format | str, *, origin: tuple[int, int] = (0, 0))
 
 
 def members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
-    """What `members` gives, laid out as `layout.split_blocks` does."""
+    """Elements that `members` gives, laid out as `layout.split_blocks` does."""
     xp = array_namespace(members)
     *grid, _ = members.shape
     axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)

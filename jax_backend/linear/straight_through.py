@@ -19,7 +19,7 @@ from blockfp.definition import eden
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations.carriers import carrier_of
+from ..implementations.carriers import carrier_of, is_carrier
 from ..implementations.derivatives import straight_through
 from ..implementations.hadamard import hadamard
 from ..params.params import dequantize_params
@@ -41,7 +41,13 @@ class LayerInputs(NamedTuple):
 
 def carriers_of(points: LayerInputs) -> LayerInputs:
     """The carriers of inputs; None for constants."""
-    return jax.tree.map(lambda point: carrier_of(point) if isinstance(point, Tracer) else None, points)
+
+    def of(point: Any) -> Any:
+        if not isinstance(point, Tracer):
+            return None
+        return point if is_carrier(point) else carrier_of(point)
+
+    return jax.tree.map(of, points)
 
 
 def same_values(recipe: Recipe) -> bool:

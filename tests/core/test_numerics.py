@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import statement
+from drawn import examples
 from held_formats import ALL, FORMATS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
@@ -92,7 +93,7 @@ def test_all_codes_decode(element):
     format=st.sampled_from(ALL),
     key=st.none() | st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 def test_arbitrary_arrays(x, format, key):
     assert_matches_statement(x, format, key)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from held_formats import FORMATS
+from processes import LIMIT
 from same_bits import assert_same_bits
 from samples import sample
 from typer.testing import CliRunner
@@ -334,11 +335,11 @@ def test_dequantize_refuses_what_does_not_fit(tmp_path, change, message):
 
 def test_installed_command(model, tmp_path):
     command = [Path(sys.executable).with_name("blockfp"), "check", model, "--format", "mxfp8_e4m3", "--backend", "numpy"]
-    done = subprocess.run([*command, "--backend", "kernels"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--backend", "kernels"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode in (0, 2), done.stderr
     assert ("all bits equal" in plain(done.stdout)) == (done.returncode == 0)
     assert done.returncode == 0 or "kernels: not here" in done.stderr
-    done = subprocess.run([command[0], "check", "no.npy"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([command[0], "check", "no.npy"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (2, "error: no.npy: no such file\n")
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from executors import KEY as WORDS
-from held_formats import FORMATS
 from same_bits import assert_same_bits, assert_same_parts, parts_of
 from samples import sample
 
@@ -20,17 +19,6 @@ from blockfp.definition.rounding import fold_in
 from blockfp.formats import ELEMENTS
 
 
-def each_arithmetic():
-    """Formats in which each element meets each of its scales, and which have each size of block."""
-    seen, chosen = set(), []
-    for format in FORMATS:
-        facts = {(format.element, format.scale), format.block}
-        if not facts <= seen:
-            chosen.append(format)
-            seen |= facts
-    return chosen
-
-
 @pytest.fixture(params=executors.of("jax"), ids=str)
 def executor(request):
     with request.param.ready() as executor:
@@ -38,7 +26,7 @@ def executor(request):
 
 
 # What XLA fuses, reorders and replaces must leave the bits as they are.
-@pytest.mark.optimized(each_arithmetic())
+@pytest.mark.optimized(executors.ARITHMETIC)
 class TestEveryInput(executors.EveryInput):
     """XLA's programs of the definition, and the CPU library in its programs."""
 
