@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from . import explicit
 from .carriers import carrier_of
-from .jax_internals import unmapped_aval
+from .jax_internals import unmapped_aval, without_tangents
 
 Flat = Sequence[Any]
 
@@ -58,7 +57,7 @@ def attach(results: Any, kept: Any, carriers: Any, rule: Callable[[Any, Any, Any
     points, of_points = jax.tree.flatten(carriers)
     if not any(isinstance(point, Tracer) for point in points):
         return results
-    flat, others = lax.stop_gradient((flat, others))
+    flat, others = without_tangents((flat, others))
 
     def of_leaves(others, points, tangents):
         return rule(of_others.unflatten(others), of_points.unflatten(points), of_points.unflatten(tangents))
@@ -116,7 +115,9 @@ def _attach_jvp(primals, tangents, *, counts, rule):
     results, kept = counts
     others, points = primals[results : results + kept], primals[results + kept :]
     given = [None if type(t) is ad.Zero else t for t in tangents[results + kept :]]
-    out = _attach_p.bind(*primals, counts=counts, rule=rule)
+    # Results of constants have no further derivatives.
+    traced = any(isinstance(point, Tracer) for point in points)
+    out = _attach_p.bind(*primals, counts=counts, rule=rule) if traced else list(primals[:results])
     dots = [None] * results if all(t is None for t in given) else rule(others, points, given)
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
     return out, [zero if dot is None else dot for zero, dot in zip(zeros, dots, strict=True)]

@@ -3,7 +3,7 @@
 Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
 such a dtype, so the handlers that it keeps for its own are registered for ours.
 
-A quantized array's flatten looks at the stack, because three callers want something else than codes and scales, and JAX
+A quantized array's flatten looks at the stack, because four callers want something else than codes and scales, and JAX
 tells a flatten nothing about them (`flattening_caller`).
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+from jax import lax
 from jax._src import core, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
@@ -25,9 +27,11 @@ unmapped_aval = core.unmapped_aval
 __all__ = [
     "EQUINOX_FILE",
     "JAX_GRAD",
+    "OPTAX_UPDATES",
     "OPTAX_ZEROS",
     "EArray",
     "ExtendedDType",
+    "evaluating",
     "extended_scalar",
     "flattening_caller",
     "physical_aval",
@@ -35,6 +39,7 @@ __all__ = [
     "register_array",
     "runs_at_once",
     "unmapped_aval",
+    "without_tangents",
 ]
 
 
@@ -58,6 +63,21 @@ def runs_at_once() -> bool:
     return isinstance(trace, core.EvalTrace)
 
 
+evaluating = core.eval_context
+"""Lets functions of arrays that aren't traced run as outside of derivatives: jit finds its compiled programs at once there."""
+
+
+def without_tangents(tree: Any) -> Any:
+    """Computes `lax.stop_gradient` in few of JAX's steps where derivatives watch: the arrays that they are taken of."""
+    return jax.tree.map(_without_tangent, tree)
+
+
+def _without_tangent(x: Any) -> Any:
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
+        x = x.primal
+    return lax.stop_gradient(x) if isinstance(x, core.Tracer) else x
+
+
 def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
     """Returns JAX's handler that makes an array's buffers of a program's results."""
     make = pxla.global_result_handlers[core.ShapedArray]
@@ -75,7 +95,11 @@ JAX_GRAD = ("jax._src.api", "value_and_grad_f")
 before it looks at dtypes, so only there a better answer can be given. Should JAX come to flatten elsewhere, its own TypeError
 stands."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD}
+OPTAX_UPDATES = ("optax._src.update", "apply_updates")
+"""optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer: JAX would speak of types of trees, or codes
+be added to."""
+
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from blockfp.formats import Format
@@ -16,6 +15,7 @@ from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations.carriers import carrier_of
+from ..implementations.jax_internals import without_tangents
 from ..params.params import dequantize_params, quantize_weight
 from . import overflow
 from .delayed import DelayedState
@@ -84,9 +84,9 @@ def stored_weight(weight, recipe: Recipe) -> tuple[Matrix, jax.Array | None]:
                 "quantize_params and this recipe"
             )
         return weight.without_carrier(), weight.carrier
-    weight = jnp.asarray(weight)
+    weight = weight if isinstance(weight, Tracer) else jnp.asarray(weight)
     carrier = carrier_of(weight) if isinstance(weight, Tracer) else None
-    stopped = lax.stop_gradient(weight)
+    stopped = without_tangents(weight)
     return stopped if format is None else _quantized_here(stopped, format=format), carrier
 
 

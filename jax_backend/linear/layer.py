@@ -7,14 +7,15 @@ gradients, and the tangents of those.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from blockfp.recipes import Cast, Recipe
@@ -23,7 +24,7 @@ from ..arrays.array import QuantizedArray
 from ..implementations import replication
 from ..implementations.carriers import carrier_of
 from ..implementations.derivatives import attach, either, linear_map
-from ..implementations.jax_internals import runs_at_once
+from ..implementations.jax_internals import evaluating, runs_at_once, without_tangents
 from .arguments import transposed_weight
 from .delayed import DelayedState
 from .layer_placement import LayerPlacement
@@ -59,13 +60,9 @@ class Layer(ABC):
 
     def __call__(self, x, weight, carrier, bias, sizes, key, state) -> tuple[jax.Array, DelayedState | None]:
         """Computes (y, state after the forward) with derivatives; `carrier` is that of the weight."""
-        # Operation by operation a layer would cost the host many times as much. A bias stays outside, where XLA can't leave out
-        # the rounding of what it is added to.
-        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state))):
-            y, state = _at_once(self, x, weight, None, sizes, None, state)
-            return self.with_bias(y, bias, None if bias is None else self.tiles(x, sizes)), state
-        if bias is None and runs_at_once():
-            return _at_once(self, x, weight, carrier, sizes, key, state)
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((x, weight, carrier, bias, sizes, key, state)))
+        if traced and runs_at_once():
+            return _differentiable(self, x, weight, carrier, bias, sizes, key, state)
         return either(_plain, _differentiable, self, x, weight, carrier, bias, sizes, key, state)
 
     @abstractmethod
@@ -152,25 +149,29 @@ class Residuals(NamedTuple):
     types: replication.VaryingAxes
 
 
+def _in_one_program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Jits a function where it would run operation by operation, which costs the host many times as much."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        jitted = jax.jit(function, static_argnames=static)
+
+        @wraps(function)
+        def run(*args: Any) -> Any:
+            if not runs_at_once():
+                return function(*args)
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
+                return jitted(*args)
+            with evaluating():
+                return jitted(*args)
+
+        return run
+
+    return decorate
+
+
 def _plain(layer: Layer, x, weight, carrier, bias, sizes, key, state):
-    tiles = layer.tiles(x, sizes)
-    row, _ = layer.input_operands(x, tiles, state, columnwise=False)
-    return _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
-
-
-@partial(jax.jit, static_argnums=0)
-def _at_once(layer: Layer, x, weight, carrier, sizes, key, state):
-    return either(_plain, _differentiable, layer, x, weight, carrier, None, sizes, key, state)
-
-
-def _output(layer: Layer, row: Matrix | None, weight: Matrix, bias, tiles: Any) -> jax.Array:
-    assert row is not None
-    y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
-    return layer.with_bias(layer.placement.sum_output(y), bias, tiles)
-
-
-def _state_after(layer: Layer, x: Any, tiles: Any, state: DelayedState | None) -> DelayedState | None:
-    return None if state is None else state.after_forward(layer.largest_amax(x, tiles))
+    y, tiles, state, *_ = _multiplied(layer, False, x, weight, sizes, state)
+    return layer.with_bias(y, bias, tiles), state
 
 
 def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
@@ -179,19 +180,32 @@ def _differentiable(layer: Layer, x, weight, carrier, bias, sizes, key, state):
         x, point = x.without_carrier(), x.carrier
     carriers = carriers_of(LayerInputs(point, carrier, bias, state))
     types = replication.VaryingAxes.of(point, carrier, bias, state)
-    x, weight, bias, state = lax.stop_gradient((x, weight, bias, state))
-    tiles = layer.tiles(x, sizes)
-    later = _makes_later(layer)
-    row, column = layer.input_operands(x, tiles, state, columnwise=carriers.weight is not None and not later)
-    results = _output(layer, row, weight, bias, tiles), _state_after(layer, x, tiles, state)
-    row = None if carriers.weight is None or layer.placement.weight is not None or same_values(layer.recipe) else row
-    kept = Residuals(row, x if later else column, weight, tiles, key, state, types)
+    x, weight, bias, state = without_tangents((x, weight, bias, state))
+    y, tiles, state_after, row, column = _multiplied(layer, carriers.weight is not None, x, weight, sizes, state)
+    with evaluating() if runs_at_once() else nullcontext():
+        # No part of the program above, in which XLA could leave out the rounding of what the bias is added to.
+        y = layer.with_bias(y, bias, tiles)
+    kept = Residuals(row, x if _makes_later(layer) else column, weight, tiles, key, state, types)
+    results = y, state_after
     like = [jax.typeof(leaf) for leaf in jax.tree.leaves(results)]
 
     def rule(kept, carriers, tangents):
         return linear_map(partial(_forward, layer, like[0]), partial(_backward, layer), (kept, carriers), tangents, like)
 
     return attach(results, kept, carriers, rule)
+
+
+@_in_one_program("layer", "keep")
+def _multiplied(layer: Layer, keep: bool, x, weight: Matrix, sizes, state: DelayedState | None) -> tuple[Any, ...]:
+    """Computes y without bias, the tiles, the state after the forward, and the operands of x that `Residuals` keeps."""
+    tiles = layer.tiles(x, sizes)
+    row, column = layer.input_operands(x, tiles, state, columnwise=keep and not _makes_later(layer))
+    assert row is not None
+    y = layer.multiply_rows(row, layer.gathered(weight), tiles, fast="forward" in layer.recipe.fast_accum)
+    y = layer.placement.sum_output(y)
+    state = None if state is None else state.after_forward(layer.largest_amax(x, tiles))
+    row = None if not keep or layer.placement.weight is not None or same_values(layer.recipe) else row
+    return y, tiles, state, row, column
 
 
 def _makes_later(layer: Layer) -> bool:
@@ -202,6 +216,7 @@ def _makes_later(layer: Layer) -> bool:
     return layer.placement.gathers_input or layer.recipe.input_columnwise.eden
 
 
+@_in_one_program("layer", "like")
 def _forward(layer: Layer, like, known: tuple[Residuals, LayerInputs], tangents: LayerInputs) -> list[Any]:
     """The tangents of y and of the state, which has none."""
     kept, carriers = known
@@ -225,7 +240,16 @@ def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerI
     kept, carriers = known
     g, *later = cotangents
     g_carrier = carrier_of(g) if isinstance(g, Tracer) else None
-    kept, g = lax.stop_gradient((kept, g))
+    kept, g, later = without_tangents((kept, g, later))
+    watched = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((carriers, g_carrier)))
+    made, row, column, kept = _cotangents(layer, wanted, watched, kept, g, later)
+    types_made = jax.tree.map(jax.typeof, made)
+    return attach(made, (row, column, kept), (carriers, g_carrier), partial(_second, layer, types_made))
+
+
+@_in_one_program("layer", "wanted", "watched")
+def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residuals, g, later) -> tuple[Any, ...]:
+    """Computes the cotangents; the operands of g and what the forward kept too where they are `watched`: for `_second`."""
     recipe, placement, tiles, types, state = layer.recipe, layer.placement, kept.tiles, kept.types, kept.state
     g = placement.own(g, gradient=True)
     column: Any = kept.column
@@ -248,10 +272,10 @@ def _backward(layer: Layer, known: tuple[Residuals, LayerInputs], wanted: LayerI
     if state is not None:
         ds = state.cotangent(wanted.state, lambda: layer.largest_amax(g, tiles), later, types.state)
     made = LayerInputs(dx, dw, db, ds)
-    types_made = jax.tree.map(jax.typeof, made)
-    return attach(made, (gradient_row, gradient_column, kept), (carriers, g_carrier), partial(_second, layer, types_made))
+    return (made, gradient_row, gradient_column, kept) if watched else (made, None, None, None)
 
 
+@_in_one_program("layer", "made")
 def _second(
     layer: Layer, made: LayerInputs, kept: tuple, carriers: tuple[LayerInputs, Any], tangents: tuple[LayerInputs, Any]
 ) -> list[Any]:

@@ -112,11 +112,8 @@ def test_save_state_resumes_to_the_bit(function, monkeypatch):
 
 def test_without_fsdp_it_is_prepare():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from blockfp.torch_backend.integrations.accelerate import prepare
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     common = client()
     model = common.net("nvfp4", "quantized")
     optimizer = common.optimizer_of(model, "quantized")
@@ -126,10 +123,6 @@ def test_without_fsdp_it_is_prepare():
 
 
 def test_the_documented_lines(tmp_path):
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     common = client()
     space = run_documented("accelerate", model=common.Net(), data=[torch.randn(4, 48)], folder=tmp_path)
     space = run_documented("accelerate: buffers", model=common.Net(), accelerator=space["accelerator"], bfp=bfp)

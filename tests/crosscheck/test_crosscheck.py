@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from same_bits import assert_same_bits
 from samples import bits_of, sample
 
@@ -12,7 +13,7 @@ from blockfp.check import crosscheck, measure, pieces
 from blockfp.check.backends import BACKENDS
 from blockfp.check.crosscheck import Definition
 from blockfp.definition import layout, numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 
 class Changed(Definition):

@@ -13,6 +13,7 @@ import gloo
 import numpy
 import pytest
 from documented import PAGES, blocks, fences, program, run_documented
+from processes import LIMIT
 
 import blockfp
 from blockfp.check import crosscheck
@@ -30,7 +31,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 
 def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +41,7 @@ def fork(tmp_path, ranks, body, **options):
     file = tmp_path / "forked.py"
     lines = textwrap.indent(f"import os\nos.chdir({str(tmp_path)!r})\n{body}\n", "    ")
     file.write_text(f"def forked(rank):\n{lines}")
-    gloo.run(ranks, file, "forked", timeout=300, **options)
+    gloo.run(ranks, file, "forked", **options)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blockfp.jax_backend.linear import layer
+from blockfp.jax_backend.linear import linear
 from jax import lax
 
 import blockfp.jax as bfp
@@ -315,15 +315,32 @@ def test_what_is_kept_for_the_backward(arrays):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_derivatives_outside_of_jit_trace_a_layer_once(monkeypatch, stored):
+@pytest.mark.parametrize("biased", [False, True])
+def test_derivatives_outside_of_jit_trace_a_layer_once(monkeypatch, stored, biased):
     """Equal calls run one program; another shape is traced once more."""
     traced = []
-    plain = layer._plain
-    monkeypatch.setattr(layer, "_plain", lambda *args: traced.append(1) or plain(*args))
-    features = 224 if stored else 160  # which no other test has: its program would be known
-    w = jnp.ones((32, features))
+    operands = linear.input_operands
+    monkeypatch.setattr(linear, "input_operands", lambda *args, **options: traced.append(1) or operands(*args, **options))
+    features = 224 + 64 * biased if stored else 160 + 32 * biased  # which no other test has: its program would be known
+    w, bias = jnp.ones((32, features)), jnp.ones(32) if biased else None
     weight = bfp.quantize(w, "mxfp8_e4m3_32x32") if stored else w
     for times, rows in ((3, 16), (2, 48)):
         for _ in range(times):
-            jax.value_and_grad(lambda x: bfp.linear(x, weight, recipe="mxfp8").sum())(jnp.ones((rows, features)))
+            jax.value_and_grad(lambda x: bfp.linear(x, weight, bias, recipe="mxfp8").sum())(jnp.ones((rows, features)))
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_a_bias_is_added_to_what_was_rounded(recipe, dtype):
+    """Outside of jit a product is rounded before its bias is added, differentiated or not, and dx and dw don't know of it."""
+    rng = np.random.default_rng(0)
+    x, w, bias = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((24, 96), (40, 96), (40,)))
+    layer = partial(bfp.linear, recipe=recipe)
+    plain, pullback = jax.vjp(layer, x, w)
+    y, with_bias = jax.vjp(layer, x, w, bias)
+    assert np.array_equal(y, plain + bias)
+    assert np.array_equal(y, layer(x, w, bias))
+    dx, dw, db = with_bias(y)
+    assert all(map(np.array_equal, (dx, dw), pullback(y)))
+    assert np.array_equal(db, jnp.sum(y, axis=0, dtype=jnp.float32).astype(dtype))
