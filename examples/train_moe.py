@@ -18,6 +18,7 @@ import byte_text
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -151,8 +152,9 @@ def expert_bytes(model: nn.Module) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], device: torch.device) -> dict[str, float]:
+def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], progress: Progress) -> dict[str, float]:
     """One run; what it measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     text, held_out = byte_text.read_text()
     model = build(recipe, first, device)
     optimizer = bfp.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
@@ -160,6 +162,7 @@ def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], de
     def pieces(source, rows: int, **which) -> Tensor:
         return torch.from_numpy(byte_text.batch(source, rows, CONTEXT, **which)).to(device, torch.int64)
 
+    task = progress.add_task(recipe, total=options.steps, loss=float("nan"))
     began = time.perf_counter()
     for step in range(options.steps):
         optimizer.param_groups[0]["lr"] = byte_text.learning_rate(step, options.steps)
@@ -167,6 +170,7 @@ def train(recipe: str, options: argparse.Namespace, first: dict[str, Tensor], de
         (loss + BALANCE * balance).backward()
         optimizer.step()
         optimizer.zero_grad()
+        progress.update(task, advance=1, loss=loss.item())
     seconds = time.perf_counter() - began
     loss, busiest = judge(model, pieces(held_out, options.held_out, seed=0, step=0))
     return {"loss": loss, "busiest": busiest, "bytes": expert_bytes(model), "seconds": seconds}
@@ -180,13 +184,15 @@ def main() -> None:
     parser.add_argument("--within", type=float, default=1.0, help="percent that a recipe's loss may be away from that of bf16")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and the pieces of text")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
     torch.manual_seed(options.seed)
     plain = Transformer("bf16")
     first = plain.state_dict()
     parameters = sum(param.numel() for param in plain.parameters()) / 1e6
     print(f"{parameters:.2f} million parameters: {LAYERS} layers of {EXPERTS} experts each, {CHOICES} of them for each byte.")
+
+    columns = ("{task.description:>10}", BarColumn(), MofNCompleteColumn(), "loss {task.fields[loss]:.3f}", TimeElapsedColumn())
+    with Progress(*(TextColumn(c) if isinstance(c, str) else c for c in columns)) as progress:
+        runs = {recipe: train(recipe, options, first, progress) for recipe in ("bf16", "mxfp8", "fp8_block")}
 
     table, failed = Table(), []
     table.add_column("recipe")
@@ -199,21 +205,16 @@ def main() -> None:
         "seconds",
     ):
         table.add_column(column, justify="right")
-    baseline = 0.0
-    for recipe in ("bf16", "mxfp8", "fp8_block"):
-        found = train(recipe, options, first, device)
+    for recipe, found in runs.items():
         row = [recipe, f"{found['loss']:.4f}", "", ""]
-        if recipe == "bf16":
-            baseline = found["loss"]
-        else:
-            away = 100 * (found["loss"] / baseline - 1)
+        if recipe != "bf16":
+            away = 100 * (found["loss"] / runs["bf16"]["loss"] - 1)
             # Not a number is not within anything.
             good = abs(away) <= options.within
             failed += [] if good else [recipe]
             row[2:] = f"{away:+.2f}%", "OK" if good else "NO"
         table.add_row(*row, f"{found['busiest']:.0%}", f"{found['bytes'] / 1e6:.2f} MB", f"{found['seconds']:.0f}")
-    console = Console(width=120)
-    console.print(table)
+    Console(width=120).print(table)
     print("Losses are in nats a byte, on modules that no step has read. The busiest of eight experts has 12% of a layer's rows")
     print("where all have as many. Weights are as they are stored between steps: float32, or codes and scales.")
     if failed:

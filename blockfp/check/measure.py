@@ -82,9 +82,10 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
     )
     columns = x.shape[-1]
     rows = max(1, PIECE // max(1, columns))
-    flat = [part.reshape(-1, part.shape[-1]) for part in (x, values, q.codes)] if x.size else []
-    for begin in range(0, x.size // max(1, columns), rows):
-        _measure_rows(result, *(part[begin : begin + rows] for part in flat), format)
+    x, values, codes = (part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in (x, values, q.codes))
+    for begin in range(0, len(x), rows):
+        where = slice(begin, begin + rows)
+        _measure_rows(result, x[where], values[where], codes[where], format)
     return result
 
 

@@ -83,8 +83,8 @@ class ByPieces:
         return Quantized(*(None if part is None else self.take(part) for part in q))
 
     def _dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        given = (None if part is None else self.give(part) for part in q)
-        return self.take(numerics.dequantize(*given, format, dtype, columns=columns))
+        codes, scales, tensor_scale = (None if part is None else self.give(part) for part in q)
+        return self.take(numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns))
 
 
 def _scales(scales: np.ndarray, where: tuple[slice, ...], format: Format) -> np.ndarray:
