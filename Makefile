@@ -1,4 +1,4 @@
-# make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots
+# make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots, and of experts
 # make test   lint, types, the wheel, all tests against the installed wheel
 # make docs   the pages of docs/ and the API's, into build/docs; a warning is an error
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not
@@ -36,16 +36,18 @@ demo: .venv/package .venv/model .venv/released
 	$(BIN)/blockfp check "$$weights" --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
 	cd $(ROOT)/.demo
 	train() { echo; echo "$$1"; shift; $(BIN)/python $(ROOT)/examples/"$$@"; }
-	train "A small transformer under FSDP2 in PyTorch, in four recipes; step 100 is saved:" \
-	  train_fsdp2.py --save from-pytorch --save-at 100
-	train "The same in JAX, under shard_map: the same first weights and batches; step 100 is saved:" \
-	  train_jax.py --recipes bf16,mxfp8 --save from-jax --save-at 100
-	train "JAX goes on from the codes, scales, fp32 weights and moments that PyTorch had after step 100:" \
-	  train_jax.py --recipes mxfp8 --resume from-pytorch --out jax-continues.json
+	train "A small transformer under FSDP2 in PyTorch, in four recipes; step 40 is saved:" \
+	  train_fsdp2.py --steps 60 --save from-pytorch --save-at 40
+	train "The same in JAX, under shard_map: the same first weights and batches; step 40 is saved:" \
+	  train_jax.py --steps 60 --recipes bf16,mxfp8 --save from-jax --save-at 40
+	train "JAX goes on from the codes, scales, fp32 weights and moments that PyTorch had after step 40:" \
+	  train_jax.py --steps 60 --recipes mxfp8 --resume from-pytorch --out jax-continues.json
 	train "and PyTorch from what JAX had:" \
-	  train_fsdp2.py --recipes mxfp8 --resume from-jax --out pytorch-continues.json
+	  train_fsdp2.py --steps 60 --recipes mxfp8 --resume from-jax --out pytorch-continues.json
 	train "All of it in one table and one plot. A continued run ends close to the run that it comes from:" \
 	  training_report.py train_fsdp2.json train_jax.json jax-continues.json pytorch-continues.json
+	train "A mixture of experts on the same text, in bf16, MXFP8 and FP8 blocks:" \
+	  train_moe.py
 	train "LoRA on a model that is released in FP8, whose codes stay bit for bit:" \
 	  finetune_released.py
 

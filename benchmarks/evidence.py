@@ -29,7 +29,7 @@ import pretrain_metrics
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BASELINE = "bf16"
 SAME = ("size", "parameters", "tokens", "steps", "batch", "text")
-"""What the runs of one file of results have in common."""
+"""Settings that the runs of one file of results have in common."""
 PUBLISHED = (
     ("nvfp4_4over6", "nvfp4", "4-over-6 better than plain NVFP4"),
     ("nvfp4_eden", "nvfp4", "MS-EDEN better than stochastic rounding"),
@@ -51,7 +51,7 @@ def listed(runs: list[str]) -> list[tuple[str, int]]:
 
 
 def finished(folder: Path) -> dict | None:
-    """What a finished run of pretrain.py came to, or None."""
+    """Results of a finished run of pretrain.py, or None."""
     lines = pretrain_metrics.read(folder / "metrics.jsonl")
     about = json.loads((folder / "run.json").read_text()) if lines else {}
     if not lines or lines[-1]["step"] < about["steps"]:
@@ -79,7 +79,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def read_results(path: Path) -> dict:
-    """What such a file has, or one without runs."""
+    """Reads such a file; one without runs if there is none."""
     return json.loads(path.read_text()) if path.exists() else {"common": None, "runs": [], "operands": {}}
 
 
@@ -235,7 +235,7 @@ def table_of_sqnr(results: dict) -> str:
 
 
 def table_of_order(results: dict) -> str:
-    """What has been published beside what was found here."""
+    """Sets published findings beside those made here."""
     found, operands = by_recipe(results), results["operands"]
     noise = spread(found.get(BASELINE, {}))
     rows = [
@@ -257,7 +257,7 @@ def table_of_order(results: dict) -> str:
 
 
 def verdict(change: list[float], noise: float | None) -> str:
-    """What differences of losses say, beside the spread between seeds of bf16: twice that is taken for a difference."""
+    """Judges differences of losses by the spread between seeds of bf16: twice that is taken for a difference."""
     if not change or noise is None:
         return "open"
     mean = statistics.mean(change)

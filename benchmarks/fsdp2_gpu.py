@@ -194,7 +194,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
 
 
 def profile(step: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
-    """Where the time of a step goes: "ops", what torch's profiler saw, and "host", the Python functions that took the most.
+    """Splits the time of a step: "ops", what torch's profiler saw, and "host", the Python functions that took the most.
 
     Both slow a step down, Python's by a factor of three: shares count, not sums.
     """

@@ -94,7 +94,7 @@ class Parallelism:
         return self.shard * self.replicate * self.tensor
 
     def sharding(self, weight: Weight) -> Sharding:
-        """Where a weight lies."""
+        """Returns the sharding of a weight."""
         if weight.kind == "experts":
             shard = self.shard * self.tensor // self.expert
             mesh = Mesh((self.replicate, shard, self.expert), ("replicate", "fsdp", "ep"))

@@ -89,12 +89,14 @@ class ScaleFormat:
 
     Attributes:
         name: "fp32", "pow2" (fp32 whose mantissa is zero), "e8m0_ceil", "e8m0_floor", or "e4m3" (with one fp32 scale per
-            tensor above it), "e4m3_4over6" where each block takes the better of two scales.
+            tensor above it), "e4m3_4over6" where each block takes the better of two scales; "_448" and "_mse" behind it say
+            which bound and which error.
         dtype: name of the stored dtype, "float32" or "uint8".
         nan_code: the stored byte that means NaN, or None where scales are fp32.
         bound: E4M3 scales of two levels: the scale of a block with the tensor's amax.
         four_over_six: True where the elements of a block decide its scale: of those that map its amax to 6 and to 4 it takes
             the one with the smaller error.
+        squared_errors: 4-over-6: the error is the sum of squares, not of magnitudes.
     """
 
     name: str
@@ -102,6 +104,7 @@ class ScaleFormat:
     nan_code: int | None
     bound: float | None = None
     four_over_six: bool = False
+    squared_errors: bool = False
 
     @property
     def native_dtype(self) -> str:
@@ -134,8 +137,12 @@ POW2_SCALE = ScaleFormat("pow2", "float32", None)
 E8M0_CEIL = ScaleFormat("e8m0_ceil", "uint8", 0xFF)
 E8M0_FLOOR = ScaleFormat("e8m0_floor", "uint8", 0xFF)
 E4M3_SCALE = ScaleFormat("e4m3", "uint8", 0x7F, bound=448.0)
-# A bound of 256 leaves room for a scale of 4 that is 1.5 times as large.
-E4M3_FOUR_OVER_SIX = ScaleFormat("e4m3_4over6", "uint8", 0x7F, bound=256.0, four_over_six=True)
+# A bound of 256 leaves room for a scale of 4 that is 1.5 times as large; one of 448 gives the scales of plain NVFP4.
+E4M3_FOUR_OVER_SIX = tuple(
+    ScaleFormat(f"e4m3_4over6{bounded}{error}", "uint8", 0x7F, bound, four_over_six=True, squared_errors=error == "_mse")
+    for error in ("", "_mse")
+    for bounded, bound in (("", 256.0), ("_448", 448.0))
+)
 
 
 WHOLE_ROW = 1 << 30
@@ -271,7 +278,8 @@ def _name_formats() -> None:
         for block, suffix in (((1, 32), ""), ((32, 32), "_32x32")):
             Format(name + suffix, element, block, E8M0_CEIL)
             Format(f"{name}{suffix}_floor", element, block, E8M0_FLOOR)
-    for name, scale in (("nvfp4", E4M3_SCALE), ("nvfp4_4over6", E4M3_FOUR_OVER_SIX)):
+    for scale in (E4M3_SCALE, *E4M3_FOUR_OVER_SIX):
+        name = scale.name.replace("e4m3", "nvfp4")
         Format(name, E2M1, (1, 16), scale)
         Format(f"{name}_16x16", E2M1, (16, 16), scale)
 

@@ -36,9 +36,12 @@ def lookup(patterns: Mapping[str, T], path: str) -> T | None:
 
 
 def check_used(patterns: Mapping[str, object], paths: Iterable[str]) -> None:
-    """Raises ValueError where a pattern is found in none of a model's paths, which is most often a misspelt one."""
+    """Raises ValueError where a pattern is found in none of a model's paths, being misspelt, or never counts."""
     paths = list(paths)
     check(patterns)
+    behind = list(patterns)[list(patterns).index("") + 1 :] if "" in patterns else []
+    if behind:
+        raise ValueError(f"recipe: the pattern {behind[0]!r} stands behind '', which is found in every path: put '' last")
     for pattern in patterns:
         if not any(re.search(pattern, path) for path in paths):
             known = ", ".join(map(repr, paths[:4])) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")

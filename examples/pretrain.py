@@ -95,7 +95,7 @@ class Training:
         return pretrain_text.read(folder, self.options.text_bytes)
 
     def _about(self) -> dict:
-        """What the run is; what is in the folder must be the same run.
+        """Describes the run, and checks that the folder holds the same run.
 
         Raises:
             ValueError: the folder has another one.

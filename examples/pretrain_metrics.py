@@ -1,4 +1,4 @@
-"""What `pretrain.py` measures and keeps: JSON lines, the SQNR of operands, a plot."""
+"""Metrics of `pretrain.py`: JSON lines, the SQNR of operands, a plot."""
 
 from __future__ import annotations
 

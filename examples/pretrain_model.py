@@ -17,7 +17,7 @@ from blockfp import recipes
 
 @dataclass(frozen=True)
 class Size:
-    """What a model and its training begin with.
+    """Settings of a model and of its training.
 
     Attributes:
         width, hidden, layers: of the residual stream, of the feed-forward layers, and how many blocks.
@@ -188,6 +188,6 @@ PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def peak(device: torch.device) -> float | None:
-    """Those of this device, or None if it isn't known."""
+    """Returns those of this device, or None if it isn't known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((value for key, value in PEAKS.items() if key in name), None)

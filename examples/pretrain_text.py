@@ -39,7 +39,7 @@ class Text:
 
 
 def folders() -> list[Path]:
-    """Where Python's own and the installed packages' files are."""
+    """Folders of Python's own and the installed packages' files."""
     return [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
 
 

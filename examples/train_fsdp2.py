@@ -116,7 +116,7 @@ BUFFERS |= {"rng_key": ("rng_key", torch.uint32), "step": ("rng_step", torch.int
 
 
 def buffers_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
-    """What layers keep beside their weights, by names in a file, and the dtypes there."""
+    """Tensors that layers keep beside their weights, by names in a file, and the dtypes there."""
     found = {}
     for key, buffer in model.named_buffers():
         layer, _, own = key.rpartition(".")
@@ -228,7 +228,7 @@ def stored_bytes(parameter: torch.Tensor) -> int:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """What each process runs."""
+    """Trains on one process."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

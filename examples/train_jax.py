@@ -199,7 +199,7 @@ def train(recipe: str, options: argparse.Namespace, progress: Progress) -> dict:
 
 
 def everything(params: dict, state, scaling: dict, random: dict) -> dict:
-    """What a run goes on from, layer by layer, as `byte_text` says; of whole parameters and state."""
+    """State that a run goes on from, layer by layer, as `byte_text` says; of whole parameters and state."""
     trees = {"master": state.masters, "first": state.inner.first, "second": state.inner.second}
     trees |= {part: {"blocks": {n: s and getattr(s, part) for n, s in scaling.items()}} for part in byte_text.SCALING}
     trees |= {part: {"blocks": {n: r and r[part] for n, r in random.items()}} for part in byte_text.RANDOM}

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import random
+import sys
 
 import pytest
 
@@ -20,6 +22,18 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Each test draws the same numbers, and is told the same, behind any others."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    told = sys.modules.get("blockfp.torch_backend.linear.operand_plans")
+    if told is not None:
+        told._told.clear()
+        told._rank_plan.cache_clear()
 
 
 @pytest.fixture(params=["kernels", "definition"])

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from blockfp.definition import numerics
+from blockfp.check.pieces import ByPieces
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
 
@@ -38,21 +38,28 @@ class TorchBackend:
         return to_numpy(tensor.dequantize())
 
 
-class TorchDefinition(TorchBackend):
-    """The definition (`definition.numerics`) run by PyTorch's own operations, as `blockfp.torch` does without kernels."""
+class TorchDefinition(ByPieces):
+    """The definition (`definition.numerics`) run by PyTorch's own operations, as `blockfp.torch` does without kernels.
+
+    Sets torch to one thread, as `TorchBackend` does.
+    """
 
     name = "torch-definition"
+    version = TorchBackend.version
 
-    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        return _to_numpy(numerics.quantize(to_torch(x), format))
+    def __init__(self):
+        torch.set_num_threads(1)
 
-    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        return to_numpy(numerics.dequantize(*_to_torch(q), format, dtype, columns=columns))
+    def give(self, x: np.ndarray) -> torch.Tensor:
+        return to_torch(x)
+
+    def take(self, x: torch.Tensor) -> np.ndarray:
+        return to_numpy(x)
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
-    """Shares x's memory as a tensor; copies a read-only x."""
-    x = x if x.flags.writeable else x.copy()
+    """Shares x's memory as a tensor; copies a read-only x, such as a NumPy scalar."""
+    x = x if x.flags.writeable else np.array(x)
     if x.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

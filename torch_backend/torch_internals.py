@@ -5,6 +5,7 @@ Each says what it is for and why no public name does. All of them were run in to
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -152,6 +153,14 @@ uneven weights don't have.
 """
 
 
+def renew_ddp_buffers() -> None:
+    """Makes DDP models look again which buffers they have. They count them at their start, and fail where none is left."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel):
+                thing._assign_modules_buffers()
+
+
 def fsdp_param(frame: FrameType) -> Any:
     """FSDP2's record (`FSDPParam`) of the parameter whose hook a frame calls; None where FSDP2 doesn't call."""
     param = frame.f_locals.get("self")
@@ -241,9 +250,13 @@ def fsdp_params_of(model: nn.Module) -> list[Any]:
     return [param for module in modules for group in fsdp_params(module) for param in group]
 
 
-def fsdp_is_sharded(param: Any) -> bool:
-    """Says whether FSDP2 holds a parameter's shard alone, and no gathered copy of it."""
-    return param.sharded_state.name == "SHARDED"
+def reshard(model: nn.Module) -> None:
+    """Lets go of the weights that FSDP2 holds gathered anywhere in a model, after an evaluation say."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def renew_fsdp_param(param: Any) -> None:

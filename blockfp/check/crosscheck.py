@@ -7,22 +7,18 @@ the reference: the others are compared with it, and the statistics are taken fro
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Protocol
 
 import numpy as np
 
-from ..definition import checks, layout, numerics
+from ..definition import checks, layout
 from ..definition.numerics import Quantized
 from ..errors import BadBackend
 from ..formats import Format
+from . import pieces
 from .measure import Statistics, measure
-
-PIECE = 1 << 18
-"""Elements handled at once: what the definition needs of them in NumPy stays in a core's cache."""
 
 
 class Backend(Protocol):
@@ -47,58 +43,11 @@ class Backend(Protocol):
         ...
 
 
-class Definition:
+class Definition(pieces.ByPieces):
     """The definition (`definition.numerics`) run by NumPy."""
 
     name = "numpy"
     version = f"NumPy {np.__version__}"
-
-    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
-        if not format.has_tensor_scale or x.size <= PIECE:
-            return numerics.quantize(x, format)
-        # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
-        pieces = [x[where] for where in split(x.shape)]
-        amaxes = [numerics.amax(piece, format) for piece in pieces]
-        largest = reduce(np.maximum, [a.blocks if a.tensor is None else a.tensor for a in amaxes])
-        shared = [a._replace(blocks=largest) if a.tensor is None else a._replace(tensor=largest) for a in amaxes]
-        parts = [numerics.quantize(piece, format, amax=a) for piece, a in zip(pieces, shared, strict=True)]
-        codes = _joined([part.codes for part in parts], layout.codes_shape(x.shape, format))
-        if format.per_tensor:
-            return parts[0]._replace(codes=codes)
-        return Quantized(codes, _joined([p.scales for p in parts], layout.scales_shape(x.shape, format)), parts[0].tensor_scale)
-
-    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
-        return numerics.dequantize(*q, format, dtype, columns=columns)
-
-
-def _joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)
-
-
-def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Slices of about `PIECE` elements that follow one another in memory and cut no block of any format.
-
-    Rows are a power of two of at least 128, so that a model's matrices make pieces of few shapes: a jitted backend compiles
-    each of them.
-    """
-    *leading, rows, columns = shape
-    matrix = rows * columns
-    if 0 in shape:
-        return
-    if not leading:
-        step = 128
-        while 2 * step * columns <= PIECE:
-            step *= 2
-        for row in range(0, rows, step):
-            yield (slice(row, row + step),)
-    elif matrix * math.prod(leading[1:]) <= PIECE:
-        step = PIECE // (matrix * math.prod(leading[1:]))
-        for index in range(0, leading[0], step):
-            yield (slice(index, index + step),)
-    else:
-        for index in range(leading[0]):
-            for inner in split(shape[1:]):
-                yield (slice(index, index + 1), *inner)
 
 
 @dataclass(frozen=True)
@@ -169,11 +118,11 @@ def check(x: np.ndarray, format: Format | str, backends: Sequence[Backend]) -> C
     """
     checks.check_input(x)
     format = Format.parse(format)
-    pieces = [()] if format.has_tensor_scale or not x.size else split(x.shape)
+    places = [()] if format.has_tensor_scale or not x.size else pieces.split(x.shape)
     differences: dict[tuple[str, str], Difference] = {}
     statistics = Statistics()
     codes_hash, scales_hash, values_hash = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    for where in pieces:
+    for where in places:
         piece = x[where]
         corner = tuple(s.start for s in where) + (0,) * (x.ndim - len(where))
         reference = _run(backends[0], piece, format)

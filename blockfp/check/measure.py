@@ -12,6 +12,7 @@ from ..definition import layout, views
 from ..definition.bits import Array
 from ..definition.numerics import Quantized
 from ..formats import ElementFormat, Format
+from .pieces import PIECE
 
 
 @dataclass
@@ -79,22 +80,33 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
         original_bytes=x.nbytes,
         exponents=scale_exponents(q, format),
     )
+    columns = x.shape[-1]
+    rows = max(1, PIECE // max(1, columns))
+    x, values, codes = (part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in (x, values, q.codes))
+    for begin in range(0, len(x), rows):
+        where = slice(begin, begin + rows)
+        _measure_rows(result, x[where], values[where], codes[where], format)
+    return result
+
+
+def _measure_rows(result: Statistics, x: np.ndarray, values: np.ndarray, codes: np.ndarray, format: Format) -> None:
+    """Adds what is counted of elements: rows of x, values and packed codes."""
     x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
     finite = np.isfinite(x) & np.isfinite(values)
-    codes = layout.unpack(q.codes, format.element.bits, x.shape[-1])
+    codes = layout.unpack(codes, format.element.bits, x.shape[-1])
     with np.errstate(over="ignore", invalid="ignore"):
-        result.saturated = int(np.count_nonzero(saturated(x, values, codes, format.element)))
-    result.excluded = x.size - int(np.count_nonzero(finite))
-    if result.excluded:
+        result.saturated += int(np.count_nonzero(saturated(x, values, codes, format.element)))
+    excluded = x.size - int(np.count_nonzero(finite))
+    result.excluded += excluded
+    if excluded:
         x, values = x[finite], values[finite]
-    result.signal = float(np.square(x, dtype=np.float64).sum())
+    result.signal += float(np.square(x, dtype=np.float64).sum())
     error = np.abs(np.subtract(x, values, dtype=np.float64))
-    result.noise = float(np.square(error).sum())
+    result.noise += float(np.square(error).sum())
     lost = values == 0
-    result.flushed = int(np.count_nonzero(lost & (x != 0)))
+    result.flushed += int(np.count_nonzero(lost & (x != 0)))
     relative = np.divide(error, np.abs(x), where=~lost & (x != 0), out=np.zeros_like(error))
-    result.largest_relative_error = float(relative.max(initial=0.0))
-    return result
+    result.largest_relative_error = max(result.largest_relative_error, float(relative.max(initial=0.0)))
 
 
 def saturated(x: Array, values: Array, codes: Array, element: ElementFormat) -> Array:

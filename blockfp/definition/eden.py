@@ -40,20 +40,21 @@ _STEPS, _RANGE = 9, 4
 _MOST = (1 << (_STEPS + _RANGE)) - 1
 
 
-def rotate(x: Array, key: Key, origin: int | Array = 0) -> Array:
+def rotate(x: Array, key: Key, origin: int | Array = 0, end: Array | None = None) -> Array:
     """Rotates x along its last axis, float32; see `rotation.rotate_randomly`.
 
     Args:
         x: float32, float16 or bfloat16, [..., k].
         key: of the cast; both operands of a product have the same one.
         origin: index of the first element in the unsharded axis; a multiple of 128.
+        end: the length of that axis, where it is known only at run time.
     """
-    return rotation.rotate_randomly(x, fold_in(key, _ROTATION), origin)
+    return rotation.rotate_randomly(x, fold_in(key, _ROTATION), origin, end)
 
 
-def rotate_back(z: Array, key: Key) -> Array:
-    """Undoes `rotate` of a whole axis, but for roundings."""
-    return rotation.rotate_back(z, fold_in(key, _ROTATION))
+def rotate_back(z: Array, key: Key, origin: int | Array = 0, end: Array | None = None) -> Array:
+    """Undoes `rotate`, of a whole axis or of a part with an `end`, but for roundings."""
+    return rotation.rotate_back(z, fold_in(key, _ROTATION), origin, end)
 
 
 def quantize(
@@ -106,8 +107,7 @@ def quantize(
     correction = _correction(*y, code, magnitude, nan)
     # One random byte a block, by its number in the unsharded grid.
     width = block[1]
-    columns = None if shape is None else layout.block_grid(shape[1], width, 0)
-    grid = None if shape is None or columns is None else (shape[0], columns)
+    grid = None if shape is None else (shape[0], -(-shape[1] // width))
     byte = numerics.element_bytes(stored, fold_in(key, _ROUNDING[operand]), (origin[0], origin[1] // width), grid, materialize)
     exact = bits.multiply(bits.split(magnitude_bits(stored, E4M3)), bits.split(correction))
     corrected = xp.where(stored == 0, 0, round_to_element(*exact, E4M3, byte))

@@ -5,11 +5,12 @@ amax find finer steps. Both scales are tried, and the one whose elements err les
 
     base = amax / 6 * G             s6 = E4M3(min(base, 448))   s4 = E4M3(min(base * 1.5, 448))
     enc  = min(1 / (s * Gd), fp32's largest)                    code = E2M1(x * enc)
-    err  = sum |code * s * amax of the tensor / 1536 - x|       4 where err4 < err6; equal, Inf and NaN take 6
+    err  = sum |code * s * amax of the tensor / (bound * 6) - x|       4 where err4 < err6; equal, Inf and NaN take 6
 
-G is the tensor's multiplier and Gd the tensor scale; 1536 = 256 * 6, so that a scale of 4 is at most 384. Every operation is
-one fp32 operation, rounded to nearest even, from left to right. A row's errors are summed from its first element to its last;
-those of a block's 16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a block lacks add nothing.
+G is the tensor's multiplier and Gd the tensor scale. With the bound 256 a scale of 4 is at most 384; with 448 ("_448") it
+saturates in blocks near the tensor's amax. "_mse" sums squares instead of magnitudes. Every operation is one fp32 operation,
+rounded to nearest even, from left to right. A row's errors are summed from its first element to its last; those of a block's
+16 rows as a tree: rows i and i + 8, then i + 4, i + 2, i + 1. Elements that a block lacks add nothing.
 """
 
 from __future__ import annotations
@@ -73,24 +74,13 @@ def _errors(
     # A block has few values: one for each code but 0.
     numbers = range(1, element.max_code + 1)
     decoded = scaled(xp.stack([xp.full_like(stored, number) for number in numbers]), element, magnitude_bits(stored, E4M3))
-    product = _product_of_few_digits(decoded, tensor_amax)
+    product = bits.product(decoded, tensor_amax)
     values = materialize(bits.divide(product, xp.full_like(product, scaling.LARGEST_TWO_LEVEL[format])))
     value = xp.zeros_like(code)
     for number in numbers:
         value = xp.where(code == number, of_block(values[number - 1]), value)
-    return materialize(bits.distance(value, magnitude))
-
-
-def _product_of_few_digits(a: Array, b: Array) -> Array:
-    """fp32 bits of the IEEE product of two non-negative numbers, of which a has at most six significant bits."""
-    xp = array_namespace(a)
-    (digits, exponent_a), (significand, exponent_b) = bits.split(a), bits.split(b)
-    product = (digits >> 18) * significand
-    # 28 or 29 places behind the point, of which 25 and a last one that stands for all behind it are enough.
-    carry = product >> 29
-    kept = (product >> 3) | xp.astype((product & 7) != 0, xp.int32)
-    result = bits.fp32(kept, exponent_a + exponent_b + carry, 25 + carry)
-    return xp.where((a == 0) | (b == 0), 0, result)
+    error = bits.distance(value, magnitude)
+    return materialize(bits.product(error, error) if format.scale.squared_errors else error)
 
 
 def _sums(errors: Array) -> tuple[Array, Array]:
@@ -127,7 +117,7 @@ def members(x: Array, format: Format | str, *, origin: tuple[int, int] = (0, 0))
 
 
 def members_in_blocks(members: Array, block: tuple[int, int]) -> Array:
-    """What `members` gives, laid out as `layout.split_blocks` does."""
+    """Elements that `members` gives, laid out as `layout.split_blocks` does."""
     xp = array_namespace(members)
     *grid, _ = members.shape
     axes = (*range(len(grid) - 1), len(grid), len(grid) - 1, len(grid) + 1)

@@ -48,7 +48,7 @@ def words_for(tokens: int, groups: int) -> int:
 
 
 class Group(NamedTuple):
-    """Where a group lies: its rows begin .. end of x, its first column along the columns, and its place among the groups."""
+    """The place of a group: its rows begin .. end of x, its first column along the columns, and its number among the groups."""
 
     begin: int
     end: int
@@ -62,7 +62,7 @@ class Group(NamedTuple):
 
     @property
     def end_column(self) -> int:
-        """Where its zeros end, along the columns."""
+        """The column behind its zeros."""
         return self.first_column + -(-self.rows // UNIT) * UNIT
 
 
@@ -183,7 +183,7 @@ def group_parts(parts: Quantized, ends: Sequence[int], tokens: int, features: in
 
 
 def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where a group's codes lie, and its scales."""
+    """The places of a group's codes and scales."""
     rows, columns = format.block or (1, 1)
     if not columnwise:
         codes = (slice(group.begin, group.end), slice(None))
@@ -201,7 +201,7 @@ def _slices(group: Group, format: Format, columnwise: bool) -> tuple[tuple[slice
 
 
 def _filled(group: Group, format: Format, columnwise: bool) -> tuple[slice, ...]:
-    """Where the scales of a group and of the zeros behind it lie."""
+    """The places of the scales of a group and of the zeros behind it."""
     assert format.block is not None
     if format.per_row:
         return slice(None), slice(group.number, group.number + 1)

@@ -51,7 +51,7 @@ def rotate(x: Array, origin: int = 0) -> Array:
     return rotated if whole == length else xp.concat([rotated, x[..., whole:]], axis=-1)
 
 
-def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
+def rotate_randomly(x: Array, key: Key, origin: int | Array = 0, end: Array | None = None) -> Array:
     """Multiplies groups along the last axis by random signs, then by Hadamard's orthogonal matrix, as EDEN wants it.
 
     Groups have 128 elements. What is left of the unsharded axis is one group each of 64, 32 and 16 where it has that many. The
@@ -63,6 +63,8 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
         key: a seed or two uint32 words; equal for both operands of a product.
         origin: index of the first element in the unsharded axis; a multiple of 128, also where it is known only at run time. A
             part that ends elsewhere than at such a multiple ends where the axis does.
+        end: length of the unsharded axis, int32 (), where that is known only at run time. Then x is a whole number of groups of
+            128, filled up with zeros.
 
     Returns:
         float32, so that no rounding but that of the sums comes before the one to codes.
@@ -80,6 +82,8 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
     signed = _without_tiny(pattern, 2) ^ xp.reshape(
         _random_flips(key, pattern, length, origin), (*(1 for _ in leading), length)
     )
+    if end is not None:
+        return bits.to_float(_in_whole_groups(signed.view(xp.float32), end - origin).view(xp.int32), "float32")
     quiet, spans = not is_numpy_array(x), _spans(length)
     pieces = []
     for start, stop, size in spans:
@@ -89,13 +93,19 @@ def rotate_randomly(x: Array, key: Key, origin: int | Array = 0) -> Array:
     return bits.to_float(xp.concat(pieces, axis=-1), "float32")
 
 
-def rotate_back(z: Array, key: Key) -> Array:
-    """Multiplies float32 z, [..., k] from the axis's start, by the inverse of `rotate_randomly`'s matrix."""
+def rotate_back(z: Array, key: Key, origin: int | Array = 0, end: Array | None = None) -> Array:
+    """Multiplies float32 z, [..., k] by the inverse of `rotate_randomly`'s matrix.
+
+    Without an `end` z begins where the axis does; else `origin` and `end` are as for `rotate_randomly`.
+    """
     xp = array_namespace(z)
     *leading, length = z.shape
     if 0 in z.shape:
         return z
-    flips = _random_flips(key, z.view(xp.int32), length, 0)
+    flips = _random_flips(key, z.view(xp.int32), length, origin)
+    if end is not None:
+        back = _in_whole_groups(z, end - origin)
+        return xp.where(flips < 0, -back, back)
     pieces, spans = [], _spans(length)
     for start, stop, size in spans:
         group = z[..., start:stop].reshape((*leading, (stop - start) // size, size))
@@ -114,6 +124,21 @@ def _spans(length: int) -> list[tuple[int, int, int]]:
             spans.append((start, stop, size))
         start = stop
     return spans
+
+
+def _in_whole_groups(z: Array, length: Array) -> Array:
+    """float32 z [..., k], k a multiple of 128: Hadamard's sums over the root of each group among its first `length` elements.
+
+    An element's group is the largest that ends among these. So groups are those of `_spans`, whatever the length.
+    """
+    xp = array_namespace(z)
+    shape, done, turned = z.shape, 1, z
+    place = xp.arange(shape[-1], dtype=xp.int32, **on_device_of(z))
+    for size in sorted(_FACTORS):
+        z = _sums(z.reshape((*shape[:-1], -1, size)), size, done).reshape(shape)
+        turned = xp.where((place // size + 1) * size <= length, z * _FACTORS[size], turned)
+        done = size
+    return turned
 
 
 def _random_flips(key: Key, like: Array, length: int, origin: int | Array) -> Array:
@@ -137,10 +162,10 @@ def _butterfly(pattern: Array, size: int, quiet: bool) -> Array:
         return (_sums(pattern.view(xp.float32), size) * _FACTORS[size]).view(xp.int32)
 
 
-def _sums(z: Array, size: int) -> Array:
-    """Hadamard's sums of groups along the last axis, in stages of distance 1, 2, 4, .."""
+def _sums(z: Array, size: int, done: int = 1) -> Array:
+    """Hadamard's sums of groups along the last axis, in stages of distance 1, 2, 4, ..; of groups of `done` they are there."""
     xp = array_namespace(z)
-    h = 1
+    h = done
     while h < size:
         pairs = z.reshape((*z.shape[:-1], size // (2 * h), 2, h))
         a, b = pairs[..., 0, :], pairs[..., 1, :]

@@ -112,7 +112,7 @@ def nvfp4_multiplier(amax: Array, format: Format, largest: int | None = None) ->
 
     Args:
         amax: int32 bits.
-        format: NVFP4, whose bound is 448, or 4-over-6, whose bound is 256.
+        format: NVFP4, whose bound is 448, or one of 4-over-6, whose name says its bound.
         largest: fp32 bits of what stands instead of bound * MAX.
     """
     xp = array_namespace(amax)

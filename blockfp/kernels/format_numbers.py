@@ -9,7 +9,9 @@ from ..formats import Format
 
 # The numbers of kernels/include/blockfp/elements.h, scales.h and dtypes.h.
 ELEMENTS = {name: index for index, name in enumerate(("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8"))}
-RULES = {name: index for index, name in enumerate(("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", "e4m3_4over6"))}
+_FOUR_OVER_SIX = ("e4m3_4over6", "e4m3_4over6_448", "e4m3_4over6_mse", "e4m3_4over6_448_mse")
+_RULES = ("fp32", "pow2", "e8m0_ceil", "e8m0_floor", "e4m3", *_FOUR_OVER_SIX)
+RULES = {name: index for index, name in enumerate(_RULES)}
 DTYPE_NUMBERS = {name: index for index, name in enumerate(bits.FLOAT_DTYPES)}
 
 

@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         (10,),
         frozenset({("e2m1", "e2m1")}),
         _pairs(((1, 16), (16, 16))),
-        frozenset({"e4m3", "e4m3_4over6"}),
+        frozenset(format.scale.name for format in FORMATS if format.scale.two_level),
         (1, 16, 32),
     ),
 )
@@ -240,8 +240,7 @@ def table() -> list[tuple[str, str, str]]:
     run, compiled = (", ".join(f"{major}.{minor}" for major, minor in some) for some in (RUN, COMPILED))
     lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
     lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
-    chooses = ", ".join(format.name for format in FORMATS if format.scale.four_over_six)
-    lines.append(("any CUDA device", f"casts to {chooses}", "the definition, in array operations"))
+    lines.append(("any CUDA device", "casts by 4-over-6 (nvfp4_4over6..)", "the definition, in array operations"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(
         ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")

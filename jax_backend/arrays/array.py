@@ -21,7 +21,7 @@ from blockfp.sharding.placement import Sharding
 from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
-from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_ZEROS, flattening_caller
+from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_UPDATES, OPTAX_ZEROS, flattening_caller
 from . import flax_state, identity, storage
 from .views import stored, view_codes, view_scales
 
@@ -265,6 +265,11 @@ def _flatten(q: QuantizedArray):
         raise TypeError(
             "jax.grad can't differentiate with respect to a QuantizedArray, whose codes are integers: use "
             "blockfp.jax.value_and_grad or blockfp.jax.grad, which give the gradient of the array that was quantized"
+        )
+    if caller == OPTAX_UPDATES:
+        raise TypeError(
+            "optax.apply_updates, which flax's TrainState.apply_gradients and nnx.Optimizer.update call too, can't add to "
+            "codes: use blockfp.jax.apply_updates(params, updates), of an optimizer in blockfp.jax.with_masters"
         )
     if q._watched is not None:
         q._watched[1].escaped = True

@@ -52,7 +52,8 @@ def all_gather(
     that is rotated) they travel as they are.
 
     The gradient of the result goes back as a reduce-scatter of its sum, in the dtype of the array. With `gradient_format` it
-    travels as codes and scales, each rank's rounded once, and is added in fp32 in the order of the ranks.
+    travels as codes and scales, each rank's rounded once, and is added in fp32 in the order of the ranks. So a layer that
+    multiplies by the result takes none of `axes` among its `data_axes`: with `check_vma=False` it would sum the gradient too.
 
     Args:
         x: this rank's part.

@@ -3,7 +3,7 @@
 Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
 such a dtype, so the handlers that it keeps for its own are registered for ours.
 
-A quantized array's flatten looks at the stack, because three callers want something else than codes and scales, and JAX
+A quantized array's flatten looks at the stack, because four callers want something else than codes and scales, and JAX
 tells a flatten nothing about them (`flattening_caller`).
 """
 
@@ -27,6 +27,7 @@ unmapped_aval = core.unmapped_aval
 __all__ = [
     "EQUINOX_FILE",
     "JAX_GRAD",
+    "OPTAX_UPDATES",
     "OPTAX_ZEROS",
     "EArray",
     "ExtendedDType",
@@ -94,7 +95,11 @@ JAX_GRAD = ("jax._src.api", "value_and_grad_f")
 before it looks at dtypes, so only there a better answer can be given. Should JAX come to flatten elsewhere, its own TypeError
 stands."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD}
+OPTAX_UPDATES = ("optax._src.update", "apply_updates")
+"""optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer: JAX would speak of types of trees, or codes
+be added to."""
+
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

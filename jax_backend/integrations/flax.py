@@ -31,7 +31,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
     """Makes the kernels of a model's dense layers quantized ones, and its products those of the recipe.
 
     Layers are `nnx.Linear` and `linen.Dense` themselves, with lax's dot_general; all others stay as they are. An nnx layer is
-    changed where it stands. A linen module is wrapped: `init` makes quantized kernels, under the paths they had.
+    changed where it stands. A linen module is wrapped: `init` makes quantized kernels, under the paths they had. Kernels are
+    [.., in, out], so that formats of weights are those with square blocks or one scale per tensor, whose transpose is exact.
 
     Args:
         model: of nnx, or of linen and not bound yet.
@@ -46,8 +47,8 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
 
     Raises:
         TypeError: model is neither.
-        ValueError: an nnx model without such a layer, or without one in which a mapping's pattern is found; a missing or
-            needless rngs, or delayed scaling.
+        ValueError: a model without such a layer, or without one in which a mapping's pattern is found (of linen: at `init`);
+            a missing or needless rngs, delayed scaling, or a format of weights that has no exact transpose.
     """
     if isinstance(model, linen.Module):
         if rngs is not None:
@@ -61,17 +62,28 @@ def convert(model: Any, recipe: Recipe | str | ByPath, filter_fn: Filter | None 
             paths.append(".".join(map(str, keys)))
             one = _recipe_of(paths[-1], layer, recipe, filter_fn)
             chosen += [] if one is None else [(layer, one)]
-    if paths:
-        recipes.check_paths(recipe, paths)
-    if not chosen:
-        raise ValueError("model holds no flax.nnx.Linear to convert, or filter_fn and recipe leave all of them as they are")
+    _check_found(recipe, paths, chosen, "flax.nnx.Linear")
     if any(_draws(one) for _, one in chosen) is not (rngs is not None):
         raise ValueError(f"rngs = {rngs}: a recipe that rounds stochastically needs one, such as nnx.Rngs(0), any other none")
     for layer, one in chosen:
         layer.kernel = layer.kernel.replace(quantize_weight(layer.kernel.get_value(), one.weight.format))
-        layer.recipe, layer.keys = one, rngs.fork() if rngs is not None and _draws(one) else None
+        layer.recipe, layer.keys = one, _keys_for(layer, rngs) if rngs is not None and _draws(one) else None
         layer.__class__ = QuantizedLinear
     return model
+
+
+def _keys_for(layer: nnx.Linear, rngs: nnx.Rngs) -> nnx.Rngs:
+    """Takes streams of keys for a layer; of a stack of layers, for nnx.scan and nnx.vmap, one for each."""
+    stack = layer.kernel.get_value().shape[:-2]
+    return rngs.fork().split(stack) if stack else rngs.fork()
+
+
+def _check_found(recipe: Any, paths: list[str], chosen: Any, kind: str) -> None:
+    """Raises ValueError where no layer at these paths was chosen, or a mapping's pattern is found in none of them."""
+    if paths:
+        recipes.check_paths(recipe, paths)
+    if not chosen:
+        raise ValueError(f"model holds no {kind} to convert, or filter_fn and recipe leave all of them as they are")
 
 
 class QuantizedLinear(nnx.Linear):
@@ -97,17 +109,32 @@ class Quantized(linen.Module):
         linen.share_scope(self, self.module)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn)):
-            return self.module(*args, **options)
+        return self.call("__call__", *args, **options)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Calls a method of the model by its name: `quantized.apply(variables, "encode", x, method="call")`."""
+        found: dict[str, Recipe | None] = {}
+        with linen.intercept_methods(partial(_intercept, self.recipe, self.filter_fn, found)):
+            y = getattr(self.module, method)(*args, **options)
+        if self.is_initializing():
+            _check_found(self.recipe, list(found), any(found.values()), "flax.linen.Dense")
+        return y
 
 
-def _intercept(recipe: Any, filter_fn: Any, forward: Any, args: Any, options: Any, context: Any) -> Any:
-    """Calls a method of a linen module, but for that of a chosen layer, whose kernel is quantized; see `intercept_methods`."""
+def _intercept(
+    recipe: Any, filter_fn: Any, found: dict[str, Recipe | None], forward: Any, args: Any, options: Any, context: Any
+) -> Any:
+    """Calls a method of a linen module, but for that of a chosen layer, whose kernel is quantized; see `intercept_methods`.
+
+    `found` takes the path of each layer that could be chosen, and its recipe or None.
+    """
     layer: Any = context.module
     if type(layer) is not linen.Dense or context.method_name != "__call__":
         return forward(*args, **options)
-    own = layer.dot_general not in (None, lax.dot_general) or layer.dot_general_cls is not None
-    one = None if own else _recipe_of(".".join(layer.path), layer, recipe, filter_fn)
+    if layer.dot_general not in (None, lax.dot_general) or layer.dot_general_cls is not None:
+        return forward(*args, **options)
+    path = ".".join(layer.path)
+    found[path] = one = _recipe_of(path, layer, recipe, filter_fn)
     if one is None:
         return forward(*args, **options)
     if not layer.has_variable("params", "kernel"):
@@ -129,6 +156,12 @@ def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> 
         return None
     if one.delayed is not None:
         raise ValueError(f"{path}: delayed scaling keeps a state for each layer: give the layer a dot_general that has it")
+    if not one.weight.format.square:
+        raise ValueError(
+            f"{path}: recipe {one} has weights in {one.weight.format}, with scales along in, and a kernel [in, out] of such "
+            "codes has no exact transpose. Give the layer dot_general=functools.partial(blockfp.jax.dot_general, recipe=..), "
+            "or the model qwix's rule, which quantize the kernel at each use; or take a format in square blocks"
+        )
     return one
 
 

@@ -122,7 +122,7 @@ def _before(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _starts(counts: jax.Array) -> jax.Array:
-    """Where each segment of [a, b] begins if they lie one after the other, those of a row side by side."""
+    """Start of each segment of [a, b] if they lie one after the other, those of a row side by side."""
     flat = counts.reshape(-1)
     return _before(flat, axis=0).reshape(counts.shape)
 

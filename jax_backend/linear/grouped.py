@@ -80,11 +80,6 @@ def grouped_linear(
             tensor-parallel axis cuts unevenly or inside blocks.
     """
     recipe = recipes.for_linear(recipe)
-    if recipe.input_columnwise.eden:
-        raise NotImplementedError(
-            f"recipe {recipe}: EDEN rotates groups of 128 tokens, and what is left of a group of rows in smaller ones, which "
-            "differ from call to call: use nvfp4, or a linear for each group"
-        )
     check_tensors(x, weight, bias, grouped=True)
     check_state(recipe, state, key)
     if isinstance(x, QuantizedArray):
@@ -140,13 +135,14 @@ class _GroupedLinear(Layer):
         groups = tiles.sizes.shape[0]
         first = 0 if self.expert_axis is None else replication.axis_index(self.expert_axis) * groups
         cut = self.placement.tensor if self.placement.kind == ("column" if gradient else "row") else None
-        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut)
+        operand = "gradient" if gradient else "input"
+        return Scaling(self.recipe.eps, multiplier, key, self.placement.coordinate(), first, cut, operand)
 
     def tiles(self, x, sizes) -> Tiles:
         return Tiles.of(sizes, x.shape[0], self.tile)
 
     def input_operands(self, x, tiles, state, key=None, *, rowwise=True, columnwise=True) -> tuple[Any, Any]:
-        scaling = self._scaling(None if state is None else state.input_scale, tiles)
+        scaling = self._scaling(None if state is None else state.input_scale, tiles, key)
         casts = self.recipe.input, self.recipe.input_columnwise
         if not isinstance(x, QuantizedArray):
             return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
@@ -191,7 +187,8 @@ class _GroupedLinear(Layer):
 
     def values(self, operand, tiles, carrier, cast, *, transposed=False, key=None) -> jax.Array:
         operand = operand.tiles(tiles) if isinstance(operand, GroupCodes) else operand
-        return token_values(operand, tiles, carrier, cast, transposed=transposed)
+        scaling = self._scaling(None, tiles, key) if cast.eden else None
+        return token_values(operand, tiles, carrier, cast, transposed=transposed, scaling=scaling)
 
     def products(self, tiles) -> tuple[Product, Product, Product]:
         return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)

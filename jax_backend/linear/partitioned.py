@@ -136,7 +136,8 @@ class _Split:
 
 
 def _spec(sharding) -> tuple:
-    spec = tuple(sharding.spec)
+    # Where no argument of a program lies on a mesh, JAX knows of none here, and its shardings have no spec: all lies whole.
+    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     return (*spec, *(None,) * (2 - len(spec)))
 
 

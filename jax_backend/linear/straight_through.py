@@ -25,7 +25,7 @@ from ..implementations.hadamard import hadamard
 from ..params.params import dequantize_params
 from .layer_placement import LayerPlacement
 from .products import Matrix
-from .tiles import Tiles, gather_rows
+from .tiles import Scaling, Tiles, gather_rows, turn_randomly
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -72,10 +72,17 @@ def values(
     return y if carrier is None else straight_through(y, carrier)
 
 
-def token_values(x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False) -> jax.Array:
-    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size]."""
+def token_values(
+    x: Matrix, tiles: Tiles, carrier: Any, cast: Cast, *, transposed: bool = False, scaling: Scaling | None = None
+) -> jax.Array:
+    """Decodes `values` of tiles [tiles, rows, size] ([tiles, size, rows] if transposed) to rows [tokens, size].
+
+    `scaling` has the key of the cast, where EDEN rotated.
+    """
     made = values(x)
-    if cast.rotate:
+    if scaling is not None:
+        made = turn_randomly(eden.rotate_back, made, tiles, scaling)
+    elif cast.rotate:
         made = jnp.where(tiles.rotated(made.shape[-1]) if transposed else True, hadamard(made, inverse=True), made)
     made = jnp.swapaxes(made, -1, -2) if transposed else made
     made = gather_rows(made.reshape(-1, made.shape[-1]), tiles.target)

@@ -7,6 +7,7 @@ no block lies in two tiles, and every tile is quantized with its group's amax an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition import numerics
+from blockfp.definition import eden, numerics
 from blockfp.definition.bits import INFINITY
 from blockfp.definition.recoding import keeps_codes, value_dtype
-from blockfp.definition.rotation import GROUP, rotate
+from blockfp.definition.rotation import GROUP, RANDOM_GROUP, rotate
 from blockfp.definition.rounding import COLUMNWISE, gradient_key
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import FP8_E4M3
@@ -37,7 +38,7 @@ def tile_rows(recipe: Recipe) -> int:
     Raises:
         ValueError: the recipe has a scale for each column of a group, of which a tile has a part.
     """
-    units = [GROUP]
+    units = [RANDOM_GROUP if recipe.input_columnwise.eden else GROUP]
     for cast in (recipe.input, recipe.gradient):
         units.append(cast.format.block[0] if cast.format and cast.format.block else 1)
     for name in ("input_columnwise", "gradient_columnwise"):
@@ -139,6 +140,7 @@ class Scaling(NamedTuple):
         coordinate: this rank's place on the data-parallel axes, or None.
         first_group: the number of the first group here among those of all ranks.
         cut: the mesh axis that the features are cut over, evenly and between blocks, or None.
+        operand: the operand that EDEN makes.
     """
 
     eps: float
@@ -147,6 +149,12 @@ class Scaling(NamedTuple):
     coordinate: jax.Array | None = None
     first_group: jax.Array | int = 0
     cut: str | None = None
+    operand: eden.Operand = "input"
+
+    def key_of(self, group: jax.Array, direction: int) -> jax.Array:
+        """The key of a group's cast, [2]."""
+        assert self.key is not None
+        return jnp.asarray(gradient_key(self.key, direction, self.coordinate, self.first_group + group))
 
     def of_features(self, features: int) -> tuple[jax.Array | int, int]:
         """(the number of the first feature here, how many all ranks have)."""
@@ -218,8 +226,10 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
         # Kernels read the tiles as they are.
         eps = eps_for(format, scaling.eps)
         return wrap_parts(ops.quantize_columnwise(x, format=format, eps=eps), format, x, columnwise=True)
-    x = x.mT if columnwise else x
-    if cast.rotate:
+    like = x = x.mT if columnwise else x
+    if cast.eden:
+        x = turn_randomly(eden.rotate, x, tiles, scaling)
+    elif cast.rotate:
         x = jnp.where(tiles.rotated(rows), rotate(x), x)
     if format is None:
         return x
@@ -243,10 +253,18 @@ def _quantized(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, directi
     def one(tile, amax, group, first):
         place: dict[str, Any] = {}
         if key is not None:
-            words = gradient_key(key, direction, scaling.coordinate, scaling.first_group + group)
             begin, features = scaling.of_features(tile.shape[0 if columnwise else 1])
-            place = {"key": jnp.asarray(words), "origin": (begin, first) if columnwise else (first, begin)}
+            place = {"key": scaling.key_of(group, direction), "origin": (begin, first) if columnwise else (first, begin)}
             place["shape"] = (features, tiles.sizes[group]) if columnwise else (tiles.sizes[group], features)
+        if cast.eden:
+            return eden.quantize(tile, format, operand=scaling.operand, amax=amax, materialize=materialize, **place)
         return numerics.quantize(tile, format, eps=eps, amax=amax, materialize=materialize, **place)
 
-    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, x)
+    return wrap_parts(jax.vmap(one)(x, amax, tiles.group, tiles.first), format, like)
+
+
+def turn_randomly(rotate: Callable, x: jax.Array, tiles: Tiles, scaling: Scaling) -> jax.Array:
+    """Applies `eden.rotate`, or `eden.rotate_back`, to transposed tiles [tiles, size, rows], each group by its own signs."""
+    ends = tiles.sizes[tiles.group]
+    keys = jax.vmap(lambda group: scaling.key_of(group, COLUMNWISE))(tiles.group)
+    return jax.vmap(rotate)(x, keys, tiles.first, ends)

@@ -48,8 +48,8 @@ class Optimizer(NamedTuple):
 class Replacement:
     """The update of a leaf with a master: its new value. (optax.apply_updates refuses it; `apply_updates` takes it.)
 
-    What wraps an optimizer multiplies updates with 0 or 1, or takes zeros instead (optax.MultiSteps, apply_if_finite): then
-    nothing is replaced.
+    What wraps an optimizer may multiply updates with 0 or 1, or take zeros instead (optax.MultiSteps): then nothing is
+    replaced. (optax.apply_if_finite takes gradients instead, and so belongs inside `with_masters`.)
 
     Attributes:
         value: the new value.
@@ -247,6 +247,7 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
         return MasterState(masters, init_inner(_weights(params, masters)))
 
     def update(gradients, state: MasterState, params=None, **extra):
+        check_state(state, MasterState)
         if params is None:
             raise ValueError("update needs the parameters: update(gradients, state, params)")
         weights = _weights(params, state.masters)
@@ -261,6 +262,12 @@ def _on_masters(init_inner: Callable, step: Callable) -> Optimizer:
         return updates, MasterState(masters, inner)
 
     return Optimizer(init, update)
+
+
+def check_state(state: Any, kind: type) -> None:
+    """Raises TypeError unless the state is what the optimizer's `init` makes."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be the {kind.__name__} of this optimizer's init, got {type(state).__name__}")
 
 
 def _is_own_master(param: Any) -> bool:

@@ -12,7 +12,7 @@ from blockfp.definition import oscillation
 from blockfp.definition.oscillation import OsciReset
 
 from ..arrays.array import is_quantized
-from .optimizer import MasterState, Optimizer, Replacement
+from .optimizer import MasterState, Optimizer, Replacement, check_state
 from .params import dequantize_params
 from .trees import map_with_path
 
@@ -64,6 +64,7 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
         return OsciResetState(jnp.zeros((), jnp.int32), master_paths, quantized_paths, inner)
 
     def update(gradients, state: OsciResetState, params=None, **extra):
+        check_state(state, OsciResetState)
         updates, inner = optimizer.update(gradients, state.inner, params, **extra)
         step = state.step + 1
         place = oscillation.place(step, how)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -42,25 +42,29 @@ def quantize_params(tree: Any, recipe: Recipe | str | ByPath, *, filter_fn: Filt
         filter_fn: which leaves to quantize, by path and leaf.
 
     Raises:
-        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or a mapping's pattern is found in none.
+        TypeError, ValueError: a leaf can't be quantized; the message names its path. Or a mapping's pattern is found in
+            none, or one that stands for a recipe in none that filter_fn takes.
 
     Example:
         >>> params = bfp.quantize_params(params, "mxfp8", filter_fn=lambda path, leaf: path.endswith("weight"))
     """
 
-    paths: list[str] = []
+    weights: list[str] = []
+    others: list[str] = []
 
     def convert(path: str, leaf):
-        paths.append(path)
-        if is_quantized(leaf) or not filter_fn(path, leaf):
-            return leaf
-        chosen = recipes.resolve(recipe, path)
+        taken = is_quantized(leaf) or filter_fn(path, leaf)
+        (weights if taken else others).append(path)
+        chosen = recipes.resolve(recipe, path) if taken and not is_quantized(leaf) else None
         if chosen is None or chosen.weight.format is None:
             return leaf
         return with_derivative(quantize_weight(leaf, chosen.weight.format), leaf)
 
     converted = map_with_path(convert, tree)
-    recipes.check_paths(recipe, paths)
+    recipes.check_paths(recipe, [*weights, *others])
+    if weights and isinstance(recipe, Mapping):
+        # None may stand for what wouldn't be quantized anyway.
+        recipes.check_paths({pattern: one for pattern, one in recipe.items() if one is not None}, weights)
     return converted
 
 

@@ -8,26 +8,71 @@
 namespace blockfp {
 namespace BLOCKFP_ISA {
 
-// The sum of the errors of one row of a block, which lacks elements or has 16, for each of two scales.
-template <class E, class T>
-BLOCKFP_HD void add_row_errors(const typename T::Raw* x, const TriedScale (&tried)[2], float tensor_amax, float* six,
-                               float* four) {
-  float errors[2][kUnit];
-  for (int v = 0; v < kVectors; ++v) {
-    const F magnitude = from_bits<F>(to_bits(load_floats<T>(x + v * kLanes)) & kMagnitude);
+// Some blocks side by side, with the scales that are tried for each: [0] maps the amax to 6, [1] to 4.
+struct Tries {
+  static constexpr int kBlocks = 16, kCodes = 8;
+
+  alignas(64) int32_t stored[2][kBlocks];
+  alignas(64) float multipliers[2][kBlocks];
+  alignas(64) float values[kBlocks][2][kCodes];  // what the codes of magnitudes stand for
+  alignas(64) float errors[kBlocks][2][kUnit];   // of one row
+  float sums[kBlocks][2][kFourOverSixSide];      // of the errors of each row of a block
+
+  // For blocks with these amaxes, which lie in memory for kBlocks, of `rows` rows.
+  template <class E>
+  BLOCKFP_HD void begin(const QuantizeJob& job, const int32_t* amax, int64_t blocks, int64_t rows) {
+    alignas(64) static constexpr int32_t kBoth[2 * kCodes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float scales[2][kBlocks];
     for (int k = 0; k < 2; ++k) {
-      store(errors[k] + v * kLanes, four_over_six_error<E, F>(magnitude, tried[k].value, tried[k].multiplier, tensor_amax));
+      for (int b = 0; b < kBlocks; b += kLanes) {
+        const auto tried = four_over_six_scale<E, F>(load<I>(amax + b), k == 1, job.multiplier, job.tensor_scale);
+        store(stored[k] + b, tried.stored);
+        store(multipliers[k] + b, tried.multiplier);
+        store(scales[k] + b, tried.value);
+      }
+    }
+    const float tensor_amax = from_bits<float>(job.tensor_amax);
+    for (int64_t b = 0; b < blocks; ++b) {
+      for (int c = 0; c < 2 * kCodes; c += kLanes) {
+        const I both = load<I>(kBoth + c);
+        const F scale = both < kCodes ? splat<F>(scales[0][b]) : splat<F>(scales[1][b]);
+        store(values[b][0] + c, four_over_six_value<E, F>(both & (kCodes - 1), scale, tensor_amax, job.format.rule));
+      }
+      if (rows > 1) memset(sums[b], 0, sizeof(sums[b]));
     }
   }
-  // Both sums at once, each from its first element to its last.
-  float sums[2] = {errors[0][0], errors[1][0]};
-  for (int i = 1; i < kUnit; ++i) {
-    sums[0] = add(sums[0], errors[0][i]);
-    sums[1] = add(sums[1], errors[1][i]);
+
+  // Finds the errors of a row of block b, which has 16 elements.
+  template <class E, class T>
+  BLOCKFP_HD void measure(int64_t b, const typename T::Raw* x, ScaleRule rule) {
+    for (int v = 0; v < kVectors; ++v) {
+      const F magnitude = from_bits<F>(to_bits(load_floats<T>(x + v * kLanes)) & kMagnitude);
+      for (int k = 0; k < 2; ++k) {
+        const I code = four_over_six_code<E, F>(magnitude, splat<F>(multipliers[k][b]));
+        store(errors[b][k] + v * kLanes, four_over_six_error<F>(look_up_eight(values[b][k], code), magnitude, rule));
+      }
+    }
   }
-  *six = sums[0];
-  *four = sums[1];
-}
+
+  // Sums them from the first to the last; of many blocks, so that one sum need not wait for the other.
+  void sum(int64_t blocks, int64_t row) {
+    for (int64_t b = 0; b < blocks; ++b) {
+      float six = errors[b][0][0], four = errors[b][1][0];
+      for (int i = 1; i < kUnit; ++i) {
+        six = add(six, errors[b][0][i]);
+        four = add(four, errors[b][1][i]);
+      }
+      sums[b][0][row] = six;
+      sums[b][1][row] = four;
+    }
+  }
+
+  // Whether block b takes the scale for 4; not where an error is NaN.
+  BLOCKFP_HD bool takes_4(int64_t b, int64_t rows) {
+    if (rows == 1) return sums[b][1][0] < sums[b][0][0];
+    return four_over_six_sum(sums[b][1]) < four_over_six_sum(sums[b][0]);
+  }
+};
 
 // Stored scales and multipliers of one row of blocks, from amaxes that `memory` has already. `row_in_block` is where in their
 // blocks these rows begin.
@@ -36,35 +81,40 @@ void choose_scales(const QuantizeJob& job, const Elements<T>& x, const Scratch& 
                    int64_t row_in_block, int64_t columns, int64_t phase, int64_t blocks, int64_t at) {
   using Raw = typename T::Raw;
   const int64_t height = job.format.block_rows;
-  const float tensor_amax = from_bits<float>(job.tensor_amax);
-  int64_t begin = 0;
-  for (int64_t b = 0; b < blocks; ++b) {
-    int64_t end = (b + 1) * kUnit - phase;
-    end = end < columns ? end : columns;
-    const TriedScale tried[2] = {four_over_six_scale<E>(memory.amax[b], false, job.multiplier, job.tensor_scale),
-                                 four_over_six_scale<E>(memory.amax[b], true, job.multiplier, job.tensor_scale)};
-    float six[kFourOverSixSide] = {}, four[kFourOverSixSide] = {};
+  const ScaleRule rule = job.format.rule;
+  Tries tries;
+  for (int64_t begin = 0; begin < blocks; begin += Tries::kBlocks) {
+    const int64_t count = blocks - begin < Tries::kBlocks ? blocks - begin : Tries::kBlocks;
+    tries.begin<E>(job, memory.amax + begin, count, height);
     if (job.given_members != nullptr) {
-      const int32_t* members = job.given_members + (at + b) * height * kUnit;
       for (int64_t r = 0; r < height; ++r) {
-        add_row_errors<E, Fp32>(reinterpret_cast<const Fp32::Raw*>(members + r * kUnit), tried, tensor_amax, six + r, four + r);
+        for (int64_t b = 0; b < count; ++b) {
+          const int32_t* row = job.given_members + ((at + begin + b) * height + r) * kUnit;
+          tries.measure<E, Fp32>(b, reinterpret_cast<const Fp32::Raw*>(row), rule);
+        }
+        tries.sum(count, r);
       }
     } else {
       for (int64_t r = 0; r < rows; ++r) {
-        const Raw* values = x.row(first + r) + begin;
-        Raw padded[kUnit] = {};
-        if (end - begin < kUnit) {
-          for (int64_t i = 0; i < end - begin; ++i) padded[i] = values[i];
-          values = padded;
+        const Raw* row = x.row(first + r);
+        for (int64_t b = 0; b < count; ++b) {
+          const int64_t start = (begin + b) * kUnit - phase;
+          if (start >= 0 && start + kUnit <= columns) {
+            tries.measure<E, T>(b, row + start, rule);
+          } else {
+            Raw padded[kUnit] = {};
+            for (int64_t i = start < 0 ? -start : 0; i < kUnit && start + i < columns; ++i) padded[i] = row[start + i];
+            tries.measure<E, T>(b, padded, rule);
+          }
         }
-        add_row_errors<E, T>(values, tried, tensor_amax, six + row_in_block + r, four + row_in_block + r);
+        tries.sum(count, row_in_block + r);
       }
     }
-    // False where an error is NaN.
-    const bool takes_4 = four_over_six_sum(four) < four_over_six_sum(six);
-    memory.stored[b] = tried[takes_4].stored;
-    memory.multipliers[b] = tried[takes_4].multiplier;
-    begin = end;
+    for (int64_t b = 0; b < count; ++b) {
+      const bool takes_4 = tries.takes_4(b, height);
+      memory.stored[begin + b] = tries.stored[takes_4][b];
+      memory.multipliers[begin + b] = tries.multipliers[takes_4][b];
+    }
   }
 }
 

@@ -36,7 +36,10 @@ BLOCKFP_HD bool factors_by_rule(const DequantizeJob& job, int64_t at, int64_t bl
     case ScaleRule::kE8m0Floor:
       return factors_of_blocks<ScaleRule::kE8m0Ceil>(job, at, blocks, factors);
     case ScaleRule::kE4m3:
-    case ScaleRule::kE4m3FourOverSix:
+    case ScaleRule::kFourOverSix:
+    case ScaleRule::kFourOverSix448:
+    case ScaleRule::kFourOverSixMse:
+    case ScaleRule::kFourOverSix448Mse:
       return factors_of_blocks<ScaleRule::kE4m3>(job, at, blocks, factors);
   }
   return false;

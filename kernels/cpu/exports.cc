@@ -67,7 +67,7 @@ void quantize(TensorView x, TensorView codes, TensorView scales, Optional<Tensor
     check(given_tensor.has_value() == two_levels, "amax.tensor belongs to formats of two levels");
     if (two_levels) check_array(given_tensor.value(), "amax.tensor", kCpu, 1, 32, "one int32");
     if (given_members.has_value()) {
-      check(job.format.rule == ScaleRule::kE4m3FourOverSix, "amax.members belongs to formats whose blocks choose between scales");
+      check(job.format.four_over_six(), "amax.members belongs to formats whose blocks choose between scales");
       check_array(given_members.value(), "amax.members", kCpu, count * block_rows * block_columns, 32, "an int32 for each element of a block");
     }
   }

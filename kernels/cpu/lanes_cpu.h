@@ -72,6 +72,17 @@ BLOCKFP_HD I load_bytes(const uint8_t* p) {
 #endif
 }
 
+// Entries of a table of eight.
+BLOCKFP_HD F look_up_eight(const float* table, I index) {
+#if defined(__AVX512BW__)
+  return bit_cast<F>(_mm512_permutexvar_ps(bit_cast<__m512i>(index), _mm512_broadcast_f32x8(load<__m256>(table))));
+#elif defined(__AVX2__)
+  return bit_cast<F>(_mm256_permutevar8x32_ps(load<__m256>(table), bit_cast<__m256i>(index)));
+#else
+  return table[index];
+#endif
+}
+
 // kLanes patterns of T as fp32.
 template <class T>
 BLOCKFP_HD F load_floats(const typename T::Raw* p) {

@@ -58,8 +58,11 @@ BLOCKFP_HD void scales_by_rule(const QuantizeJob& job, const Scratch& memory, in
       return scales_of_blocks<E, ScaleRule::kE8m0Floor>(job, memory, blocks, at);
     case ScaleRule::kE4m3:
       return scales_of_blocks<E, ScaleRule::kE4m3>(job, memory, blocks, at);
-    case ScaleRule::kE4m3FourOverSix:
-      return write_scales<E, ScaleRule::kE4m3FourOverSix>(job, memory, blocks, at);  // `choose_scales` has made them
+    case ScaleRule::kFourOverSix:
+    case ScaleRule::kFourOverSix448:
+    case ScaleRule::kFourOverSixMse:
+    case ScaleRule::kFourOverSix448Mse:
+      return write_scales<E, ScaleRule::kE4m3>(job, memory, blocks, at);  // `choose_scales` has made them
   }
 }
 
@@ -90,7 +93,7 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
                        memory.amax, memory.nan);
       }
       if constexpr (E::kId == E2M1::kId) {
-        if (job.format.rule == ScaleRule::kE4m3FourOverSix) {
+        if (job.format.four_over_six()) {
           const int64_t row_in_block = (t.row_phase + tile.row + first) % job.format.block_rows;
           choose_scales<E, T>(job, x, memory, first, rows, row_in_block, tile.columns, tile.column_phase, blocks, at);
         }

@@ -112,9 +112,8 @@ void run_quantize(QuantizeJob job, const int32_t* given_tensor, float* tensor_sc
     *static_cast<int32_t*>(job.scales) = scale.stored;
   } else if (job.format.two_levels()) {
     const int32_t amax = given_tensor != nullptr ? *given_tensor : tensor_amax_of(job.x, t, gather, job.format);
-    const bool four_over_six = job.format.rule == ScaleRule::kE4m3FourOverSix;
     job.tensor_amax = amax;
-    job.multiplier = tensor_multiplier<E2M1>(amax, four_over_six ? kFourOverSixBound : E4M3::kMax);
+    job.multiplier = tensor_multiplier<E2M1>(amax, job.format.four_over_six() ? four_over_six_bound(job.format.rule) : E4M3::kMax);
     job.tensor_scale = divide(1.0f, job.multiplier);
     *tensor_scale_out = job.tensor_scale;
   }

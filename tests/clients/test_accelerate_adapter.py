@@ -112,11 +112,8 @@ def test_save_state_resumes_to_the_bit(function, monkeypatch):
 
 def test_without_fsdp_it_is_prepare():
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from blockfp.torch_backend.integrations.accelerate import prepare
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
     common = client()
     model = common.net("nvfp4", "quantized")
     optimizer = common.optimizer_of(model, "quantized")
@@ -125,11 +122,30 @@ def test_without_fsdp_it_is_prepare():
     assert wrapped.optimizer is optimizer
 
 
-def test_the_documented_lines(tmp_path):
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
+def test_without_fsdp_save_state_resumes_to_the_bit(safe, tmp_path):
+    """accelerate drops what it takes for tied: tensors whose storages have one address and size."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    common = client()
+    runs = []
+    for saves in (True, False):
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        ours, model = Accelerator(cpu=True), common.net("nvfp4", "quantized")
+        model, optimizer = ours.prepare(model, common.optimizer_of(model, "quantized"))
+        if saves:
+            common.train(model, optimizer, 0, ours.backward)
+            ours.save_state(str(tmp_path), safe_serialization=safe)
+        else:
+            ours.load_state(str(tmp_path))
+        runs.append((common.train(model, optimizer, 0, ours.backward), model))
+    assert runs[0][0] == runs[1][0]
+    same(runs[0][1], runs[1][1])
+
+
+def test_the_documented_lines(tmp_path):
     common = client()
     space = run_documented("accelerate", model=common.Net(), data=[torch.randn(4, 48)], folder=tmp_path)
     space = run_documented("accelerate: buffers", model=common.Net(), accelerator=space["accelerator"], bfp=bfp)

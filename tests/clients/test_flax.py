@@ -61,6 +61,17 @@ def test_a_train_state():
     assert_same_tree(serialization.from_bytes(state, serialization.to_bytes(state)), state)
 
 
+def test_gradients_are_applied_by_blockfp():
+    """`apply_gradients` and `nnx.Optimizer` would add to codes."""
+    params = {"w": bfp.quantize(X, "mxfp8_e4m3_32x32")}
+    state = TrainState.create(apply_fn=None, params=params, tx=bfp.with_masters(optax.lion(0.1)))
+    with pytest.raises(TypeError, match=r"apply_gradients .* can't add to codes: use blockfp\.jax\.apply_updates"):
+        state.apply_gradients(grads={"w": jnp.ones_like(X)})
+    codes = jax.tree.map(lambda part: jnp.ones_like(part), params)
+    with pytest.raises(TypeError, match=r"can't add to codes"):
+        optax.apply_updates(params, codes)
+
+
 @pytest.mark.parametrize(
     "order", ["import flax.serialization, blockfp.jax as bfp", "import blockfp.jax as bfp, flax.serialization"]
 )

@@ -1,5 +1,7 @@
 """Flax models with quantized kernels: the numbers of a plain loop with blockfp's own functions, to the bit."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,9 +60,12 @@ def quantized(params, recipe):
     )
 
 
-@pytest.mark.parametrize("make", [lambda: bfp.adamw(1e-2), lambda: bfp.with_masters(optax.lion(1e-2))], ids=["adamw", "lion"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_nnx_trains_as_a_plain_loop(recipe, make):
+def lion(rate):
+    return bfp.with_masters(optax.lion(rate))
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), [*((recipe, bfp.adamw) for recipe in RECIPES), ("mxfp8", lion)])
+def test_nnx_trains_as_a_plain_loop(recipe, optimizer):
     draws = recipe == "nvfp4"
     model = convert(Nnx(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(quantize=1) if draws else None)
     before = nnx.to_pure_dict(nnx.state(Nnx(nnx.Rngs(0)), nnx.Param))
@@ -75,9 +80,11 @@ def test_nnx_trains_as_a_plain_loop(recipe, make):
                 layer.keys["quantize"]()
         return jnp.square(model(X) - 1).mean()
 
-    losses, params = loop(loss, params, make())
+    losses, params = loop(loss, params, optimizer(1e-2))
     expected, wanted = loop(
-        lambda params, number: jnp.square(plain(params, X, recipe, keys[number]) - 1).mean(), quantized(before, recipe), make()
+        lambda params, number: jnp.square(plain(params, X, recipe, keys[number]) - 1).mean(),
+        quantized(before, recipe),
+        optimizer(1e-2),
     )
     assert losses == expected
     nnx.update(model, params)
@@ -169,6 +176,81 @@ def test_a_stack_under_scan():
     for i in range(3):
         x = plain(jax.tree.map(lambda leaf: leaf[i], variables["params"]["Linen_0"]), x, "mxfp8", None)  # noqa: B023
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.layer(x))
+
+
+def test_a_stack_of_nnx_has_a_stream_for_each_layer():
+    make = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))
+    blocks = convert(make(nnx.Rngs(0)), "nvfp4", rngs=nnx.Rngs(quantize=1))
+    assert blocks.layer.kernel.get_value().tensor_scale.shape == (3,)
+    keys = blocks.layer.keys["quantize"].key.get_value()
+    assert len(set(map(str, jax.random.key_data(keys).tolist()))) == 3
+    graph, params, rest = nnx.split(blocks, nnx.Param, ...)
+
+    def loss(params):
+        forward = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jnp.square(forward(X, nnx.merge(graph, params, rest, copy=True))).mean()
+
+    def by_hand(weights):
+        x = X
+        for i in range(3):
+            one = jax.tree.map(lambda leaf: leaf[i], weights["kernel"])  # noqa: B023
+            key = jax.random.fold_in(keys[i], 0)
+            x = x + nnx.gelu(bfp.linear(x, one.mT, weights["bias"][i], recipe="nvfp4", key=key))
+        return jnp.square(x).mean()
+
+    value, gradients = jax.jit(bfp.value_and_grad(loss))(params)
+    expected, wanted = jax.jit(bfp.value_and_grad(by_hand))(nnx.to_pure_dict(params)["layer"])
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    got = nnx.to_pure_dict(gradients)["layer"]["kernel"]
+    # The same random bits: other ones differ by more than a tenth.
+    assert float(jnp.linalg.norm(got - wanted["kernel"]) / jnp.linalg.norm(got)) < 1e-3
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", recipes.qat("nvfp4"), recipes.qat("fp8_e4m3_row")], ids=str)
+def test_a_format_without_an_exact_transpose_is_refused_at_once(recipe):
+    model = Nnx(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"(up|down): recipe .* has weights in .* a kernel \[in, out\] of such codes"):
+        convert(model, recipe)
+    assert type(model.up) is nnx.Linear
+    with pytest.raises(ValueError, match=r"has no exact transpose\. Give the layer dot_general="):
+        convert(Linen(), recipe).init(jax.random.key(0), X)
+    # What the message says to do.
+    plain, layer = Nnx(nnx.Rngs(0)), Nnx(nnx.Rngs(0), dot_general=partial(bfp.dot_general, recipe=recipe))
+    assert 0 < float(jnp.linalg.norm(layer(X) - plain(X)) / jnp.linalg.norm(plain(X))) < 0.2
+
+
+def test_a_linen_model_in_which_nothing_is_found():
+    with pytest.raises(ValueError, match=r"pattern 'donw' is found in no layer .* there are 'up', 'down'"):
+        convert(Linen(), {"donw": None, "": "mxfp8"}).init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match=r"model holds no flax\.linen\.Dense to convert"):
+        convert(Linen(), "mxfp8", lambda path, layer: False).init(jax.random.key(0), X)
+
+
+class Coder(linen.Module):
+    def setup(self):
+        self.encoder, self.decoder = linen.Dense(32), linen.Dense(64)
+
+    def __call__(self, x):
+        return self.decoder(self.encode(x))
+
+    def encode(self, x):
+        return self.encoder(x)
+
+
+def test_another_method_of_a_linen_model():
+    model = convert(Coder(), "mxfp8")
+    variables = model.init(jax.random.key(0), X)
+    layer = variables["params"]["encoder"]
+    got = model.apply(variables, "encode", X, method="call")
+    np.testing.assert_array_equal(got, bfp.linear(X, layer["kernel"].mT, layer["bias"], recipe="mxfp8"))
 
 
 def test_wrong_calls():

@@ -38,7 +38,7 @@ def rows(rank):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_contender_runs(world):
-    gloo.run(world, __file__, "rows", timeout=240)
+    gloo.run(world, __file__, "rows")
 
 
 def test_shapes_are_those_of_gpt_oss_20b():

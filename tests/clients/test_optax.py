@@ -152,6 +152,29 @@ def test_multi_steps_skips():
     assert (moved["w"].codes != params["w"].codes).any()
 
 
+def test_apply_if_finite_inside():
+    optimizer = bfp.with_masters(optax.apply_if_finite(optax.adamw(0.01), 5))
+    params = quantized()
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    updates, state = update(jax.tree.map(lambda g: g * jnp.nan, gradients_of(0)), state, params)
+    assert_same_tree(bfp.apply_updates(params, updates), params)
+    updates, state = update(gradients_of(0), state, params)
+    plain = bfp.with_masters(optax.adamw(0.01))
+    expected, _ = jax.jit(plain.update)(gradients_of(0), plain.init(params), params)
+    assert_same_tree(bfp.apply_updates(params, updates), bfp.apply_updates(params, expected))
+
+
+@pytest.mark.parametrize("other", [bfp.osci_reset(bfp.adamw(0.1)), optax.adamw(0.1)], ids=["osci_reset", "optax"])
+def test_a_state_of_another_optimizer_is_refused(other):
+    optimizer = bfp.adamw(0.1)
+    params = {"b": jnp.ones(3)}
+    with pytest.raises(TypeError, match=r"state must be the MasterState of this optimizer's init, got (OsciResetState|tuple)"):
+        optimizer.update(params, other.init(params), params)
+    with pytest.raises(TypeError, match="state must be the OsciResetState of this optimizer's init, got MasterState"):
+        bfp.osci_reset(optimizer).update(params, optimizer.init(params), params)
+
+
 def test_around_ours():
     params, _, values = train(optax.chain(optax.clip_by_global_norm(1.0), bfp.adamw(0.01)))
     assert values[-1] < values[0]

@@ -280,9 +280,9 @@ def all_merge(rank):
     ["llama_alike", "gpt_oss_alike", "deepseek_alike", "llama_learns", "gpt_oss_learns", "deepseek_learns", "all_merge"],
 )
 def test_two_processes(function):
-    gloo.run(2, __file__, function, timeout=240)
+    gloo.run(2, __file__, function)
 
 
 def test_the_documented_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    gloo.run(2, __file__, "documented_run", timeout=240)
+    gloo.run(2, __file__, "documented_run")

@@ -166,7 +166,7 @@ def test_debug_models_train_on_a_mesh_as_on_one_rank(titan, values, name, tp, ep
     alone = filled(made(config_of(titan, name, "mxfp8", skip=SKIP)), values[name])
     expected = train(alone, optimizer_of(titan, alone), slice(None))
     quantized = {key for key, param in alone.named_parameters() if isinstance(param, bfp.QuantizedTensor)}
-    results = threaded.run(2 * tp, trained, titan, name, tp, ep, values[name], "mxfp8", timeout=280)
+    results = threaded.run(2 * tp, trained, titan, name, tp, ep, values[name], "mxfp8")
     assert all(found == quantized for _, found in results)
     assert len(quantized) == {"llama": 2 * 5, "deepseek": 15}[name]
     # torchtitan computes in bfloat16 on a mesh.
@@ -199,13 +199,28 @@ def resumed(rank, titan, values):
 
 def test_state_dicts_resume_to_the_bit(titan, values):
     # Random keys are drawn from one generator by ranks that are threads: a rank alone draws the same again.
-    for (first, second), differing in threaded.run(2, resumed, titan, values["llama"], timeout=120):
+    for (first, second), differing in threaded.run(2, resumed, titan, values["llama"]):
         assert first == second
         assert differing == []
 
 
 def built(titan, recipe):
     return made(config_of(titan, "llama", recipe))
+
+
+def test_recipes_by_patterns(titan):
+    from blockfp import recipes
+
+    ends = recipes.ends_in_high_precision(recipes.qat("nvfp4"), "layers", 2, end=0)
+    model = built(titan, {"feed_forward.w2": "mxfp8", **ends})
+    found = {path: str(layer.recipe) for path, layer in model.named_modules() if isinstance(layer, bfp.Linear)}
+    assert set(found.values()) == {"mxfp8", "qat(nvfp4)"}
+    assert [path for path in found if path.startswith("layers.0.")] == ["layers.0.feed_forward.w2"]
+    assert found["layers.1.feed_forward.w2"] == "mxfp8"
+    with pytest.raises(ValueError, match="the pattern 'w9' is found in no layer"):
+        built(titan, {"w9": "mxfp8"})
+    with pytest.raises(ValueError, match="recipe 'mxfp9' is not known"):
+        built(titan, "mxfp9")
 
 
 def test_initializers_of_the_configuration_are_those_that_draw(titan):

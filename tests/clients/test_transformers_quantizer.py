@@ -1,6 +1,8 @@
 """transformers' from_pretrained with blockfp's quantization config: high-precision files, and what save_pretrained wrote."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -9,6 +11,7 @@ import pytest
 import torch
 from blockfp.torch_backend.integrations.transformers import BlockfpConfig
 from hf_models import assert_same, family, is_quantized, load, logits
+from processes import LIMIT
 from transformers import AutoModelForCausalLM
 
 import blockfp
@@ -70,6 +73,50 @@ def test_every_choice_comes_back(tmp_path):
     assert_same(model, again)
     assert again.config.quantization_config.recipe == config.recipe
     assert {path: layer.recipe for path, layer in again.named_modules() if isinstance(layer, bfp.Linear)} == converted
+
+
+def test_the_first_pattern_counts_in_files_too(tmp_path):
+    """transformers sorts the keys of config.json."""
+    recipe = {"lm_head": None, "down_proj": recipes.qat("nvfp4"), "z_proj|up_proj": "nvfp4_4over6", "": "mxfp8"}
+    family("Llama").save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=BlockfpConfig(recipe))
+    model.save_pretrained(tmp_path / "codes")
+    again = load(tmp_path / "codes")
+    assert_same(model, again)
+    found = [{path: one.recipe for path, one in each.named_modules() if isinstance(one, bfp.Linear)} for each in (model, again)]
+    assert found[0] == found[1]
+    assert {str(one) for one in found[0].values()} == {"qat(nvfp4)", "nvfp4_4over6", "mxfp8"}
+    assert torch.equal(logits(model), logits(again))
+    assert list(again.config.quantization_config.recipe) == list(recipe)
+    for wrong in (["mxfp8"], [["", "mxfp8", "nvfp4"]], [1]):
+        with pytest.raises(ValueError, match="is no list of pairs of a pattern and a recipe"):
+            BlockfpConfig(wrong)
+
+
+@pytest.mark.parametrize("change", ["nvfp4_eden", {"mlp": "fp8_current", "q_proj": "mxfp8"}], ids=["all", "some"])
+def test_the_recipe_that_training_ends_in_is_saved(change, tmp_path):
+    family("Llama").save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=BlockfpConfig({"lm_head": None, "": "nvfp4"}))
+    copied = copy.deepcopy(model)
+    given = copy.deepcopy(model.config.quantization_config)
+    bfp.set_recipe(copied, None, change)
+    for each in (model, copied):
+        folder = tmp_path / f"codes{each is model}"
+        each.save_pretrained(folder)
+        again = load(folder)
+        assert_same(each, again)
+        assert torch.equal(logits(each), logits(again))
+        layers = [{path: one.recipe for path, one in m.named_modules() if isinstance(one, bfp.Linear)} for m in (each, again)]
+        assert layers[0] == layers[1]
+        assert {one.name for one in layers[0].values()} != {"nvfp4"} or each is model
+        again.save_pretrained(tmp_path / "again")
+        assert json.loads((tmp_path / "again" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    # Given to another model it is what it says; pickled too.
+    ends_in = copied.config.quantization_config
+    for one in (copy.copy(ends_in), pickle.loads(pickle.dumps(ends_in)), BlockfpConfig(**ends_in.to_dict())):
+        other = load(tmp_path / "plain", quantization_config=one)
+        assert {p: m.recipe for p, m in other.named_modules() if isinstance(m, bfp.Linear)} == layers[0]
+    assert given.to_dict() == model.config.quantization_config.to_dict()
 
 
 def test_another_config_than_the_file_s(tmp_path):
@@ -137,7 +184,7 @@ def test_a_missing_weight_is_initialized(tmp_path):
 
 def test_without_transformers():
     code = "import sys; sys.modules['transformers'] = None; import blockfp.torch_backend.integrations.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert "integrations.transformers needs transformers 5 and safetensors" in done.stderr
 
 

@@ -67,6 +67,21 @@ def test_sums_and_distances_are_ieee():
                 np.testing.assert_array_equal(found, np.where(np.isnan(expected), np.float32(np.nan), expected).view(np.int32))
 
 
+def test_products_are_ieee():
+    rng = np.random.default_rng(2)
+    special = rng.choice(
+        np.array([0, 1, 0x7FFFFF, 0x800000, bits.ONE, bits.FP32_MAX, bits.INFINITY, bits.NAN], np.int32), 30_000
+    )
+    a = np.concatenate([rng.integers(0, bits.INFINITY, 100_000, dtype=np.int32), special])
+    # Many products are subnormal, or round to zero or to a normal number.
+    towards = np.clip(rng.integers(97, 137, a.size) - (a >> 23), 0, 254).astype(np.int32) << 23
+    for b in (a, rng.permutation(a), towards | rng.integers(0, 1 << 23, a.size, dtype=np.int32)):
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            expected = a.view(np.float32) * b.view(np.float32)
+        found = bits.product(a, b)
+        np.testing.assert_array_equal(found, np.where(np.isnan(expected), bits.NAN, expected.view(np.int32)))
+
+
 def test_multiplication_is_ieee_with_an_unbounded_exponent():
     a, b = positive_patterns(200_000, 3), positive_patterns(200_000, 4)[::-1].copy()
     significand, exponent = bits.multiply(bits.split(a), bits.split(b))

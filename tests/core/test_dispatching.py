@@ -3,7 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from blockfp.definition import numerics, recoding
@@ -49,7 +50,7 @@ def quantized(parts, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(routing=routings())
 def test_what_is_quantized_and_then_dispatched_is_what_is_dispatched_and_then_quantized(format, routing):
     experts, total, random = routing
@@ -68,7 +69,7 @@ def test_what_is_quantized_and_then_dispatched_is_what_is_dispatched_and_then_qu
             assert q.tensor_scale == before[rank].tensor_scale
 
 
-@settings(max_examples=100, deadline=None)
+@examples()
 @given(routing=routings())
 def test_rows_arrive_as_one_process_would_sort_them_and_come_back_to_their_slots(routing):
     experts, total, _ = routing
@@ -90,7 +91,7 @@ def values(q, format, columns):
 
 
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e5m2", "fp8_e4m3_1x128"])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**16), spread=st.integers(0, 30))
 def test_a_value_that_stays_normal_is_the_same_columnwise(format, seed, spread):
     random, parsed = np.random.default_rng(seed), Format.parse(format)

@@ -191,3 +191,14 @@ def test_the_operands_draw_different_bits():
     np.testing.assert_array_equal(gradient.codes, input.codes)
     assert (gradient.scales != input.scales).any()
     assert key_words(fold_in(3, 1)) != key_words(fold_in(3, 2))
+
+
+def test_an_end_known_only_at_run_time():
+    """The groups are those of the axis cut there, whatever is left of a whole group."""
+    whole = sample("gaussian", (2, 384))
+    for end in (*range(1, 130), 200, 255, 256, 300, 384):
+        x = np.where(np.arange(384) < end, whole, np.float32(0))
+        z = eden.rotate(x, 5, 0, np.int32(end))
+        np.testing.assert_array_equal(z[:, :end], eden.rotate(x[:, :end], 5))
+        np.testing.assert_array_equal(eden.rotate(x[:, 128:], 5, 128, np.int32(end))[:, : max(end - 128, 0)], z[:, 128:end])
+        np.testing.assert_array_equal(eden.rotate_back(z, 5, 0, np.int32(end))[:, :end], eden.rotate_back(z[:, :end], 5))

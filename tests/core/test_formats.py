@@ -27,9 +27,10 @@ def test_the_names():
     expected |= {f"fp8_{e}_{b}{s}" for e in ("e4m3", "e5m2") for b in ("1x128", "128x128") for s in ("", "_fp32")}
     mx = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8")
     expected |= {f"{m}{b}{r}" for m in mx for b in ("", "_32x32") for r in ("", "_floor")}
-    expected |= {f"nvfp4{rule}{b}" for rule in ("", "_4over6") for b in ("", "_16x16")}
+    chosen = ("_4over6", "_4over6_448", "_4over6_mse", "_4over6_448_mse")
+    expected |= {f"nvfp4{rule}{b}" for rule in ("", *chosen) for b in ("", "_16x16")}
     assert set(NAMES) == expected
-    assert len(NAMES) == len(FORMATS) == 44
+    assert len(NAMES) == len(FORMATS) == 50
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import statement
-from samples import KINDS, sample
+from held_formats import OTHER_CHOICES
+from samples import DTYPES, KINDS, sample
 
 from blockfp.definition import four_over_six, layout, numerics
 from blockfp.definition.numerics import Amax
 from blockfp.formats import Format
 
 NAMES = ("nvfp4_4over6", "nvfp4_4over6_16x16")
-BY_NAME = pytest.mark.parametrize("name", NAMES)
+BY_NAME = pytest.mark.parametrize("name", ["nvfp4_4over6", "nvfp4_4over6_16x16", "nvfp4_4over6_448_mse_16x16"])
 
 
 def scales_of(rows, name="nvfp4_4over6"):
@@ -40,6 +41,26 @@ def test_one_block_of_16x16_weighs_all_its_rows():
     assert scales_of([exact_by_6] * 15 + [exact_by_4], NAMES[1]) == [e4m3(256)]
 
 
+def test_a_bound_of_448_leaves_no_room_for_4_at_the_tensors_amax():
+    exact_by_4 = [6.0, 4.5, 3.0, 1.5, 2.25, 0.75] + [0.0] * 10
+    # Where 6 is the tensor's amax a scale of 448 stands for 1, and that for 4 saturates there: equal errors take 6.
+    assert scales_of([exact_by_4], "nvfp4_4over6_448") == [e4m3(448)]
+    # For 6 the amax 4 has 298.7, which is rounded to 288.
+    smaller = [4.0, 3.0, 2.0, 1.0, 1.5, 0.5] + [0.0] * 10
+    assert scales_of([exact_by_4, smaller], "nvfp4_4over6_448") == [e4m3(448), e4m3(448)]
+    assert scales_of([exact_by_4, smaller]) == [e4m3(384), e4m3(256)]
+
+
+def test_squares_weigh_one_large_error_more_than_many_small_ones():
+    # By 6 only 5 errs, by 1 (it is as far from 4 as from 6). By 4 the codes stand for 6, 4.5, 3, 2.25, 1.5, .. : 5 errs by 0.5,
+    # four times 1 by 0.25.
+    x = [6.0, 5.0, 1.0, 1.0, 1.0, 1.0] + [0.0] * 10
+    assert scales_of([x]) == [e4m3(256)]
+    assert scales_of([x], "nvfp4_4over6_mse") == [e4m3(384)]
+    assert scales_of([x] * 16, "nvfp4_4over6_16x16") == [e4m3(256)]
+    assert scales_of([x] * 16, "nvfp4_4over6_mse_16x16") == [e4m3(384)]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinity_take_6(value):
     x = np.zeros((2, 16), np.float32)
@@ -56,13 +77,30 @@ def test_nan_and_infinity_take_6(value):
         assert q.scales.reshape(-1).tolist() == [e4m3(1.0), e4m3(448)]
 
 
+@pytest.mark.parametrize("format", OTHER_CHOICES, ids=str)
+def test_another_bound_and_another_error_are_as_stated(format):
+    for dtype in DTYPES:
+        for kind in KINDS:
+            x = sample(kind, (21, 37), dtype)
+            q, (codes, scales, tensor_scale) = numerics.quantize(x, format), statement.quantize(x, format.name)
+            np.testing.assert_array_equal(q.scales, scales)
+            np.testing.assert_array_equal(layout.unpack(q.codes, 4, 37), codes)
+            assert q.tensor_scale == tensor_scale
+
+
 def test_it_errs_less_than_plain_nvfp4():
     x = sample("gaussian", (256, 512))
-    errors = []
-    for name in (NAMES[0], "nvfp4"):
+    absolute, squared = {}, {}
+    for name in ("nvfp4", "nvfp4_4over6", "nvfp4_4over6_448", "nvfp4_4over6_mse", "nvfp4_4over6_448_mse"):
         y = numerics.dequantize(*numerics.quantize(x, name), name, "float32", columns=512)
-        errors.append(np.abs(y - x).mean())
-    assert errors[0] < 0.97 * errors[1]
+        absolute[name], squared[name] = np.abs(y - x).mean(), np.square(y - x).mean()
+    for bound in ("", "_448"):
+        by_magnitude, by_square = f"nvfp4_4over6{bound}", f"nvfp4_4over6{bound}_mse"
+        assert absolute[by_magnitude] < 0.97 * absolute["nvfp4"]
+        assert squared[by_square] < 0.97 * squared["nvfp4"]
+        # Each is the best by its own measure.
+        assert absolute[by_magnitude] < absolute[by_square]
+        assert squared[by_square] < squared[by_magnitude]
 
 
 @BY_NAME
@@ -119,14 +157,3 @@ def test_members_that_do_not_fit_are_refused():
         numerics.quantize(x, "nvfp4", amax=numerics.amax(x, "nvfp4")._replace(members=members))
     with pytest.raises(ValueError, match="format must be one in blocks, got fp8_e4m3"):
         four_over_six.members(x, "fp8_e4m3")
-
-
-def test_products_of_few_digits_are_rounded_once():
-    rng = np.random.default_rng(0)
-    few = (rng.integers(0, 64, 4000) * 2.0 ** rng.integers(-12, 5, 4000)).astype(np.float32)
-    any_number = rng.integers(0, 0x7F800000, 4000).astype(np.int32)
-    any_number[:1000] >>= 9  # subnormal, many of them
-    with np.errstate(over="ignore"):
-        expected = few * any_number.view(np.float32)
-    found = four_over_six._product_of_few_digits(few.view(np.int32), any_number)
-    np.testing.assert_array_equal(found, expected.view(np.int32))

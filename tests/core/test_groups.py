@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 
-from blockfp import formats
 from blockfp.definition import groups, numerics, rotation
 from blockfp.formats import Format
 
@@ -17,7 +17,7 @@ def values():
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("name", sorted(str(format) for format in formats.FORMATS))
+@pytest.mark.parametrize("name", sorted(map(str, FORMATS)))
 def test_groups_have_the_parts_that_each_has_by_itself(name, columnwise):
     x, format = values(), Format.parse(name)
     keys = np.arange(2 * len(ENDS), dtype=np.uint32).reshape(-1, 2) if format.element.name == "e2m1" else None

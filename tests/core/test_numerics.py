@@ -3,13 +3,15 @@
 import numpy as np
 import pytest
 import statement
-from hypothesis import given, settings
+from drawn import examples
+from held_formats import ALL, FORMATS
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from samples import DTYPES, KINDS, all_patterns, bits_of, sample
 
 from blockfp.definition import decoding, four_over_six, numerics
-from blockfp.formats import ELEMENTS, FORMATS, Format
+from blockfp.formats import ELEMENTS, Format
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -88,10 +90,10 @@ def test_all_codes_decode(element):
 
 @given(
     x=hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, max_side=40), elements=st.floats(width=32)),
-    format=st.sampled_from(FORMATS),
+    format=st.sampled_from(ALL),
     key=st.none() | st.integers(0, 2**64 - 1),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 def test_arbitrary_arrays(x, format, key):
     assert_matches_statement(x, format, key)
 

@@ -3,9 +3,10 @@
 import pickle
 
 import pytest
+from held_formats import FORMATS
 from sharded import LAYOUTS, sharding_of
 
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.sharding import plans
 from blockfp.sharding.placement import Mesh, Partial, Replicate, Shard, Sharding, StridedShard
 from blockfp.sharding.steps import Dequantize, Gather, Quantize, Rotate, Straddle, Transpose

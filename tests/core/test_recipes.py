@@ -175,6 +175,8 @@ def test_a_recipe_by_pattern():
         ValueError, match=r"pattern 'donw' is found in no layer that could be converted; there are 'up', 'down'"
     ):
         recipes.check_paths({"donw": None, "": "mxfp8"}, ["up", "down"])
+    with pytest.raises(ValueError, match="pattern 'down' stands behind '', which is found in every path: put '' last"):
+        recipes.check_paths({"": "mxfp8", "down": None}, ["up", "down"])
 
 
 def test_first_and_last_blocks_in_high_precision():

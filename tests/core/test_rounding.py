@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import statement
+from held_formats import FORMATS
 
 from blockfp.definition import numerics, rounding
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 # Known answers of the generator's authors (Random123, threefry2x32 with 20 rounds).
 KNOWN = (

@@ -1,10 +1,10 @@
 """Plans for meshes of any size: no rank is looked at after another, and the answers are those of looking at each."""
 
-import sys
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from counted import profiled
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from blockfp.definition.layout import block_grid
@@ -28,11 +28,8 @@ def calls(function) -> int:
         nonlocal count
         count += event == "call"
 
-    sys.setprofile(count_calls)
-    try:
+    with profiled(count_calls):
         function()
-    finally:
-        sys.setprofile(None)
     return count
 
 
@@ -75,7 +72,7 @@ def shardings(draw) -> Sharding:
     return Sharding(shape, mesh, tuple(reversed(placements)))
 
 
-@settings(deadline=None)
+@examples()
 @given(shardings(), st.sampled_from([1, 2, 16, 32]))
 def test_cuts_are_those_of_each_rank(sharding, block):
     for dim in range(3):
@@ -106,7 +103,7 @@ def place_along(sharding: Sharding, dim: int, rank: int) -> tuple[int, ...]:
     return tuple(coordinate[sharding.mesh.axis(name)] for name in sharding.order(dim))
 
 
-@settings(deadline=None)
+@examples()
 @given(shardings(), st.sampled_from(["mxfp8_e4m3_32x32", "nvfp4", "mxfp6_e2m3_32x32", "fp8_e4m3", "fp8_e5m2_128x128"]))
 def test_what_a_checkpoint_cuts_is_what_each_rank_has(sharding, format):
     for part in parts.parts(Format.parse(format), sharding):
@@ -123,7 +120,7 @@ def test_what_a_checkpoint_cuts_is_what_each_rank_has(sharding, format):
         assert part.sharded == (replicated or (fits and aligned))
 
 
-@settings(deadline=None)
+@examples()
 @given(shardings(), st.sampled_from(["mxfp8_e4m3_32x32", "nvfp4", "mxfp6_e2m3", "fp8_e4m3"]), st.data())
 def test_joins_put_every_entry_in_its_place(sharding, format, data):
     format = Format.parse(format)

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from held_formats import FORMATS
+from hypothesis import given
 from hypothesis import strategies as st
 from samples import DTYPES, KINDS, bits_of, sample
 from sharded import LAYOUTS, assert_holds, kind_for, parts, shapes, sharding_of, whole_and_shards
@@ -10,7 +12,7 @@ from shardings import shardings
 
 from blockfp.definition import eden, numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, NAMES, Format
+from blockfp.formats import NAMES, Format
 from blockfp.sharding import plans, simulate
 from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 
@@ -191,7 +193,7 @@ def gatherable(sharding, axes):
     return True
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 @given(st.data())
 def test_any_format_on_any_mesh(data):
     format = Format.parse(data.draw(st.sampled_from(NAMES)))

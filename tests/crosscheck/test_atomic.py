@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import LIMIT
 
 from blockfp.files.atomic import replacing
 
@@ -47,7 +48,7 @@ with replacing(Path({str(path)!r})) as temporary:
     import os, signal
     os.kill(os.getpid(), signal.SIGKILL)
 """
-    killed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, timeout=LIMIT)
     assert killed.returncode == -signal.SIGKILL
     assert path.read_text() == "old"
     [left] = [p for p in tmp_path.iterdir() if p != path]

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from same_bits import assert_same_bits
 from samples import bits_of, sample
 
-from blockfp.check import crosscheck
+from blockfp.check import crosscheck, measure, pieces
 from blockfp.check.backends import BACKENDS
 from blockfp.check.crosscheck import Definition
 from blockfp.definition import layout, numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 
 class Changed(Definition):
@@ -44,7 +45,7 @@ def flip(index):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(crosscheck, "PIECE", 256 * 64)
+    monkeypatch.setattr(pieces, "PIECE", 256 * 64)
 
 
 @pytest.fixture
@@ -160,18 +161,36 @@ def test_what_cannot_be_quantized_is_refused(bad):
 @pytest.mark.parametrize("shape", [(700, 33), (3, 200, 70), (40, 3, 3), (2, 5, 300, 64), (0, 5), (1, 100_000)])
 def test_pieces_follow_one_another_and_cut_no_block(small_pieces, shape):
     x = np.arange(np.prod(shape)).reshape(shape)
-    pieces = [x[where] for where in crosscheck.split(shape)]
-    joined = np.concatenate([piece.reshape(-1) for piece in pieces]) if pieces else x.reshape(-1)
+    found = [x[where] for where in pieces.split(shape)]
+    joined = np.concatenate([piece.reshape(-1) for piece in found]) if found else x.reshape(-1)
     np.testing.assert_array_equal(joined, x.reshape(-1))
-    for where in crosscheck.split(shape):
+    for where in pieces.split(shape):
         assert len(where) < len(shape) - 1 or where[-1].start % 128 == 0
 
 
 @pytest.mark.parametrize("shape", [(700, 64), (5, 70, 64), (40, 16, 33)])
 @pytest.mark.parametrize("format", [f for f in FORMATS if f.has_tensor_scale], ids=str)
-def test_the_definition_in_pieces_is_the_definition(small_pieces, format, shape):
-    x = sample("special", shape)
-    assert_same_bits(tuple(Definition().quantize(x, format)), tuple(numerics.quantize(x, format)))
+@pytest.mark.parametrize("backend", ["numpy", "torch-definition"])
+def test_the_definition_in_pieces_is_the_definition(small_pieces, backend, format, shape):
+    if backend != "numpy":
+        pytest.importorskip("torch")
+    x, made = sample("special", shape), BACKENDS[backend]()
+    wanted = numerics.quantize(x, format)
+    assert_same_bits(tuple(made.quantize(x, format)), tuple(wanted))
+    for dtype in ("float32", "bfloat16"):
+        values = made.dequantize(wanted, format, dtype, shape[-1])
+        assert_same_bits((values,), (numerics.dequantize(*wanted, format, dtype, columns=shape[-1]),))
+
+
+def test_figures_in_pieces_are_those_of_the_whole(monkeypatch):
+    x = sample("special", (700, 64))
+    q = numerics.quantize(x, "nvfp4")
+    values = numerics.dequantize(*q, "nvfp4", "float32", columns=64)
+    whole = measure.measure(x, q, values, Format.parse("nvfp4"))
+    monkeypatch.setattr(measure, "PIECE", 64 * 64)
+    in_pieces = measure.measure(x, q, values, Format.parse("nvfp4"))
+    for name, found in vars(in_pieces).items():
+        assert found == (pytest.approx(getattr(whole, name)) if name in ("signal", "noise") else getattr(whole, name)), name
 
 
 def test_digests_are_those_of_the_whole_arrays(x):

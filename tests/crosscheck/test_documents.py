@@ -13,6 +13,7 @@ import gloo
 import numpy
 import pytest
 from documented import PAGES, blocks, fences, program, run_documented
+from processes import LIMIT
 
 import blockfp
 from blockfp.check import crosscheck
@@ -30,7 +31,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.st
 
 
 def run(tmp_path, *command):
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +41,7 @@ def fork(tmp_path, ranks, body, **options):
     file = tmp_path / "forked.py"
     lines = textwrap.indent(f"import os\nos.chdir({str(tmp_path)!r})\n{body}\n", "    ")
     file.write_text(f"def forked(rank):\n{lines}")
-    gloo.run(ranks, file, "forked", timeout=300, **options)
+    gloo.run(ranks, file, "forked", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,7 @@ assert rank or printed.getvalue()
 def test_examples_run(tmp_path, example):
     short = ["--steps", "2"] if example.stem.startswith("train_") else []
     short += ["--recipes", "mxfp8", "--batch", "8", "--held-out", "8"] if example.stem in ("train_fsdp2", "train_jax") else []
+    short += ["--batch", "4", "--held-out", "8"] if example.stem == "train_moe" else []
     short += ["--base-steps", "40", "--steps", "40"] if example.stem == "finetune_released" else []
     body = AS_A_PROGRAM.format(command=[str(example), *short], folder=str(example.parent))
     if example.stem == "train_fsdp2":
@@ -114,6 +116,17 @@ def test_examples_run(tmp_path, example):
         fork(tmp_path, 4, AS_TORCHRUN + body)
     else:
         fork(tmp_path, 1, body, backend=None)
+
+
+def test_a_mixture_of_experts_far_from_bf16_fails(tmp_path):
+    """No recipe's loss is within 0% of that of bf16."""
+    example = ROOT / "examples" / "train_moe.py"
+    command = [str(example), "--steps", "2", "--batch", "4", "--held-out", "8", "--within", "0"]
+    body = AS_A_PROGRAM.format(command=command, folder=str(example.parent))
+    failing = (
+        f"import pytest\nwith pytest.raises(SystemExit, match='FAILED: mxfp8 and fp8_block'):\n{textwrap.indent(body, '    ')}"
+    )
+    fork(tmp_path, 1, failing, backend=None)
 
 
 # The process group stays until all are done.

@@ -8,11 +8,12 @@ torch = pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
 from blockfp.torch_backend.checkpoint.checkpoint import save_checkpoint  # noqa: E402
 from exported import SHAPES, run, save, unsharded  # noqa: E402
+from held_formats import FORMATS  # noqa: E402
 from resumed import model_of  # noqa: E402
 
 import blockfp.torch as bfp  # noqa: E402
 from blockfp.files.layouts import compressed_tensors  # noqa: E402
-from blockfp.formats import FORMATS, Format  # noqa: E402
+from blockfp.formats import Format  # noqa: E402
 
 
 def test_what_compressed_tensors_has_no_layout_for():

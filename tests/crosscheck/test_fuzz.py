@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import LIMIT
 
 pytest.importorskip("torch", reason="checkpoints are PyTorch's")
 
@@ -25,10 +26,10 @@ from blockfp.files import manifest, modelfile
 
 
 def test_bad_files():
-    """Three hundred, in a process of its own: what it reads may not allocate more than it is allowed."""
+    """A hundred and fifty, in a process of its own: what it reads may not allocate more than it is allowed."""
     program = Path(fuzz.__file__)
-    command = [sys.executable, program, "--files", "300", "--seconds", "80", "--seed", "100000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=os.environ)
+    command = [sys.executable, program, "--files", "150", "--seconds", "80", "--seed", "100000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, env=os.environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "findings: 0" in done.stdout
 

@@ -5,10 +5,11 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from held_formats import FORMATS
 
 from blockfp.check.measure import Statistics, measure, scale_exponents
 from blockfp.definition import numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 
 def measured(x, format):

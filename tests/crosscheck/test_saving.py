@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from held_formats import OTHER_CHOICES
 
 import blockfp
 from blockfp.errors import BadFile
@@ -126,3 +127,14 @@ def test_what_torch_cannot_save_is_named(tmp_path):
         with pytest.raises(BadFile, match=f"tensor 'w': {message}"):
             bfp.save(path, {"w": tensor})
     assert set(bfp.load(path)) == {"weight", "bias"}
+
+
+def test_a_file_says_how_scales_were_chosen(tmp_path):
+    """4-over-6 by each bound and error: the values are NVFP4's, the names their own."""
+    x = np.random.default_rng(0).standard_normal((32, 48)).astype(np.float32)
+    made = {format.name: blockfp.quantize(x, format) for format in OTHER_CHOICES}
+    blockfp.save(tmp_path / "model.safetensors", made)
+    found = blockfp.load(tmp_path / "model.safetensors")
+    for name, q in made.items():
+        assert found[name].format.name == name
+        np.testing.assert_array_equal(found[name].dequantize(), q.dequantize())

@@ -5,6 +5,7 @@ import sys
 import threading
 
 import pytest
+from processes import LIMIT
 
 from blockfp.kernels.once import once
 
@@ -46,7 +47,7 @@ FACES = {
 def test_threads_may_call_first_together(tmp_path, face):
     imports, ones = FACES[face]
     script = FIRST_CALLS.format(imports=imports, ones=ones, face=face)
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -57,14 +58,14 @@ def test_once_runs_a_function_once_for_all_threads():
     def slow(number):
         runs.append(number)
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(LIMIT)
         return object()
 
     found = []
     threads = [threading.Thread(target=lambda: found.append(slow(1))) for _ in range(4)]
     for thread in threads:
         thread.start()
-    assert inside.wait(10)
+    assert inside.wait(LIMIT)
     go_on.set()
     for thread in threads:
         thread.join()

@@ -90,3 +90,12 @@ def test_vmap_scan_checkpoint_eager_and_export(mesh):
     exported = jax.export.export(jax.jit(of_parts))(x, w.codes, w.scales)
     again = jax.export.deserialize(exported.serialize())
     np.testing.assert_allclose(jax.jit(again.call)(x, w.codes, w.scales), expected, rtol=2e-5, atol=1e-4)
+
+
+def test_a_weight_from_outside_where_no_argument_lies_on_the_mesh(mesh):
+    """JAX knows of no mesh in the callback then, and its shardings have no spec."""
+    q = bfp.quantize_params(W, "mxfp8")
+    w = jax.device_put(q, bfp.named_shardings(q, mesh, P("d")))
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: bfp.linear(x, w, recipe="mxfp8"))(X)
+    np.testing.assert_allclose(y, bfp.linear(X, q, recipe="mxfp8"), rtol=2e-5, atol=1e-4)

@@ -16,18 +16,7 @@ from samples import sample
 import blockfp.jax as bfp
 from blockfp.definition import decoding, numerics
 from blockfp.definition.rounding import fold_in
-from blockfp.formats import ELEMENTS, FORMATS
-
-
-def each_arithmetic():
-    """Formats in which each element meets each of its scales, and which have each size of block."""
-    seen, chosen = set(), []
-    for format in FORMATS:
-        facts = {(format.element, format.scale), format.block}
-        if not facts <= seen:
-            chosen.append(format)
-            seen |= facts
-    return chosen
+from blockfp.formats import ELEMENTS
 
 
 @pytest.fixture(params=executors.of("jax"), ids=str)
@@ -37,7 +26,7 @@ def executor(request):
 
 
 # What XLA fuses, reorders and replaces must leave the bits as they are.
-@pytest.mark.optimized(each_arithmetic())
+@pytest.mark.optimized(executors.ARITHMETIC)
 class TestEveryInput(executors.EveryInput):
     """XLA's programs of the definition, and the CPU library in its programs."""
 

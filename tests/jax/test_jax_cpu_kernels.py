@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from blockfp.jax_backend.implementations import choice, ops
+from held_formats import FORMATS
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits, parts_of
@@ -17,7 +18,7 @@ from samples import DTYPES, KINDS, sample
 import blockfp.jax as bfp
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.kernels import switch
 
 pytestmark = [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from blockfp.jax_backend.arrays import sharded
 from blockfp.jax_backend.params import placing
+from held_formats import FORMATS
 from jax.sharding import PartitionSpec as P
 from meshes import CASES
 from samples import bits_of, sample
@@ -19,7 +20,6 @@ from sharded import ALIKE, parts
 
 import blockfp.jax as bfp
 from blockfp.definition import numerics
-from blockfp.formats import FORMATS
 from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from blockfp.sharding import plans
 

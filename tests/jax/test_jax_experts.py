@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from blockfp.jax_backend.implementations import choice
 from blockfp.jax_backend.linear.experts import _keeps_values
+from held_formats import FORMATS
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
@@ -17,7 +18,6 @@ import blockfp
 import blockfp.jax as bfp
 from blockfp import recipes
 from blockfp.definition import numerics, recoding
-from blockfp.formats import FORMATS
 from blockfp.recipes import Cast
 from blockfp.sharding.dispatching import dispatched
 

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.array_serialization import pytree_serialization
 from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from processes import LIMIT
 from safetensors.flax import save as save_flax
 from same_trees import assert_same_tree
 from samples import sample
@@ -182,16 +183,17 @@ except ValueError as error:
 
 
 def test_a_save_of_several_processes_names_orbax(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     command = [sys.executable, "-c", PROCESS]
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    arguments = (port, str(tmp_path / "w.safetensors"))
-    running = [subprocess.Popen([*command, str(rank), *arguments], env=environment, **pipes) for rank in range(2)]
-    for process in running:
-        out, err = process.communicate(timeout=60)
+    with socket.socket() as held:
+        # JAX may bind the port too, and nobody else is given it meanwhile.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("localhost", 0))
+        arguments = (str(held.getsockname()[1]), str(tmp_path / "w.safetensors"))
+        running = [subprocess.Popen([*command, str(rank), *arguments], env=environment, **pipes) for rank in range(2)]
+        ended = [process.communicate(timeout=LIMIT) for process in running]
+    for process, (out, err) in zip(running, ended, strict=True):
         assert process.returncode == 0, err
         assert "w.codes_mxfp8_e4m3_float32_32 lies on devices of several processes" in out
         assert "save it with Orbax" in out

@@ -49,6 +49,11 @@ def test_a_recipe_by_pattern(params):
     assert_same_tree(bfp.quantize_params(params, mapping), bfp.quantize_params(params, by_function))
     with pytest.raises(ValueError, match=r"pattern '\^haed' is found in no layer"):
         bfp.quantize_params(params, {"^haed": None, "": "mxfp8"})
+    # Found in a leaf that is no weight, a recipe would quantize nothing, and None does what is meant.
+    tree = {"up": jnp.ones((32, 64)), "bias": jnp.ones(32)}
+    with pytest.raises(ValueError, match=r"pattern 'bias' is found in no layer that could be converted; there are 'up'"):
+        bfp.quantize_params(tree, {"bias": "mxfp8"})
+    assert bfp.quantize_params(tree, {"bias": None, "": "mxfp8"})["up"].format.square
 
 
 def test_a_recipe_by_path(params):

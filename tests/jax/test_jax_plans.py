@@ -36,7 +36,7 @@ def test_as_simulated(name):
     check(plan, x, name)
 
 
-@pytest.mark.parametrize(("format", "dim"), [("nvfp4_4over6", 1), ("nvfp4_4over6_16x16", 0), ("nvfp4_4over6_16x16", 1)])
+@pytest.mark.parametrize(("format", "dim"), [("nvfp4_4over6", 1), ("nvfp4_4over6_16x16", 0), ("nvfp4_4over6_448_mse_16x16", 1)])
 def test_cut_blocks_that_choose_between_scales(format, dim):
     sharding = Sharding((72, 72), Mesh((2,), ("tp",)), (Shard(dim),))
     plan = plans.quantize_shards(format, sharding)

@@ -7,6 +7,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from processes import LIMIT
 
 from blockfp.kernels import cuda_build, cuda_library
 from blockfp.kernels.once import once
@@ -114,7 +115,7 @@ def test_a_device_without_kernels_is_warned_of_once(devices, monkeypatch):
 
 def test_without_a_device_nothing_is_said():
     script = "from blockfp.kernels import cuda_library; cuda_library.device_count = lambda: 0; cuda_library.available()"
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=LIMIT)
 
 
 def test_python_knows_each_function_that_the_library_exports():

@@ -3,11 +3,12 @@
 import executors
 import numpy as np
 import pytest
+from held_formats import FORMATS
 from same_bits import assert_same_bits
 from samples import DTYPES, sample
 
 from blockfp.definition import numerics
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.kernels import native
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)

@@ -7,7 +7,7 @@ import traceback
 
 import numpy as np
 import pytest
-from processes import environment
+from processes import LIMIT, environment
 
 import blockfp
 from blockfp.kernels import native, reused_memory
@@ -162,5 +162,5 @@ assert (held == before).all() and codes_of(8.0).ctypes.data == first
 
 
 def test_a_forked_process_has_its_own():
-    done = subprocess.run([sys.executable, "-c", FORK], env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FORK], env=environment(), capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+from held_formats import FORMATS
 from samples import DTYPES
 
 from blockfp.definition import adamw, bits, layout, numerics
-from blockfp.formats import FORMATS
 from blockfp.kernels.step_table import ARRAYS, one_pass, pack, row
 
 KEY = (3, 0xDEADBEEF)

@@ -1,10 +1,13 @@
-"""The environment of Python processes that tests start."""
+"""The environment of Python processes that tests start, and how long these may take."""
 
 import os
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
 SUPPORT = (_TESTS / "support", _TESTS / "torch" / "support", _TESTS / "jax" / "support")
+
+LIMIT = 600
+"""Seconds after which a process, or a rank, counts as hung: on a busy machine all takes ten times as long."""
 
 
 def environment(**variables):

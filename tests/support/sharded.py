@@ -3,10 +3,10 @@
 from collections import defaultdict
 
 import numpy as np
+from held_formats import FORMATS
 from samples import KINDS, sample
 
 from blockfp.definition import layout, numerics
-from blockfp.formats import FORMATS
 from blockfp.sharding import simulate
 from blockfp.sharding.placement import Mesh, Replicate, Shard, Sharding, StridedShard
 

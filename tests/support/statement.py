@@ -40,7 +40,7 @@ def describe(name: str) -> tuple[str, tuple[int, int] | None, str]:
             return element, (1, 1 << 30) if "_row" in name else None, "pow2" if name.endswith("pow2") else "fp32"
         return element, block, "fp32" if name.endswith("fp32") else "pow2"
     if name.startswith("nvfp4"):
-        return element, block or (1, 16), "4over6" if "4over6" in name else "nvfp4"
+        return element, block or (1, 16), re.sub(r"_?\d+x16$", "", name).removeprefix("nvfp4_")
     return element, block or (1, 32), "floor" if name.endswith("floor") else "ceil"
 
 
@@ -157,9 +157,9 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     grid = (1,) * x.ndim if block is None else (*x.shape[:-2], -(-x.shape[-2] // block[0]), -(-x.shape[-1] // block[1]))
     scales = np.ones(grid, np.float32 if rule in ("fp32", "pow2") else np.uint8)
     tensor_scale = None
-    if rule in ("nvfp4", "4over6"):
+    if rule == "nvfp4" or rule.startswith("4over6"):
         amax = tensor_amax = largest_magnitude(x)
-        bound = 448 if rule == "nvfp4" else 256
+        bound = 448 if rule == "nvfp4" or "448" in rule else 256
         global_multiplier = 1.0 if amax == 0 or np.isinf(amax) else float(min(div32(bound * 6.0, amax), FP32_MAX))
         tensor_scale = np.float32(div32(1.0, global_multiplier))
     amax, nan = np.zeros(grid), np.zeros(grid, bool)
@@ -176,10 +176,11 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
         scales[...] = to_element(np.minimum(level, FP32_MAX), "e4m3")
         decode_scale = mul32(decode(scales, "e4m3"), tensor_scale)
         multiplier = np.minimum(div32(1.0, decode_scale), FP32_MAX)
-    elif rule == "4over6":
+    elif rule.startswith("4over6"):
         multiplier = np.ones(grid)
         for index, where in blocks_of(x.shape, block):
-            chosen = four_over_six(x[where], amax[index], tensor_amax, global_multiplier, tensor_scale)
+            of_tensor = (tensor_amax, global_multiplier, tensor_scale)
+            chosen = four_over_six(x[where], amax[index], *of_tensor, bound, squared="mse" in rule)
             scales[index], multiplier[index] = chosen
     else:
         for index in np.ndindex(grid):
@@ -194,7 +195,9 @@ def quantize(x: np.ndarray, name: str, *, u: np.ndarray | None = None, eps: floa
     return codes, scales, tensor_scale
 
 
-def four_over_six(x: np.ndarray, amax: float, tensor_amax: float, global_multiplier: float, tensor_scale) -> tuple[int, float]:
+def four_over_six(
+    x: np.ndarray, amax: float, tensor_amax: float, global_multiplier: float, tensor_scale, bound: int, squared: bool
+) -> tuple[int, float]:
     """(scale, multiplier) of one block: of the scales that map amax to 6 and to 4, the one that errs less. All in fp32."""
     f = np.float32
     with np.errstate(all="ignore"):
@@ -206,7 +209,8 @@ def four_over_six(x: np.ndarray, amax: float, tensor_amax: float, global_multipl
             multiplier = min(f(1) / (value * f(tensor_scale)), f(FP32_MAX))
             of_rows = np.zeros(16, f)
             codes = decode(to_element((x.astype(f) * multiplier).astype(np.float64), "e2m1"), "e2m1").astype(f)
-            errors = abs(codes * value * f(tensor_amax) / f(1536) - x.astype(f))
+            errors = abs(codes * value * f(tensor_amax) / f(6 * bound) - x.astype(f))
+            errors = errors * errors if squared else errors
             for i, row in enumerate(errors):
                 for error in row:
                     of_rows[i] += error

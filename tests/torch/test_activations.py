@@ -7,17 +7,17 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear import operand_plans
 from blockfp.torch_backend.linear.operand_plans import operand_plan
 from blockfp.torch_backend.quantized_tensor.quantize import quantize
 from blockfp.torch_backend.sharded.gather import gather
 from blockfp.torch_backend.sharded.quantize import Direction, quantize_operand_shard
 from blockfp.torch_backend.sharded.shard import COLUMNS, ROWS, TensorParallelShard
+from held_formats import FORMATS
 from samples import KINDS, sample
 
 from blockfp.definition import numerics
 from blockfp.definition.rotation import rotate
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.recipes import Cast
 from blockfp.sharding import plans, simulate
 
@@ -211,8 +211,6 @@ def test_one_warning_names_the_plans_reason():
         x = torch.ones(rows, 64)
         return gathered(x, Cast("mxfp8_e4m3"), place_on(rank, 2, ROWS), True, None, operand="gradient")[1].by_codes
 
-    operand_plans._rank_plan.cache_clear()
-    operand_plans._told.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

@@ -1,7 +1,6 @@
 """The optimizers on parameters of one rank: against torch's own, against quantizing the masters, and what changes nothing."""
 
 import copy
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -10,11 +9,12 @@ import two_pass_kernels
 from adamw_parameters import FAMILIES, assert_quantizes, give_gradients, mixed, values_of, weight
 from arrays import tensors_of, values
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from counted import alone, profiled
+from held_formats import FORMATS
 from torch import nn
 
 import blockfp.torch as bfp
 from blockfp.definition import adamw, numerics
-from blockfp.formats import FORMATS
 from blockfp.kernels import native, switch
 
 # Of the largest weight: torch rounds a few operations in another order.
@@ -287,11 +287,8 @@ def calls_of_a_step(params):
     give_gradients(params, 0)
     optimizer.step()
     files = []
-    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
-    try:
+    with profiled(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None):
         optimizer.step()
-    finally:
-        sys.setprofile(None)
     return sum("blockfp" in file or "torch_backend" in file for file in files)
 
 
@@ -299,7 +296,8 @@ def calls_of_a_step(params):
 def test_a_step_calls_no_more_functions_than_a_parameter_has_tensors(make):
     if not native.available():
         pytest.skip(native.status())
-    one, many = (calls_of_a_step([make() for _ in range(count)]) for count in (1, 11))
+    with alone():
+        one, many = (calls_of_a_step([make() for _ in range(count)]) for count in (1, 11))
     assert many - one <= 10 * 8
     assert one <= 52
 

@@ -9,6 +9,7 @@ import two_pass_kernels
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor import sharding
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from held_formats import FORMATS
 from sharded import GEOMETRIES
 from small_model import Side, assert_gathered, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 from blockfp.kernels import native, switch
 from blockfp.kernels.step_table import one_pass, two_passes
 

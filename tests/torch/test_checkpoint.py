@@ -13,13 +13,13 @@ from blockfp.torch_backend.quantized_tensor.dtensors import placed
 from blockfp.torch_backend.quantized_tensor.sharding import local_of
 from blockfp.torch_backend.torch_internals import dtensor_like
 from blockfp.torch_backend.weights.state_dict import stored
+from held_formats import FORMATS
 from resumed import MESHES, assert_is_part_of, model_of, own, shard, train
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import blockfp.torch as bfp
 from blockfp.errors import BadCheckpoint
-from blockfp.formats import FORMATS
 
 SHAPES = [(64, 128), (37, 40), (3, 64), (70, 128)]
 """Two that are cut along the blocks on some mesh, two that no mesh cuts evenly, and one of fewer rows than ranks."""

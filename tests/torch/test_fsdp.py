@@ -6,6 +6,7 @@ import torch
 from arrays import tensors_of
 from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.requantize import requantize_
+from held_formats import FORMATS, OTHER_CHOICES
 from sharded import GEOMETRIES
 from small_model import (
     Side,
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS
 
 MESHES = {"fsdp4": (4,), "hsdp2x2": (2, 2), "hsdp2x1": (2, 1)}
 FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "nvfp4_16x16")
@@ -33,7 +33,7 @@ FAMILIES = ("fp8_e4m3", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp6_e3m2_32x32", "n
 
 @pytest.mark.parametrize(
     ("format", "reshard"),
-    [*((format, True) for format in FORMATS), *((format, False) for format in GEOMETRIES)],
+    [*((format, True) for format in (*FORMATS, OTHER_CHOICES[-1])), *((format, False) for format in GEOMETRIES)],
     ids=lambda value: {True: "reshard", False: "keep"}.get(value, str(value)),
 )
 def test_whole_weights_at_the_start_and_after_updates(format, reshard):

@@ -1,12 +1,12 @@
 """How many Python functions a call enters on the CUDA path, counted on this CPU with a stand-in for the launches."""
 
-import gc
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from counted import alone
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -76,9 +76,7 @@ def test_frames_of_the_other_faces():
 
 @pytest.mark.parametrize("recipe", ADAMW)
 def test_a_steps_frames_for_each_parameter(recipe):
-    # A process that has had layers with delayed scaling asks of each step, once, whether it moves any on.
-    gc.collect()
-    with standin.launches():
+    with alone(), standin.launches():
         (case,) = [case for case in host.adamw_cases([recipe], "cpu") if case.name == recipe]
         found, calls = host.frames_of(case.call)
     assert 0 < found / case.count < ADAMW[recipe][0] + 0.5

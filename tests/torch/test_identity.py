@@ -43,6 +43,15 @@ def test_addresses_tell_weights_apart(recipe, weights):
 
 
 @RECIPES
+def test_state_dicts_have_no_two_tensors_in_one_storage(recipe):
+    """Savers leave out what they take for tied, tensors of no bytes too."""
+    state = layers(recipe, "quantized").state_dict()
+    places = {(value.untyped_storage().data_ptr(), value.untyped_storage().nbytes()) for value in state.values()}
+    assert len(places) == len(state)
+    assert all(value.untyped_storage().nbytes() == 0 for value in state.values() if not value.numel())
+
+
+@RECIPES
 @WEIGHTS
 def test_sizes(recipe, weights):
     weight = layers(recipe, weights)[0].weight

@@ -8,6 +8,7 @@ from blockfp.torch_backend.quantized_tensor.sharding import local_of, region_of
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from blockfp.torch_backend.weights.loading import load_high_precision_
 from blockfp.torch_backend.weights.module_state import keep_in_parts
+from held_formats import FORMATS
 from small_model import Side, SmallLinear, device_mesh, inputs_for, quantized, shapes_for, shard, weights_for
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS, Format
+from blockfp.formats import Format
 
 
 def assert_same(q, other):

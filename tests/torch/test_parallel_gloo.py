@@ -72,7 +72,7 @@ def meta(rank):
             assert torch.equal(getattr(got, field), getattr(other, field)), (name, field)
 
 
-def compiled(rank, make=block, kind="fsdp x tp", backend="aot_eager", steps=10):
+def compiled(rank, make=block, kind="fsdp x tp", backend="aot_eager", steps=4):
     """One graph for a block with tensor and sequence parallelism under FSDP2; without inductor, the bits of the eager one."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

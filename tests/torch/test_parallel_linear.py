@@ -7,7 +7,6 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
-from blockfp.torch_backend.linear import operand_plans
 from blockfp.torch_backend.linear.parallel import Parallel
 from blockfp.torch_backend.modules.cutting import part_of
 from parallel_operands import (
@@ -194,6 +193,4 @@ def test_one_rank_has_all_sequences_whole():
         bfp.parallelize(layer, init_device_mesh("cpu", (1,)), "column", sequence_parallel=True)
         assert layer(torch.ones(3, 20, 64, requires_grad=True)).shape == (3, 20, 64)
 
-    operand_plans._rank_plan.cache_clear()
-    operand_plans._told.clear()
     threaded.run(1, on_rank)

@@ -7,7 +7,8 @@ import threaded
 from arrays import to_numpy, to_torch
 from blockfp.torch_backend.sharded.quantize import WeightShard, quantize_weights
 from blockfp.torch_backend.sharded.rank_plan import rank_plan, weight_quantization
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from samples import KINDS
 from sharded import GEOMETRIES, assert_holds, parts, whole_and_shards
@@ -32,7 +33,7 @@ def on_rank(rank, sharding, shards, formats, key):
     return [Quantized(*map(to_numpy, q)) for q in quantize_weights(weights)]
 
 
-@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
+@examples(25)
 @given(st.data())
 def test_shards_of_any_format_on_any_mesh(data):
     sharding, key = data.draw(shardings()), data.draw(st.sampled_from([None, 7]))

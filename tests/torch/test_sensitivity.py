@@ -182,6 +182,30 @@ def test_torchs_encoders_are_measured_in_evaluation_too():
     assert all(one.input and one.loss_change for one in table.layers)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.up, self.head = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16, bias=False)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(self.up(x) + self.attention(x, x, x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:blockfp.torch.convert left:UserWarning")
+def test_what_convert_leaves_is_not_measured():
+    """A plan would spend its budget on it, or have patterns of layers that convert doesn't know."""
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.arange(32).view(4, 8) % 16
+    for options in ({}, {"filter_fn": lambda path, layer: path != "head"}):
+        table = bfp.sensitivity(model, [tokens], ("nvfp4",), loss=lambda m, x: m(x).square().mean(), **options)
+        assert [one.path for one in table.layers] == ["up"]
+    bfp.convert(model, {"head": None, **table.plan("nvfp4", layers=0.0)})
+    assert [path for path, layer in model.named_modules() if isinstance(layer, bfp.Linear)] == ["up"]
+
+
 def test_plans():
     model = made()
     table = bfp.sensitivity(model, batches(), ("nvfp4", "mxfp4"), loss=loss)
@@ -219,6 +243,7 @@ def test_wrong_calls():
         (lambda: bfp.sensitivity(3, batches()), TypeError, "model must be a torch.nn.Module"),
         (lambda: bfp.sensitivity(model, []), ValueError, "batches is empty"),
         (lambda: bfp.sensitivity(model, batches(), ()), ValueError, "recipes must be one or more"),
+        (lambda: bfp.sensitivity(model, batches(), "nvfp4"), TypeError, r"recipes must be a sequence, .* got str: 'nvfp4'"),
         (lambda: bfp.sensitivity(model, batches(), ("mxfp9",)), ValueError, "recipe 'mxfp9' is not known"),
         (lambda: bfp.sensitivity(nn.ReLU(), batches()), ValueError, "holds no linear layer"),
         (lambda: bfp.sensitivity(model, batches(), loss=lambda m, x: m(x)), TypeError, r"scalar tensor, got shape \(24, 8\)"),

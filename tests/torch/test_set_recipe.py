@@ -1,7 +1,9 @@
 """`set_recipe`: codes of the masters, state that is carried over, and runs that go on alike on every mesh."""
 
 import copy
+import math
 
+import gloo
 import pytest
 import threaded
 import torch
@@ -201,6 +203,108 @@ def test_under_fsdp(before, after, mesh, weights_, tmp_path):
         return losses
 
     assert all(losses[0] > 0 for losses in threaded.run(torch.Size(mesh).numel(), rank))
+
+
+def test_wrapped_models_get_the_keys_of_plain_ones():
+    """What torch.compile and DDP put into paths goes into no pattern and no random bit."""
+    plain, compiled = made("mxfp8"), torch.compile(made("mxfp8"), backend="eager")
+    for model in (plain, compiled):
+        bfp.set_recipe(model, None, {"^0$": "nvfp4", "^[24]$": "nvfp4_eden"})
+    inner = compiled._orig_mod
+    for layer, other in zip(plain, inner, strict=True):
+        if isinstance(layer, bfp.Linear):
+            assert layer.recipe == other.recipe
+            assert torch.equal(layer.rng_key, other.rng_key)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer that has another one."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's: an optimizer of all parameters, whose state is in others."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        super().__init__([param for one in optimizers for group in one.param_groups for param in group["params"]], {})
+
+    def __iter__(self):
+        return iter(self.optimizers)
+
+
+@pytest.mark.parametrize("kind", [list, Container, lambda parts: Container([Wrapper(part) for part in parts])])
+def test_masters_of_several_optimizers(kind):
+    model = made("nvfp4")
+    params = list(model.parameters())
+    parts = [bfp.AdamW(params[:3], lr=1e-2), bfp.Adam(params[3:], lr=1e-2)]
+    for step in range(2):
+        model(data(step)).square().mean().backward()
+        for part in parts:
+            part.step()
+            part.zero_grad()
+    optimizer = kind(parts)
+    assert dict(bfp.summary(model, optimizer).states)["master"] == sum(
+        4 * layer.weight.numel() for layer in model if isinstance(layer, bfp.Linear)
+    )
+    bfp.set_recipe(model, optimizer, "mxfp8")
+    for q in weights(model):
+        master = next(part.state[q]["master"] for part in parts if q in part.state)
+        assert_quantizes(q, master, "mxfp8_e4m3_32x32")
+    with pytest.raises(ValueError, match=r"4\.weight is trained, and the optimizer doesn't have it"):
+        bfp.set_recipe(model, kind(parts[:1]), "nvfp4")
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer or None, got str"):
+        bfp.set_recipe(model, [*parts, "AdamW"], "nvfp4")
+
+
+def test_behind_an_evaluation_that_left_weights_gathered():
+    first = made("nvfp4")
+
+    def rank(number):
+        model = copy.deepcopy(first)
+        fully_shard(model, mesh=device_mesh((2,)))
+        optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, range(2), number)
+        with torch.no_grad():
+            before = model(data(9))
+            bfp.set_recipe(model, optimizer, "mxfp8")
+            after = model(data(9))
+            again = model(data(9))
+        assert torch.equal(after, again)
+        assert not torch.equal(before, after)
+        assert {layer.weight.to_local().format.name for layer in _resharded(model)} == {"mxfp8_e4m3_32x32"}
+        train(model, optimizer, range(2), number)
+
+    threaded.run(2, rank)
+
+
+def _resharded(model):
+    model.reshard()
+    return [layer for layer in model if isinstance(layer, bfp.Linear)]
+
+
+def _replicas(rank):
+    """DDP counts buffers at its start: those of random keys go and come."""
+    model = made("nvfp4")
+    replicas = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = bfp.AdamW(replicas.parameters(), lr=1e-2)
+    losses = train(replicas, optimizer, range(2), rank)
+    for recipe in ("mxfp8", "nvfp4_eden", "fp8_block"):
+        bfp.set_recipe(replicas, optimizer, recipe)
+        losses += train(replicas, optimizer, range(2), rank)
+    plain = made("mxfp8")
+    bfp.set_recipe(plain, None, "nvfp4_eden")
+    bfp.set_recipe(replicas, optimizer, "nvfp4_eden")
+    assert torch.equal(model[0].rng_key, plain[0].rng_key)
+    assert all(map(math.isfinite, losses))
+
+
+def test_under_ddp():
+    gloo.run(2, __file__, "_replicas")
 
 
 def test_what_is_refused_changes_nothing():

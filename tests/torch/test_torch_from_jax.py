@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from held_formats import FORMATS
 
 import blockfp.torch as bfp
-from blockfp.formats import FORMATS
 
 jax = pytest.importorskip("jax")
 

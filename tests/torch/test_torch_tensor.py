@@ -9,10 +9,10 @@ import torch
 from arrays import values
 from blockfp.torch_backend.quantized_tensor.geometry import Base
 from blockfp.torch_backend.weights.cast_weight import CastWeight
+from held_formats import FORMATS
 
 import blockfp.torch as bfp
 from blockfp.definition import numerics
-from blockfp.formats import FORMATS
 
 BY_NAME = pytest.mark.parametrize("format", FORMATS, ids=str)
 SQUARE = ("fp8_e4m3", "mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "nvfp4_16x16", "fp8_e4m3_128x128")

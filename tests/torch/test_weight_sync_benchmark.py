@@ -27,4 +27,4 @@ def _rows(rank):
 
 
 def test_every_contender_runs():
-    gloo.run(2, __file__, "_rows", timeout=240)
+    gloo.run(2, __file__, "_rows")

@@ -105,7 +105,7 @@ def cut_by_torch(rank, weights):
 
 @BOTH
 def test_torchs_own_parallel_styles_are_refused(weights):
-    errors = threaded.errors(2, cut_by_torch, weights, timeout=2)
+    errors = threaded.errors(2, cut_by_torch, weights)
     # One thread may wait for the other's scatter.
     assert any(isinstance(raised, ValueError) for raised in errors)
     assert None not in errors

@@ -19,10 +19,11 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files import manifest
 from blockfp.files.names import EXTRA, MODEL, OPTIMIZER, OWN, STATE, STEP, TIED
 
+from ..modules import model_names
 from ..optimizer.adamw import Adam, AdamW
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
-from . import model_names, ranks
+from . import ranks
 from .conversion import Conversion, conversions, convert, leave_paths, masters_of, replace, replace_masters, values_of
 from .matching import described, empty, match_model, match_optimizer, names_of
 from .training_state import optimizer_state, restorer

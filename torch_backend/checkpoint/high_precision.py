@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from blockfp.files.names import SUFFIXES
 
+from ..modules import model_names
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_names, stored_parts
-from . import model_names, ranks
+from . import ranks
 from .uneven import full_tensor
 
 

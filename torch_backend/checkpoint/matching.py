@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from blockfp.errors import BadCheckpoint
 from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
+from ..modules import model_names
 from ..optimizer.adamw import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of
-from . import model_names
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from blockfp.errors import BadCheckpoint
 from blockfp.files import untrusted
 
+from ..modules import model_names
 from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
-from . import model_names
 
 
 def plain(name: str, value: Any) -> Any:

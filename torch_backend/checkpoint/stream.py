@@ -26,6 +26,7 @@ from blockfp.files.modelfile import Tensor as Entry
 from blockfp.files.names import SUFFIXES
 from blockfp.sharding.parts import Part
 
+from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..quantized_tensor import sharding
@@ -34,7 +35,7 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
-from . import model_names, ranks
+from . import ranks
 from .taken_apart import Apart, split, split_weight, turned
 from .uneven import full_tensor
 

@@ -328,7 +328,7 @@ def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[
 
 
 _turns: dict[Any, tuple[Any, ...]] = {}
-"""What `turned_parts` works out once for tensors of a kind."""
+"""Plan of `turned_parts`, made once for tensors of a kind."""
 switch.when_turned(_turns.clear)
 
 _MOST_TURNS = 4096

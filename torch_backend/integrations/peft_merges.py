@@ -165,7 +165,7 @@ class MergesCodes(peft_layers.LoraLayer):
         """Gives the weight the codes back that it had before the first merge.
 
         Raises:
-            ValueError: the merged codes were overwritten since (loaded, trained), or sharded in another way.
+            ValueError: the merged codes were overwritten since (loaded, trained), sharded in another way, or of another format.
         """
         if self._kept is None:
             super().unmerge()  # pyright: ignore[reportAttributeAccessIssue]
@@ -174,7 +174,10 @@ class MergesCodes(peft_layers.LoraLayer):
         before, sums, bias = self._kept
         parts = _parts(param)
         if [part.shape for part in parts] != [part.shape for part in before]:
-            raise ValueError(f"{name} was sharded after adapters were merged into it: unmerge before fully_shard")
+            raise ValueError(
+                f"{name} was sharded, or got another recipe, after adapters were merged into it: unmerge before fully_shard "
+                "and set_recipe"
+            )
         if not all(torch.equal(now, then.to(now.device)) for now, then in zip(_sums(parts), sums, strict=True)):
             raise ValueError(f"{name} was overwritten after a merge, and unmerge would undo that: load the weight again")
         base: Any = self.get_base_layer()

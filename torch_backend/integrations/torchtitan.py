@@ -16,6 +16,9 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import resolve_placements
 
+from blockfp import recipes
+from blockfp.recipes import Recipe
+
 from ..modules.convert import convert
 from ..modules.experts import GroupedProduct
 from ..modules.in_place import become
@@ -34,7 +37,8 @@ class BlockfpConverter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        recipe: str = "mxfp8"
+        recipe: Recipe | str | dict[str, Recipe | str | None] = "mxfp8"
+        """For all layers, or by patterns of their paths, as for `convert`."""
         skip: tuple[str, ...] = ("lm_head", "*.router.gate")
         """Patterns of the paths of layers that stay as they are."""
         weights: Weights = "quantized"
@@ -44,21 +48,27 @@ class BlockfpConverter(ModelConfigConverter):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """Replaces the configurations of layers, in place, by such as convert what they build."""
+        """Replaces the configurations of layers, in place, by such as convert what they build.
+
+        Raises:
+            ValueError: there is no such recipe, or a pattern that is found in no layer.
+        """
         found: Any = [*model_config.traverse(Linear.Config), *model_config.traverse(GroupedExperts.Config)]
+        recipes.check_paths(self.config.recipe, [path for path, *_ in found])
         for path, layer, parent, name in found:
-            if any(fnmatchcase(path, pattern) for pattern in self.config.skip):
+            recipe = recipes.resolve(self.config.recipe, path)
+            if recipe is None or any(fnmatchcase(path, pattern) for pattern in self.config.skip):
                 continue
             values: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
             if layer.param_init is not None:
                 values["param_init"] = {key: partial(init_, function=each) for key, each in layer.param_init.items()}
-            new = _quantized(type(layer), self.config.recipe, self.config.weights)(**values)
+            new = _quantized(type(layer), recipe, self.config.weights)(**values)
             parent.__setitem__(name, new) if isinstance(parent, list) else setattr(parent, name, new)
         return model_config
 
 
 @cache
-def _quantized(config_class: Any, recipe: str, weights: Weights) -> Any:
+def _quantized(config_class: Any, recipe: Recipe, weights: Weights) -> Any:
     class QuantizedConfig(config_class):
         def build(self, **options: Any) -> nn.Module:
             layer = config_class.build(self, **options)

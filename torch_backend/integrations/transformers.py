@@ -16,7 +16,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,13 @@ Recipes = Recipe | str | Mapping[str, Recipe | str | None]
 class BlockfpConfig(QuantizationConfigMixin):
     """The `quantization_config` of a model that blockfp quantizes.
 
+    That of a loaded model says what its layers have now, also where `set_recipe` has changed it.
+
     Args:
         recipe: a `Recipe`, its name, or a dictionary from patterns of layers' names to one of these or to None, which leaves a
             layer in high precision. The first pattern that `re.search` finds counts; layers that none fits stay as they are.
-            Weights that the file has quantized keep the file's format, whatever the recipe says of weights.
+            Weights that the file has quantized keep the file's format, whatever the recipe says of weights. (config.json,
+            whose dictionaries are sorted, has a list of pairs.)
         modules_to_not_convert: names of layers that stay in high precision, as transformers matches them: from the start, as
             regular expressions, or the end. None means what `convert` leaves: heads that are tied to embeddings.
         trainable: False freezes the quantized weights, as adapters want it.
@@ -77,10 +81,11 @@ class BlockfpConfig(QuantizationConfigMixin):
     quant_method: Any
     weights: Weights
     compute: Compute
+    _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
-        recipe: Recipes | dict[str, Any] = "mxfp8",
+        recipe: Recipes | dict[str, Any] | list[Any] = "mxfp8",
         *,
         modules_to_not_convert: list[str] | None = None,
         trainable: bool = True,
@@ -98,6 +103,33 @@ class BlockfpConfig(QuantizationConfigMixin):
         self.trainable, self.requantize = trainable, requantize
         self.weights, self.compute, self.keep_init = weights, compute, keep_init
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what copies and pickles have: the recipe as it is now, without the model."""
+        return {name: value for name, value in vars(self).items() if name != "_model"} | {"recipe": self.current_recipe()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockfpConfig:
+        copied = copy.copy(self)
+        copied.modules_to_not_convert = copy.copy(self.modules_to_not_convert)
+        model = self._model()
+        if model is not None and id(model) in memo:  # a copy of the model is being made, which its config belongs to
+            copied.follow(memo[id(model)])
+        return copied
+
+    def follow(self, model: nn.Module) -> None:
+        """Makes this the configuration of a model: what it says of recipes is what the model's layers have."""
+        self._model = weakref.ref(model)
+
+    def current_recipe(self) -> Recipe | dict[str, Recipe | None]:
+        """Returns the recipe, or, where the followed model's layers have others meanwhile, the recipe of each layer."""
+        model = self._model()
+        if model is None:
+            return self.recipe
+        named = model.named_modules()
+        layers: dict[str, Any] = {path.replace(".base_layer", ""): one for path, one in named if quantized_names(one)}  # PEFT's
+        if all(_follows(layer.recipe, self.recipe_of(path)) for path, layer in layers.items()):
+            return self.recipe
+        return {patterns.exactly(path): layer.recipe for path, layer in layers.items()}
+
     def recipe_of(self, path: str) -> Recipe | None:
         """Returns the recipe of the layer at a path; None for one that stays as it is."""
         return recipes.resolve(self.recipe, path)
@@ -108,12 +140,24 @@ class BlockfpConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what config.json holds."""
-        recipe = self.recipe
-        written = _written(recipe) if isinstance(recipe, Recipe) else {name: _written(one) for name, one in recipe.items()}
-        return copy.deepcopy({**vars(self), "recipe": written})
+        state = self.__getstate__()
+        recipe = state["recipe"]
+        # transformers sorts the keys of what it writes, and the first pattern counts.
+        written = _written(recipe) if isinstance(recipe, Recipe) else [[name, _written(one)] for name, one in recipe.items()]
+        return copy.deepcopy({**state, "recipe": written})
+
+
+def _follows(recipe: Recipe, given: Recipe | None) -> bool:
+    """Says whether a layer's recipe is the one that it was given, but for the format of weights that files have quantized."""
+    return given is not None and recipe == given.replace(weight=recipe.weight)
 
 
 def _parsed(recipe: Any) -> Recipe | dict[str, Recipe | None]:
+    if isinstance(recipe, list):
+        try:
+            recipe = dict(recipe)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"recipe {recipe!r} is no list of pairs of a pattern and a recipe: {error}") from error
     if not isinstance(recipe, Mapping):
         return recipes.parse(recipe)
     if "text" in recipe:
@@ -258,6 +302,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         # What is saved holds what was made here.
         self.quantization_config.requantize = False
         model.config.quantization_config = self.quantization_config
+        self.quantization_config.follow(model)
         # Not a quantized model in transformers' sense, whose state dict is the quantizer's, and which none but adapters train.
         model.hf_quantizer, model.is_quantized = None, False
         del model.quantization_method

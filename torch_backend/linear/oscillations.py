@@ -40,7 +40,7 @@ class Oscillation:
 
 
 class Flips:
-    """What is known of the codes of one weight: 6 bytes each.
+    """Counters of one weight's codes: 6 bytes each.
 
     Attributes:
         path: of its layer.

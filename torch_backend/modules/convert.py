@@ -138,6 +138,13 @@ def _chosen(
     return chosen
 
 
+def convertible(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None = None) -> set[nn.Module]:
+    """Returns the layers that `convert` would change by one recipe for all: none of attention's own, and none that is tied."""
+    chosen = _chosen(model, "mxfp8", filter_fn)
+    tied = _tied(model, chosen, declared=filter_fn is None)
+    return {layer for layer, one in chosen.items() if one.path not in tied}
+
+
 def _tied(model: nn.Module, chosen: dict[nn.Module, _Chosen], *, declared: bool) -> dict[str, str]:
     """Returns the paths of chosen layers that share their weight with a module that isn't converted, and its name there.
 

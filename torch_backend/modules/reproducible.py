@@ -72,9 +72,9 @@ class Reproducible:
         own = units // ranks
         self.model, self.mesh, self.units, self.own = model, mesh, units, range(rank * own, (rank + 1) * own)
         self._ranks, self._progress = ranks, Progress(units, own)
-        self._layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "rng_key", None) is not None]
+        self._stateful = [layer for layer in model.modules() if isinstance(layer, StatefulLayer)]
         self._reductions = self._attach()
-        for layer in self._layers:
+        for layer in self._stateful:
             layer.keyed_by_unit = True
 
     def _attach(self) -> list[tuple[Any, UnitReduction]]:
@@ -110,10 +110,12 @@ class Reproducible:
 
         Raises:
             TypeError: a loss that is no tensor.
-            ValueError: one of another shape.
+            ValueError: one of another shape; a layer has got delayed scaling meanwhile.
             RuntimeError: a unit drew random numbers, or gave gradients of other parameters than the first, or a module with
                 parameters of its own in FSDP2 took part in some units, or twice in one.
         """
+        if any(layer.linear_recipe.delayed is not None for layer in self._stateful):
+            _check_modules(self.model)  # set_recipe came in between
         progress = self._progress
         for module, reduction in self._reductions:
             # So that the parameters are the shards, which have the gradients.
@@ -180,10 +182,12 @@ class Reproducible:
 
         After it the keys are what they were, and each layer's step is what one unit makes of it.
         """
-        if not self._layers:
+        # Asked each time: `set_recipe` makes and removes keys.
+        layers = [layer for layer in self._stateful if layer.rng_key is not None]
+        if not layers:
             yield lambda index: None
             return
-        keys, steps = ([getattr(layer, name) for layer in self._layers] for name in ("rng_key", "step"))
+        keys, steps = ([getattr(layer, name) for layer in layers] for name in ("rng_key", "step"))
         # Words as int32, whose bits are those of the uint32 ones.
         kept, first = torch.stack([key.detach() for key in keys]), [step.clone() for step in steps]
         words = kept.to(torch.int32)

@@ -20,8 +20,9 @@ from ..linear.linear import linear
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..weights.cast_weight import CastWeight
+from .convert import convertible
 from .experts import Experts
-from .kinds import adapter_layers, base_kind
+from .kinds import base_kind
 from .linear import Linear
 from .quantized_layer import QuantizedLayer
 from .sensitivity_table import LayerSensitivity, Sensitivity
@@ -62,7 +63,7 @@ def sensitivity(
         The table, whose `plan` says which layers to keep in higher precision.
 
     Raises:
-        TypeError: model is not a module, or the loss no scalar.
+        TypeError: model is not a module, recipes are no sequence, or the loss is no scalar.
         ValueError: no batch, no recipe, no linear layer, a sharded model, or a layer into which a forward was put.
 
     Example:
@@ -72,6 +73,8 @@ def sensitivity(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(recipes, str | Recipe):
+        raise TypeError(f"recipes must be a sequence, as (recipe,), got {type(recipes).__name__}: {str(recipes)!r}")
     taken = [known.parse(recipe) for recipe in recipes]
     if not taken or len({recipe.name for recipe in taken}) < len(taken):
         raise ValueError(f"recipes must be one or more of different names, got {[recipe.name for recipe in taken]}")
@@ -165,11 +168,13 @@ class _Measured:
 
 
 def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[_Measured]:
-    left = adapter_layers(model)
+    plain = convertible(model, filter_fn)
     found = []
     for path, module in model.named_modules():
-        linear_kind = isinstance(module, Linear | TransposedLinear) or base_kind(module) in (Linear, TransposedLinear)
-        if module in left or not linear_kind or (filter_fn is not None and not filter_fn(path, module)):
+        if isinstance(module, Linear | TransposedLinear):
+            if filter_fn is not None and not filter_fn(path, module):
+                continue
+        elif module not in plain or base_kind(module) not in (Linear, TransposedLinear):
             continue
         weight: Any = module.weight
         if sharding.mesh_of(weight) is not None or (isinstance(weight, CastWeight) and weight.cut is not None):

@@ -1,4 +1,4 @@
-"""What `sensitivity` has measured: a table, and plans made of it."""
+"""The table that `sensitivity` returns, and plans made of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LayerSensitivity:
 
     @property
     def rank(self) -> float:
-        """How sensitive the layer is: the change of the loss, or without one noise over signal of input and weight together."""
+        """Sensitivity of the layer: the change of the loss, or without one noise over signal of input and weight together."""
         if self.loss_change is not None:
             return math.inf if math.isnan(self.loss_change) else self.loss_change
         found = [math.inf if math.isnan(one) else 10 ** (-one / 10) for one in (self.input, self.weight) if one is not None]

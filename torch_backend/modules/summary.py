@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import Recipe
 
+from ..linear.wrapped_optimizers import optimizers_in, state_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from .experts import Experts
@@ -156,13 +157,13 @@ class Summary:
     __repr__ = __str__
 
 
-def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
+def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> Summary:
     """Counts what of a model is quantized, what isn't, and why; before or after `convert`, sharded or not, on meta too.
 
     Args:
         model: any module.
-        optimizer: one whose state for the model's parameters is counted, as far as this rank holds it: any of torch's. Before
-            its first step it has none.
+        optimizer: one whose state for the model's parameters is counted, as far as this rank holds it: any of torch's, or
+            several, as torchtitan's container or a list has them. Before its first step it has none.
 
     Raises:
         TypeError: model is not a module, or optimizer not an optimizer.
@@ -173,8 +174,7 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if not isinstance(optimizer, Optimizer | None):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+    optimizers = [] if optimizer is None else optimizers_in(optimizer)
     named = tied_elsewhere(model)
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
@@ -195,9 +195,8 @@ def summary(model: nn.Module, optimizer: Optimizer | None = None) -> Summary:
     local = [sharding.local_of(param) for param in owners if not is_lazy(param)]
     originals = sum(one.initial.nbytes for one in local if isinstance(one, QuantizedTensor) and one.initial is not None)
     states: dict[str, int] = {}
-    held = {} if optimizer is None else optimizer.state
     for param in owners:
-        for name, kept in held.get(param, {}).items():
+        for name, kept in state_of(optimizers, param).items():
             if isinstance(kept, Tensor):
                 states[name] = states.get(name, 0) + nbytes(kept)
     buffers = sum(nbytes(buffer) for buffer in model.buffers())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """Where a run through the units is.
+    """The unit that a run has come to.
 
     Attributes:
         units: of all ranks together.
@@ -35,7 +35,7 @@ class Progress:
 
 
 class UnitReduction:
-    """What one FSDP module does instead of a reduce-scatter (`FSDPModule.set_custom_reduce_scatter`)."""
+    """Stands in for the reduce-scatter of one FSDP module (`FSDPModule.set_custom_reduce_scatter`)."""
 
     def __init__(self, path: str, progress: Progress, world: int):
         self.path, self.progress, self.world = path, progress, world

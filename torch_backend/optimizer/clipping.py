@@ -108,7 +108,7 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def _bits(elements: int) -> int:
-    """How many bits a square has, so that the sum of so many stays below 2^62."""
+    """Number of bits of a square such that the sum of so many stays below 2^62."""
     return 62 - (max(elements, 1) - 1).bit_length()
 
 

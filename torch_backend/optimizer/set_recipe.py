@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.recipes import ByPath, Recipe
 
+from ..linear.wrapped_optimizers import optimizers_in, state_of
+from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..modules.quantized_layer import QuantizedLayer
 from ..modules.stateful_layer import StatefulLayer
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import QuantizedTensor
-from ..torch_internals import fsdp_is_sharded, fsdp_params_of
+from ..torch_internals import fsdp_params_of, renew_ddp_buffers, reshard
 from ..weights.cast_weight import CastWeight
 from ..weights.requantize import check_writable, requantize_
 from .local_parameter import LocalParameter
@@ -30,7 +32,7 @@ Layer = QuantizedLayer | Experts
 
 
 @torch.no_grad()
-def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | str | ByPath) -> nn.Module:
+def set_recipe(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, recipe: Recipe | str | ByPath) -> nn.Module:
     """Changes the recipe of a model's quantized layers in the middle of a run, where they stand.
 
     Weights are quantized anew from the optimizer's fp32 masters, over all shards as if they were whole: the codes are those
@@ -40,14 +42,16 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | s
     so are histories and scales of delayed scaling where the new recipe has the same; otherwise these begin anew, keys as the
     layers' paths say.
 
-    Call it between two steps, on every rank alike, under FSDP2 too. Compiled blocks are compiled again; CUDA graphs that you
-    captured yourself have to be captured again. A checkpoint saved before it is loaded by
-    `load_checkpoint(.., requantize=True)`.
+    Call it between two steps, on every rank alike, under FSDP2 too, which lets go of the weights that it holds gathered.
+    Compiled blocks are compiled again; CUDA graphs that you captured yourself have to be captured again. A checkpoint saved
+    before it is loaded by `load_checkpoint(.., requantize=True)`.
 
     Args:
-        model: with layers of `convert`, or of this library; sharded or not.
-        optimizer: whose masters its weights have; None for a model that isn't trained.
-        recipe: as for `convert`. Layers for which it gives None keep theirs, and layers that aren't quantized stay as they are.
+        model: with layers of `convert`, or of this library; sharded or not, wrapped by DDP or torch.compile or not.
+        optimizer: whose masters its weights have, also as accelerate and Lightning wrap it; several, as torchtitan's container
+            or a list has them; None for a model that isn't trained.
+        recipe: as for `convert`, of the paths without what wrappers put into them. Layers for which it gives None keep theirs,
+            and layers that aren't quantized stay as they are.
 
     Returns:
         The model.
@@ -56,34 +60,39 @@ def set_recipe(model: nn.Module, optimizer: Optimizer | None, recipe: Recipe | s
         TypeError: model or optimizer is something else.
         ValueError: there is no quantized layer, or none in which a pattern is found; a layer can't have the recipe; weights
             that two layers share would need two formats; a trained weight is not in the optimizer; layers that tensor
-            parallelism cut; weights that FSDP2 holds gathered, or on the meta device. Everything is as it was then.
+            parallelism cut; weights on the meta device. Everything is as it was then.
 
     Example:
         >>> bfp.set_recipe(model, optimizer, "mxfp8")  # the last steps of a run in nvfp4
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, Layer)}
+    optimizers = [] if optimizer is None else optimizers_in(optimizer)
+    plain = model_names.plain_module(model)
+    clean = model_names.cleaner(plain)
+    layers = {clean(f"{path}.")[:-1]: layer for path, layer in plain.named_modules() if isinstance(layer, Layer)}
     if not layers:
         raise ValueError("model holds no quantized layer: use convert(model, recipe) first")
     recipes.check_paths(recipe, layers)
     changes = {
         path: one for path in layers if (one := recipes.resolve(recipe, path)) is not None and one != layers[path].recipe
     }
+    # Else layers hold FSDP2's gathered weights, which are no parameters of the optimizer.
+    reshard(model)
     formats = _formats(layers, changes)
     records = {id(record.sharded_param): record for record in fsdp_params_of(model)}
-    held = None if optimizer is None else {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = [group for one in optimizers for group in one.param_groups]
+    held = None if optimizer is None else {id(param) for group in groups for param in group["params"]}
     for name, param, _ in formats:
-        _check_weight(name, param, held, records.get(id(param)))
-    _change_weights(formats, {} if optimizer is None else optimizer.state, records)
+        _check_weight(name, param, held)
+    _change_weights(formats, optimizers, records)
     for path, one in changes.items():
         layer = layers[path]
         for name, product in _products(layer):
             device = sharding.local_of(layer._parameters[name]).device  # pyright: ignore[reportArgumentType]
             product.change_recipe(one, device, f"{path}.{name}")
         layer.recipe = one
+    renew_ddp_buffers()
     return model
 
 
@@ -126,7 +135,7 @@ def _check_layer(path: str, layer: Layer, recipe: Recipe) -> None:
         raise ValueError(f"{path!r}: {error}") from error
     if layer.parallel is not None:
         raise ValueError(
-            f"{where} is cut by tensor parallelism, by the blocks of its recipe: save a checkpoint, and load it "
+            f"{where} is cut by tensor or expert parallelism, by the blocks of its recipe: save a checkpoint, and load it "
             "into a model that was converted by the new recipe, with requantize=True"
         )
     before, after = layer.recipe.weight.format, recipe.weight.format
@@ -140,7 +149,7 @@ def _check_layer(path: str, layer: Layer, recipe: Recipe) -> None:
         raise ValueError(f"{where} has weights [in, out], which {after} has no exact transpose of: use square blocks")
 
 
-def _check_weight(name: str, param: Tensor, held: set[int] | None, record: Any) -> None:
+def _check_weight(name: str, param: Tensor, held: set[int] | None) -> None:
     local: Any = sharding.local_of(param)
     if local.is_meta:
         raise ValueError(f"{name} is on the meta device: load the model first, or convert it by the new recipe")
@@ -151,11 +160,9 @@ def _check_weight(name: str, param: Tensor, held: set[int] | None, record: Any) 
             check_writable(local)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-    if record is not None and not fsdp_is_sharded(record):
-        raise ValueError(f"{name}: FSDP2 holds the whole weight: call reshard() of its FSDPModule first")
 
 
-def _change_weights(formats: list[tuple[str, Tensor, Format]], states: Any, records: dict[int, Any]) -> None:
+def _change_weights(formats: list[tuple[str, Tensor, Format]], optimizers: list[Optimizer], records: dict[int, Any]) -> None:
     """Gives weights new formats, in place; collective where they are sharded."""
     params, values, originals = [], [], []
     for _, param, format in formats:
@@ -163,7 +170,7 @@ def _change_weights(formats: list[tuple[str, Tensor, Format]], states: Any, reco
         if isinstance(local, CastWeight):
             local.format = format
         else:
-            initial, state = local.initial, states.get(param, {})
+            initial, state = local.initial, state_of(optimizers, param)
             renew_master(LocalParameter(param), state)
             master = state.get("master")
             kept = initial if initial is None else initial.to(local.device)

@@ -37,7 +37,7 @@ _AT_ONCE = 64
 
 
 class QuantizedReduceScatter:
-    """What FSDP2 calls for the reduce-scatters of a model, once `quantize_reduce_scatter` has set it.
+    """The reduce-scatter that FSDP2 calls for a model, once `quantize_reduce_scatter` has set it.
 
     Attributes:
         format: in which gradients travel.

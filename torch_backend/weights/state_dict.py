@@ -47,9 +47,9 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
     shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
-    empty = empty_entry(q, param.shape)
-    empty = empty if sharding.mesh_of(param) is None else replicated(param, empty)
-    return {"": empty, **shown, f"{FORMAT}{q.format}": empty}
+    empty = (empty_entry(q, param.shape) for _ in range(2))
+    own, format = empty if sharding.mesh_of(param) is None else (replicated(param, one) for one in empty)
+    return {"": own, **shown, f"{FORMAT}{q.format}": format}
 
 
 def stored_names(name: str, param: Tensor) -> list[str]:
@@ -61,8 +61,16 @@ def stored_names(name: str, param: Tensor) -> list[str]:
 
 
 def empty_entry(q: QuantizedTensor, shape: Sequence[int]) -> Tensor:
-    """The empty tensor under a parameter's own name, and under that of its format."""
-    return torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
+    """The empty tensor under a parameter's own name, or under that of its format.
+
+    Its storage is of no bytes too, but has an address of its own: savers that look for tied tensors (accelerate's, without
+    FSDP) take all that have none for one, and keep the first alone.
+    """
+    entry = torch.empty(no_values(shape), dtype=q.dtype, device=q.device)
+    place = torch.empty(1, dtype=torch.uint8, device=q.device)
+    if entry.is_meta or type(place) is not Tensor:
+        return entry
+    return entry.set_(place.untyped_storage()[:0], 0, entry.shape, entry.stride())
 
 
 def _shown(param: Tensor, q: QuantizedTensor, part: Part) -> Tensor:

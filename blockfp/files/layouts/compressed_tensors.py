@@ -8,7 +8,7 @@
 | fp8_e4m3_1x128, .._fp32 | float-quantized, strategy group, 128 | F8_E4M3 | F32 [out, in/128] |
 | mxfp8_e4m3, .._32x32, .._floor | mxfp8-quantized, strategy group, 32 | F8_E4M3 | U8 [out, in/32] |
 | mxfp4_e2m1, .._32x32, .._floor | mxfp4-pack-quantized, strategy group, 32 | U8 weight_packed | U8 [out, in/32] |
-| nvfp4, nvfp4_4over6, .._16x16 | nvfp4-pack-quantized, strategy tensor_group, 16 | U8 weight_packed | F8_E4M3 [out, in/16] |
+| nvfp4, nvfp4_4over6.., .._16x16 | nvfp4-pack-quantized, strategy tensor_group, 16 | U8 weight_packed | F8_E4M3 [out, in/16] |
 
 NVFP4 has a weight_global_scale F32 [1] beside them, div(1, tensor_scale), by which readers divide. Codes are the same bytes.
 Scales of square blocks of 16 and 32 are repeated for each row. FP8 and MX values come out to the bit; those of NVFP4 within

@@ -6,34 +6,53 @@
 
 namespace blockfp {
 
-// The tensor's scale leaves room for scales up to this.
-constexpr float kFourOverSixBound = 256.0f;
+// The scale of a block with the tensor's amax, for 6.
+BLOCKFP_HD constexpr float four_over_six_bound(ScaleRule rule) {
+  return rule == ScaleRule::kFourOverSix448 || rule == ScaleRule::kFourOverSix448Mse ? 448.0f : 256.0f;
+}
+
+// Whether errors are squared before they are summed.
+BLOCKFP_HD constexpr bool squares_errors(ScaleRule rule) { return rule >= ScaleRule::kFourOverSixMse; }
+
 // A block's rows and columns at most.
 constexpr int kFourOverSixSide = 16;
 
 // A scale that is tried: the stored E4M3 byte, its value, and what elements are multiplied with.
+template <class F>
 struct TriedScale {
-  int32_t stored;
-  float value, multiplier;
+  Int<F> stored;
+  F value, multiplier;
 };
 
 // The scale that maps a block's amax (fp32 bits) to 6, or to 4.
-template <class E>
-BLOCKFP_HD TriedScale four_over_six_scale(int32_t amax, bool for_4, float tensor_multiplier, float tensor_scale) {
-  const float base = multiply(divide(from_bits<float>(amax), element_max<E>()), tensor_multiplier);
-  const int32_t stored = encode_nearest<E4M3, float>(for_4 ? multiply(base, 1.5f) : base) & 0xFF;
-  const float value = decode<E4M3, float>(stored);
-  const int32_t inverse = to_bits(divide(1.0f, multiply(value, tensor_scale)));
-  return {stored, value, from_bits<float>(smaller(inverse, kFp32Max))};
+template <class E, class F>
+BLOCKFP_HD TriedScale<F> four_over_six_scale(Int<F> amax, bool for_4, float tensor_multiplier, float tensor_scale) {
+  using I = Int<F>;
+  const F base = multiply(divide(from_bits<F>(amax), splat<F>(element_max<E>())), splat<F>(tensor_multiplier));
+  const I stored = encode_nearest<E4M3, F>(for_4 ? multiply(base, splat<F>(1.5f)) : base) & 0xFF;
+  const F value = decode<E4M3, F>(stored);
+  const I inverse = to_bits(divide(splat<F>(1.0f), multiply(value, splat<F>(tensor_scale))));
+  return {stored, value, from_bits<F>(smaller<I>(inverse, splat<I>(kFp32Max)))};
 }
 
-// |code * scale * amax of the tensor / (bound * MAX) - x| of elements given by their magnitudes.
+// What a magnitude's code stands for under a tried scale, where errors are measured: code * scale * amax of the tensor / (bound * MAX).
 template <class E, class F>
-BLOCKFP_HD F four_over_six_error(F magnitude, float value, float multiplier, float tensor_amax) {
-  const Int<F> code = encode_nearest<E, F>(multiply(magnitude, splat<F>(multiplier))) & ((1 << E::kBits) - 1);
-  const F whole = splat<F>(kFourOverSixBound * E::kMax);
-  const F decoded = divide(multiply(multiply(decode<E, F>(code), splat<F>(value)), splat<F>(tensor_amax)), whole);
-  return from_bits<F>(to_bits(add(decoded, from_bits<F>(to_bits(magnitude) ^ INT32_MIN))) & kMagnitude);
+BLOCKFP_HD F four_over_six_value(Int<F> code, F scale, float tensor_amax, ScaleRule rule) {
+  const F product = multiply(multiply(decode<E, F>(code), scale), splat<F>(tensor_amax));
+  return divide(product, splat<F>(four_over_six_bound(rule) * E::kMax));
+}
+
+// The code of a magnitude under a tried scale's multiplier; of a NaN any.
+template <class E, class F>
+BLOCKFP_HD Int<F> four_over_six_code(F magnitude, F multiplier) {
+  return magnitude_nearest<E, F>(to_bits(multiply(magnitude, multiplier))) & E::kMaxCode;
+}
+
+// |value - x|, or its square, of an element given by its magnitude.
+template <class F>
+BLOCKFP_HD F four_over_six_error(F value, F magnitude, ScaleRule rule) {
+  const F error = add(value, from_bits<F>(to_bits(magnitude) ^ INT32_MIN));
+  return squares_errors(rule) ? multiply(error, error) : from_bits<F>(to_bits(error) & kMagnitude);
 }
 
 // Errors of a block from those of its 16 rows, which are overwritten.

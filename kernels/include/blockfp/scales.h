@@ -6,7 +6,17 @@
 
 namespace blockfp {
 
-enum class ScaleRule : int { kFp32 = 0, kPow2 = 1, kE8m0Ceil = 2, kE8m0Floor = 3, kE4m3 = 4, kE4m3FourOverSix = 5 };
+enum class ScaleRule : int {
+  kFp32 = 0,
+  kPow2 = 1,
+  kE8m0Ceil = 2,
+  kE8m0Floor = 3,
+  kE4m3 = 4,
+  kFourOverSix = 5,  // four_over_six.h
+  kFourOverSix448 = 6,
+  kFourOverSixMse = 7,
+  kFourOverSix448Mse = 8,
+};
 
 // Columns of a block that is a whole row, which has fewer: WHOLE_ROW of `blockfp.formats`.
 constexpr int kWholeRow = 1 << 30;
@@ -21,6 +31,7 @@ struct Format {
   BLOCKFP_HD bool per_row() const { return block_columns == kWholeRow; }
   BLOCKFP_HD bool square() const { return block_rows == block_columns; }
   BLOCKFP_HD bool two_levels() const { return rule >= ScaleRule::kE4m3; }  // blocks' scales are relative to one of the tensor
+  BLOCKFP_HD bool four_over_six() const { return rule >= ScaleRule::kFourOverSix; }  // elements choose their block's scale
   BLOCKFP_HD int scale_bits() const { return rule <= ScaleRule::kPow2 ? 32 : 8; }
 };
 

@@ -12,6 +12,8 @@ import time
 import traceback
 from pathlib import Path
 
+from processes import LIMIT
+
 # Begun at the first call, in each worker once.
 _FORKS = multiprocessing.get_context("forkserver")
 # The last two are not there for all; what they import is most of what a rank of their tests would do.
@@ -19,7 +21,7 @@ _TORCH = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "blockfp.tor
 _FORKS.set_forkserver_preload(["pytest", *_TORCH, "transformers.modeling_utils", "peft"])
 
 
-def run(world, file, function, timeout=120, backend="gloo"):
+def run(world, file, function, timeout=LIMIT, backend="gloo"):
     """Calls `function(rank)` of a file on `world` ranks; with "nccl", each with the GPU of its number; with None, without a
     process group.
 

@@ -57,8 +57,23 @@ def forked(function, *arguments):
         os._exit(1)
 
 
+def stop_half_way(run, ranks):
+    """Stops ranks while a checkpoint is half written, and two are there that may be lost."""
+    while True:
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(rank, os.WUNTRACED)[1])
+        if any(run.glob(".*.tmp")) and len(manifest.steps(run)) == 2:
+            return
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        time.sleep(random.uniform(0.0, 0.01))
+
+
 def killed(folder, kills, world, wait):
     """Kills `world` ranks so many times, and loads what is there after each; `wait` is None for both ways of saving.
+
+    Every other time it kills them at a random moment, else in the middle of a checkpoint.
 
     Yields:
         The steps that are there, and the names of what was left behind.
@@ -70,11 +85,16 @@ def killed(folder, kills, world, wait):
         ranks = [forked(save_on_and_on, rank, world, wait, run, store, ready) for rank in range(world)]
         for _ in ranks:
             assert os.read(begun, 1) == b"."
-        # The first save behind the training's back makes a group first.
-        time.sleep(random.uniform(0.0, 1.5 if world > 1 and wait is False else 0.3))
+        if kill % 2:
+            stop_half_way(run, ranks)
+        else:
+            # The first save behind the training's back makes a group first.
+            time.sleep(random.uniform(0.0, 1.5 if world > 1 and wait is False else 0.3))
         random.shuffle(ranks)
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
             os.kill(rank, signal.SIGKILL)
+            for other in ranks[number + 1 :]:
+                os.kill(other, signal.SIGCONT)
             # Some time for the other one to notice, or not.
             time.sleep(random.choice((0, 0.03)))
         for rank in ranks:

@@ -107,7 +107,7 @@ def whole(tensor):
 def on(shape, name, *, mode=True, **options):
     """What rank 0 of a mesh found; in the mode all ranks find the same."""
     ranks = 1 if shape is None else shape[0] * shape[1]
-    results = threaded.run(ranks, lambda rank: train(rank, shape, name, mode=mode, **options), timeout=300)
+    results = threaded.run(ranks, lambda rank: train(rank, shape, name, mode=mode, **options))
     for result in results[1:] if mode else ():
         assert not (found := differences(results[0], result)), found
     return results[0]

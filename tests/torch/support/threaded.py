@@ -6,10 +6,12 @@ Real FSDP2, DTensors and functional collectives run in it, four ranks in hundred
 import contextlib
 import sys
 import threading
+import time
 import traceback
 
 import torch
 import torch.distributed as dist
+from processes import LIMIT
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import multi_threaded_pg as threaded_pg
 
@@ -24,7 +26,7 @@ _drawing = threading.RLock()
 @contextlib.contextmanager
 def seeded(seed):
     """Seeds torch's generator, which ranks share, and keeps it from the others meanwhile."""
-    with _drawing:
+    with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
@@ -33,11 +35,11 @@ class OneRankFailed(AssertionError):
     """A rank raised; the message has its traceback."""
 
 
-def run(world, function, *args, timeout=60):
+def run(world, function, *args, timeout=LIMIT):
     """Returns the results of `function(rank, *args)` on `world` ranks, by rank.
 
     Raises:
-        OneRankFailed: a rank raised, or none of them got on for `timeout` seconds.
+        OneRankFailed: a rank raised, or they are not done after `timeout` seconds.
     """
     results, errors = _run(world, function, args, timeout, together=True)
     for rank, error in enumerate(errors):
@@ -47,7 +49,7 @@ def run(world, function, *args, timeout=60):
     return results
 
 
-def errors(world, function, *args, timeout=5):
+def errors(world, function, *args, timeout=LIMIT):
     """Returns the error of each rank: None where it raises nothing, SystemExit where it waits for another in vain."""
     return _run(world, function, args, timeout, together=False)[1]
 
@@ -71,24 +73,23 @@ def _run(world, function, args, timeout, together):
         except BaseException as error:
             errors[rank] = error
             if together:
-                # Whoever waits for this rank gets SystemExit.
-                threaded_pg.ProcessLocalGroup.exception_handle(error)
+                _end_waiting(error)
         finally:
             dist.destroy_process_group()
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
     of_torch, torch.manual_seed = torch.manual_seed, manual_seed
+    end = time.monotonic() + timeout
     try:
         for thread in threads:
             thread.start()
-        for rank, thread in enumerate(threads):
-            thread.join(timeout)
-            if thread.is_alive() and not together:
-                threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError())
-                thread.join(timeout)
-            if thread.is_alive():
-                stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
-                raise OneRankFailed(f"rank {rank} of {world} hangs:\n{stack}")
+        while running := [thread for thread in threads if thread.is_alive()]:
+            if time.monotonic() > end:
+                hanging = "".join(f"rank {threads.index(one)} of {world} hangs:\n{_stack_of(one)}" for one in running)
+                raise OneRankFailed(f"not done after {timeout} seconds: {hanging}")
+            if not together and len(running) < world and _wait_in_vain(running):
+                _end_waiting(TimeoutError())
+            running[0].join(0.05)
     finally:
         torch.manual_seed = of_torch
         threaded_pg._uninstall_threaded_pg()
@@ -96,3 +97,31 @@ def _run(world, function, args, timeout, together):
     # Later tests would draw random bits as that model's rank, and could not be compiled.
     assert DistributedDataParallel._get_active_ddp_module() is None, "forwards under DDP overlapped: let ranks take turns"
     return results, errors
+
+
+def _stack_of(thread):
+    return "".join(traceback.format_stack(sys._current_frames()[thread.ident]))
+
+
+def _end_waiting(error):
+    """Raises SystemExit on all ranks that wait in a collective, or will."""
+    # The lock, because it looks through a dictionary that other ranks change.
+    with threaded_pg.ProcessLocalGroup._coll_lock:
+        threaded_pg.ProcessLocalGroup.exception_handle(error)
+
+
+def _wait_in_vain(ranks):
+    """Says whether each of these threads, which are all that still run, waits in a collective for one that has ended."""
+    frames = sys._current_frames()
+    return all(_waits_for_another(frames.get(rank.ident)) for rank in ranks)
+
+
+def _waits_for_another(frame):
+    while frame is not None and frame.f_code is not threading.Condition.wait_for.__code__:
+        frame = frame.f_back
+    if frame is None or frame.f_back.f_code is not threaded_pg.Collective.join.__code__:
+        return False
+    collective, rank = (frame.f_back.f_locals[name] for name in ("self", "rank"))
+    # The first rank does the work for all once they are there; where it has raised meanwhile, the others wait for ever.
+    about_to_work = rank == 0 and collective._count == collective._world_size
+    return not (collective._done or about_to_work)

@@ -26,7 +26,8 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """Returns a function from a name in the model, inside which modules may be wrapped too, to the name in a checkpoint."""
+    """Returns a function that takes names in a model, whose modules may be wrapped too, to names in the unwrapped model, as
+    checkpoints have them."""
     named = model.named_modules(remove_duplicate=False)
     wrappers = [f"{path}.module." for path, module in named if isinstance(module, DistributedDataParallel)]
 

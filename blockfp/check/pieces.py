@@ -1,0 +1,101 @@
+"""The definition on large arrays, piece by piece: what it needs of a piece stays in a core's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ..definition import layout, numerics
+from ..definition.numerics import Quantized
+from ..formats import Format
+
+PIECE = 1 << 18
+"""Elements handled at once."""
+
+
+def split(shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Slices of about `PIECE` elements that follow one another in memory and cut no block of any format.
+
+    Rows are a power of two of at least 128, so that a model's matrices make pieces of few shapes: a jitted backend compiles
+    each of them.
+    """
+    *leading, rows, columns = shape
+    matrix = rows * columns
+    if 0 in shape:
+        return
+    if not leading:
+        step = 128
+        while 2 * step * columns <= PIECE:
+            step *= 2
+        for row in range(0, rows, step):
+            yield (slice(row, row + step),)
+    elif matrix * math.prod(leading[1:]) <= PIECE:
+        step = PIECE // (matrix * math.prod(leading[1:]))
+        for index in range(0, leading[0], step):
+            yield (slice(index, index + step),)
+    else:
+        for index in range(leading[0]):
+            for inner in split(shape[1:]):
+                yield (slice(index, index + 1), *inner)
+
+
+class ByPieces:
+    """Runs the definition on NumPy arrays by an array library, which is NumPy here."""
+
+    def give(self, x: np.ndarray) -> Any:
+        """Makes an array of the library."""
+        return x
+
+    def take(self, x: Any) -> np.ndarray:
+        """Makes a NumPy array of one of the library."""
+        return x
+
+    def quantize(self, x: np.ndarray, format: Format) -> Quantized:
+        """Codes and scales of x, [..., rows, columns]."""
+        if not format.has_tensor_scale or x.size <= PIECE:
+            return self._quantize(x, format)
+        # One scale for the tensor: amaxes of all pieces first, then codes, as ranks that share a tensor do.
+        pieces = [x[where] for where in split(x.shape)]
+        amaxes = [numerics.amax(self.give(piece), format) for piece in pieces]
+        shared = "blocks" if format.per_tensor else "tensor"
+        largest = self.give(reduce(np.maximum, [self.take(getattr(amax, shared)) for amax in amaxes]))
+        amaxes = [amax._replace(**{shared: largest}) for amax in amaxes]
+        parts = [self._quantize(piece, format, amax=amax) for piece, amax in zip(pieces, amaxes, strict=True)]
+        codes = _joined([part.codes for part in parts], layout.codes_shape(x.shape, format))
+        if format.per_tensor:
+            return parts[0]._replace(codes=codes)
+        return Quantized(codes, _joined([p.scales for p in parts], layout.scales_shape(x.shape, format)), parts[0].tensor_scale)
+
+    def dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        """The values of q, [..., rows, columns], rounded to `dtype`."""
+        shape = (*q.codes.shape[:-1], columns)
+        if not format.has_tensor_scale or math.prod(shape) <= PIECE:
+            return self._dequantize(q, format, dtype, columns)
+        parts = [q._replace(codes=q.codes[where], scales=_scales(q.scales, where, format)) for where in split(shape)]
+        return _joined([self._dequantize(part, format, dtype, columns) for part in parts], shape)
+
+    def _quantize(self, x: np.ndarray, format: Format, **options: Any) -> Quantized:
+        q = numerics.quantize(self.give(x), format, **options)
+        return Quantized(*(None if part is None else self.take(part) for part in q))
+
+    def _dequantize(self, q: Quantized, format: Format, dtype: str, columns: int) -> np.ndarray:
+        codes, scales, tensor_scale = (None if part is None else self.give(part) for part in q)
+        return self.take(numerics.dequantize(codes, scales, tensor_scale, format, dtype, columns=columns))
+
+
+def _scales(scales: np.ndarray, where: tuple[slice, ...], format: Format) -> np.ndarray:
+    """The scales of a piece that `split` has made."""
+    if format.block is None:
+        return scales
+    if len(where) == scales.ndim - 1:
+        rows = format.block[0]
+        where = (*where[:-1], slice(where[-1].start // rows, -(-where[-1].stop // rows)))
+    return scales[where]
+
+
+def _joined(parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([part.reshape(-1) for part in parts]).reshape(shape)

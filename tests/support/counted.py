@@ -1,0 +1,33 @@
+"""Counts of calls that are the same alone and behind any other tests."""
+
+import gc
+import sys
+from contextlib import contextmanager
+
+
+@contextmanager
+def profiled(profile):
+    """Has `sys.setprofile` call a function meanwhile, of all that is called but by what is collected.
+
+    Another test's garbage would call whoever holds a weak reference to it.
+    """
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+@contextmanager
+def alone():
+    """Hides other tests' layers with delayed scaling from optimizers, which ask all of them; they ask in any case."""
+    from unittest import mock
+    from weakref import WeakKeyDictionary
+
+    from blockfp.torch_backend.linear import scale_watch
+
+    scale_watch._listen()
+    with mock.patch.object(scale_watch, "_watched", WeakKeyDictionary()):
+        yield
