@@ -75,6 +75,13 @@ def test_info():
         assert word in result.stdout
 
 
+def test_a_python_runs_its_own():
+    done = subprocess.run(
+        [sys.executable, "-m", "blockfp", "--help"], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert "Usage: " in done.stdout
+
+
 def test_info_says_what_is_not_here(monkeypatch):
     monkeypatch.setitem(backends.BACKENDS, "jax", backends.installed("no_such_library", "jax_backend.check", "JaxBackend"))
     result = run("info")

@@ -1,0 +1,5 @@
+"""`python -m blockfp`: the `blockfp` command, of the Python that runs it."""
+
+from .cli import main
+
+main()
