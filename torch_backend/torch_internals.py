@@ -153,12 +153,26 @@ uneven weights don't have.
 """
 
 
+def ddp_models() -> list[DistributedDataParallel]:
+    """Finds all DistributedDataParallel models of this process, of which torch keeps no list.
+
+    They refer to their class. (A list of all objects, `gc.get_objects`, would hold the tuples that other threads are still
+    making, which Python doesn't survive.)
+    """
+
+    def with_subclasses(kind: type) -> list[type]:
+        return [kind, *(each for below in kind.__subclasses__() for each in with_subclasses(below))]
+
+    found = gc.get_referrers(*with_subclasses(DistributedDataParallel))
+    # The type itself: what stands in for another object may do anything where it is asked for its class.
+    return [thing for thing in found if issubclass(type(thing), DistributedDataParallel)]
+
+
 def renew_ddp_buffers() -> None:
     """Makes DDP models look again which buffers they have. They count them at their start, and fail where none is left."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for thing in gc.get_objects():
-            if issubclass(type(thing), DistributedDataParallel):
-                thing._assign_modules_buffers()
+        for model in ddp_models():
+            model._assign_modules_buffers()
 
 
 def fsdp_param(frame: FrameType) -> Any:

@@ -20,6 +20,7 @@ CORE = (
     {"jax_backend", "torch_backend"},
     {"jax", "torch", "commands"},
     {"cli"},
+    {"__main__"},
 )
 """The rooms of the core, from the bottom up; those of one floor don't know each other. `blockfp` is `__init__.py`."""
 

@@ -10,7 +10,6 @@ frozen and have no keeper: whether they were trained through stands in their his
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..quantized_tensor import sharding
+from ..torch_internals import ddp_models
 from .recipe_layer import RecipeLayer
 
 
@@ -150,13 +150,12 @@ def by_hand(layers: Iterable[RecipeLayer]) -> list[RecipeLayer]:
 
 
 def replicas_of(layers: Iterable[RecipeLayer]) -> list[DistributedDataParallel | None]:
-    """The DDP model that each layer is part of. Neither layer nor parameter knows it: all objects are looked through, once."""
+    """The DDP model that each layer is part of. Neither layer nor parameter knows it: all such models are looked for, once."""
     known = [_watched[layer] for layer in layers]
     new = [one for one in known if one.replicas is None]
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     if new and not alone and torch.distributed.get_world_size() > 1:
-        # The type itself: what stands in for another object may do anything where it is asked for its class.
-        for model in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
+        for model in ddp_models():
             for module in delayed_layers(model):
                 _watched[module].replicas = weakref.ref(model)
         for one in new:
