@@ -88,7 +88,9 @@ def _plot(found: Sequence[dict], path: Path) -> None:
     differences.axhline(0, color=f"C{recipes.index(BASELINE)}" if BASELINE in recipes else "black", linewidth=1)
     for axes in (losses, differences):
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=7)
+        # A run that goes on has no baseline beside it.
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
