@@ -92,6 +92,8 @@ void quantize_task(const QuantizeJob& job, int64_t task, int64_t next, void* scr
         amax_of_blocks(x, first, rows, tile.columns, tile.column_phase, job.format.block_columns, memory.largest,
                        memory.amax, memory.nan);
       }
+      // Vectors read beyond the last block.
+      memset(memory.amax + blocks, 0, 16 * sizeof(*memory.amax));
       if constexpr (E::kId == E2M1::kId) {
         if (job.format.four_over_six()) {
           const int64_t row_in_block = (t.row_phase + tile.row + first) % job.format.block_rows;
