@@ -1,4 +1,4 @@
-# make demo   trained weights through every format and library, compared bit by bit; then training in PyTorch and JAX, with plots, and of experts
+# make demo   trained weights through every format and library, bit by bit; then training in PyTorch and JAX, of experts too, with plots
 # make test   lint, types, the wheel, all tests against the installed wheel
 # make docs   the pages of docs/ and the API's, into build/docs; a warning is an error
 # make cuda   compiles the CUDA kernels for Hopper and Blackwell, without a GPU; skipped where nvcc is not

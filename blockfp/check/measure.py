@@ -12,7 +12,7 @@ from ..definition import layout, views
 from ..definition.bits import Array
 from ..definition.numerics import Quantized
 from ..formats import ElementFormat, Format
-from .pieces import PIECE
+from .pieces import split
 
 
 @dataclass
@@ -80,17 +80,13 @@ def measure(x: np.ndarray, q: Quantized, values: np.ndarray, format: Format) -> 
         original_bytes=x.nbytes,
         exponents=scale_exponents(q, format),
     )
-    columns = x.shape[-1]
-    rows = max(1, PIECE // max(1, columns))
-    x, values, codes = (part.reshape(math.prod(part.shape[:-1]), part.shape[-1]) for part in (x, values, q.codes))
-    for begin in range(0, len(x), rows):
-        where = slice(begin, begin + rows)
-        _measure_rows(result, x[where], values[where], codes[where], format)
+    for where in split(x.shape):
+        _measure_piece(result, x[where], values[where], q.codes[where], format)
     return result
 
 
-def _measure_rows(result: Statistics, x: np.ndarray, values: np.ndarray, codes: np.ndarray, format: Format) -> None:
-    """Adds what is counted of elements: rows of x, values and packed codes."""
+def _measure_piece(result: Statistics, x: np.ndarray, values: np.ndarray, codes: np.ndarray, format: Format) -> None:
+    """Adds what is counted of a piece: its elements, their values and packed codes."""
     x, values = x.astype(np.float32, copy=False), values.astype(np.float32, copy=False)
     finite = np.isfinite(x) & np.isfinite(values)
     codes = layout.unpack(codes, format.element.bits, x.shape[-1])

@@ -187,7 +187,7 @@ def test_figures_in_pieces_are_those_of_the_whole(monkeypatch):
     q = numerics.quantize(x, "nvfp4")
     values = numerics.dequantize(*q, "nvfp4", "float32", columns=64)
     whole = measure.measure(x, q, values, Format.parse("nvfp4"))
-    monkeypatch.setattr(measure, "PIECE", 64 * 64)
+    monkeypatch.setattr(pieces, "PIECE", 64 * 64)
     in_pieces = measure.measure(x, q, values, Format.parse("nvfp4"))
     for name, found in vars(in_pieces).items():
         assert found == (pytest.approx(getattr(whole, name)) if name in ("signal", "noise") else getattr(whole, name)), name

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from blockfp.recipes import Recipe
 
-from ..linear.wrapped_optimizers import optimizers_in, state_of
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from .experts import Experts
 from .kinds import EMBEDDING, base_kind, bias_names, quantized_names, weight_names, why_not
+from .wrapped_optimizers import optimizers_in, state_of
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from blockfp.definition import layout
 from blockfp.formats import Format
 from blockfp.recipes import ByPath, Recipe
 
-from ..linear.wrapped_optimizers import optimizers_in, state_of
 from ..modules import model_names
 from ..modules.experts import Experts
 from ..modules.kinds import quantized_names
 from ..modules.quantized_layer import QuantizedLayer
 from ..modules.stateful_layer import StatefulLayer
+from ..modules.wrapped_optimizers import optimizers_in, state_of
 from ..quantized_tensor import agreement, sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..torch_internals import fsdp_params_of, renew_ddp_buffers, reshard
