@@ -19,6 +19,7 @@ _FUNCTIONS = (
     *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes", "addresses", "count_steps"),
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
     *("quantize_gated", "activation", "activation_gradient"),
+    *("amax_eden", "quantize_eden"),
 )
 
 

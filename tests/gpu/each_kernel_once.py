@@ -5,7 +5,7 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_layouts, products
+from blockfp.torch_backend.custom_ops import cuda, cuda_layouts, eden_ops, products
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
@@ -28,6 +28,10 @@ def main():
                 if format.square:
                     cuda.transpose(q.codes, q.scales, format, columns=shape[1])
             cuda.quantize_both(x, "nvfp4", rotate=True)
+            key = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
+            for columnwise in (True, False):
+                eden_ops.eden_amaxes(x, key, columnwise, [0, 0])
+                eden_ops.quantize_eden(x, None, key, "gradient", columnwise, [0, 0], None)
             cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
     if torch.cuda.get_device_capability() == (9, 0):
         each_product()

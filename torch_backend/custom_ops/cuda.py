@@ -64,7 +64,7 @@ def stack_of(x: Array) -> Array:
     return x.flatten(0, -3) if x.ndim > 3 and not x.is_contiguous() else x
 
 
-def _key(key: Any, x: Array) -> Any:
+def key_beside(key: Any, x: Array) -> Any:
     """The key's two words as an int32 tensor beside x."""
     if key is None:
         return None
@@ -148,7 +148,7 @@ def _chooses(x: Array, format: Format, origin: Origin, amax: Amax | None) -> boo
 
 def _by_definition(x, format: Format, key, origin, shape, amax: Amax | None, out: Quantized | None) -> Quantized:
     """Quantizes in a format whose blocks choose between scales, where no CUDA kernel does: array operations do, slowly."""
-    made = numerics.quantize(x.detach(), format, key=_key(key, x), origin=origin, shape=shape, amax=amax)
+    made = numerics.quantize(x.detach(), format, key=key_beside(key, x), origin=origin, shape=shape, amax=amax)
     if out is None:
         return made
     for part, new in zip(out, made, strict=True):
@@ -186,7 +186,7 @@ def quantize_both(
 
 def _quantize(x, format: Format, key, eps, nominal, origin, shape, given, *, columns, rotate, rows=True, out=None) -> Both:
     eps_bits, largest = limits(format, eps, nominal or bits.dtype_name(x))
-    key = _key(key, x)
+    key = key_beside(key, x)
     run, two_level = library(), format.scale.two_level
     *leading, height, width = x.shape
     codes = scales = tensor_scale = tensor_scale_t = None
@@ -274,8 +274,8 @@ def encode(
     check_scales(scales, tensor_scale, x.shape, format, origin)
     codes = x.new_empty(layout.codes_shape(x.shape, format), dtype=torch.uint8)
     library().encode(
-        stack_of(x), None, None, None, _key(key, x), codes, scales.contiguous(), tensor_scale, *stored_numbers(format), 0, 0,
-        *origin, *(shape or (0, 0)),
+        stack_of(x), None, None, None, key_beside(key, x), codes, scales.contiguous(), tensor_scale,
+        *stored_numbers(format), 0, 0, *origin, *(shape or (0, 0)),
     )  # fmt: skip
     return codes
 

@@ -4,8 +4,8 @@
     blockfp::eden_amaxes    (x, key, ..) -> [blocks, nan, tensor]    of the rotated values: what ranks reduce
     blockfp::quantize_eden  (x, amaxes, key, ..) -> [codes, scales, tensor_scale]; NaN scales mark an Inf
 
-They are the definition in array operations, on every device. `columnwise` comes first: `origin` and `shape` speak of the matrix
-as it is encoded.
+On a GPU the casts and amaxes are the CUDA library's (`eden_kernels`), elsewhere the definition's array operations. Rotated
+values are the definition's everywhere. `columnwise` comes first: `origin` and `shape` speak of the matrix as it is encoded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from blockfp.definition import eden, layout, numerics
 from blockfp.definition.numerics import Amax
 from blockfp.formats import Format
 
+from . import eden_kernels
 from .library import define, empty_parts, fake, impl
 from .overflow import mark
 
@@ -46,6 +47,8 @@ def _rotated(x: Tensor, key: Tensor, columnwise: bool, origin: list[int]) -> Ten
 
 @impl(eden_amaxes)
 def _eden_amaxes(x: Tensor, key: Tensor, columnwise: bool, origin: list[int]) -> list[Tensor]:
+    if eden_kernels.take(x, columnwise):
+        return eden_kernels.amaxes(x, key, columnwise, origin[1])
     found = numerics.amax(_rotated(x, key, columnwise, origin), _FORMAT)
     return [field.contiguous() for field in found if field is not None]
 
@@ -66,6 +69,9 @@ def _quantize_eden(
     origin: list[int],
     shape: list[int] | None,
 ) -> list[Tensor]:
+    if eden_kernels.take(x, columnwise):
+        # An origin on a multiple of 128 cuts no block, so that of given amaxes the tensor's alone says anything new.
+        return eden_kernels.quantize(x, None if amaxes is None else amaxes[2], key, operand, columnwise, origin, shape)
     amax = None if amaxes is None else Amax(*amaxes)
     place = None if shape is None else (shape[0], shape[1])
     z = _rotated(x, key, columnwise, origin)
