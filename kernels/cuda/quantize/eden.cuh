@@ -71,7 +71,7 @@ struct EdenColumn {
   __device__ __forceinline__ void load(const Matrices& x, const EdenPlace& place) {
     using Raw = typename T::Raw;
     const Raw* first = static_cast<const Raw*>(x.data) + place.batch * x.batch_stride + place.row * x.row_stride + place.column * x.column_stride;
-    // In 32 bits, as the exports check, which saves the product of a place and a stride in 64.
+    // The exports check that it fits: with 64 bits every address would take a product of its own.
     const int32_t stride = static_cast<int32_t>(x.row_stride * static_cast<int64_t>(sizeof(Raw)));
     const auto pattern = [&](int32_t r) {
       const char* at = reinterpret_cast<const char*>(first) + static_cast<int64_t>(r) * stride;
