@@ -192,7 +192,7 @@ def layer_and_operands(grouped):
     else:
         layer = bfp.Linear(256, 128, recipe="nvfp4_eden", dtype=torch.bfloat16)
     x, gradient = (torch.randn(300, size, device="cuda").to(torch.bfloat16) for size in (256, 128))
-    return layer.to("cuda"), x.requires_grad_(), gradient, (torch.tensor([140, 0, 160]),) if grouped else ()
+    return layer.to("cuda"), x.requires_grad_(), gradient, (torch.tensor([140, 0, 160], device="cuda"),) if grouped else ()
 
 
 def step(layer, x, gradient, counts=()):
