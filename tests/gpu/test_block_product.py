@@ -256,6 +256,28 @@ def test_dense_products_replay_in_a_graph(formats, own):
     assert torch.equal(out, wanted)
 
 
+def test_blocks_draw_tiles_on_many_streams_at_once():
+    """Each stream, and each product of a graph, has a counter of tiles of its own; every product leaves it at zero."""
+    a, b = (bfp.quantize(random(2000, k, seed=seed), ROWS) for seed, k in enumerate((640, 640)))
+    wanted = run(a, b, torch.empty((2000, 2000), device="cuda"))
+    outs = [torch.full_like(wanted, float("nan")) for _ in range(12)]
+    captured = [torch.full_like(wanted, float("nan")) for _ in range(2)]
+    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for out in captured:
+            run(a, b, out)
+    for turn in range(3):
+        graph.replay()
+        for stream, out in zip(streams, outs[4 * turn :], strict=False):
+            with torch.cuda.stream(stream):
+                run(a, b, out)
+        run(a, b, outs[0])
+    torch.cuda.synchronize()
+    for out in (*outs, *captured):
+        assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("shape", [(512, 768, 1024), (333, 200, 384), (40, 75, 130)])
 def test_scales_that_32_rows_share(shape):
     """As those of 1x128, one for each row, with the same in every 32."""

@@ -72,6 +72,44 @@ int multiprocessors() {
   return entry->second;
 }
 
+// Each is zero but while a product draws tiles from it: its last block sets it back.
+constexpr int kCounters = 1 << 16;
+__device__ int32_t counters[kCounters];
+
+// The counter of a product that is about to be launched: a stream's products run one after another and share one. Each product of a
+// CUDA graph has its own, because the graph may run beside the stream that it was captured on. Null if there is none left, or in doubt.
+int32_t* counter_for(cudaStream_t stream) {
+  struct OfDevice {
+    int32_t* first = nullptr;
+    int taken = 0;
+    std::map<unsigned long long, int> of_streams;
+  };
+  static std::mutex mutex;
+  static std::map<int, OfDevice> devices;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;  // of no other stream, even of one that is gone
+  int device = 0;
+  if (cudaStreamIsCapturing(stream, &capturing) != cudaSuccess || cudaStreamGetId(stream, &id) != cudaSuccess ||
+      cudaGetDevice(&device) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  OfDevice& own = devices[device];
+  void* first = own.first;
+  if (first == nullptr && cudaGetSymbolAddress(&first, counters) != cudaSuccess) {
+    cudaGetLastError();
+    return nullptr;
+  }
+  own.first = static_cast<int32_t*>(first);
+  if (capturing != cudaStreamCaptureStatusNone) return own.taken < kCounters ? own.first + own.taken++ : nullptr;
+  const auto known = own.of_streams.find(id);
+  if (known != own.of_streams.end()) return own.first + known->second;
+  if (own.taken == kCounters) return nullptr;
+  own.of_streams.emplace(id, own.taken);
+  return own.first + own.taken++;
+}
+
 Box box_of_codes(const GemmOperand& x, int64_t rows, int64_t k, int box_rows) {
   return {x.codes, rows, k, k, box_rows, kBlockK, 1};
 }
@@ -88,7 +126,7 @@ int64_t tiles_of(const GemmArguments& p, int columns) {
 }
 
 template <class A, class B, class Tile>
-cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
+cudaError_t launch(GemmArguments p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
   const auto kernel = gemm_kernel<A, B, Tile>;
   constexpr bool kScaled = Tile::kScaling != Scaling::kTensor;
   const int64_t blocks = ceil_div(p.k, kBlockK), matrices = p.along_k ? 1 : p.groups;
@@ -103,6 +141,7 @@ cudaError_t launch(const GemmArguments& p, const GemmOperand& a, const GemmOpera
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kShared);
   if (error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles_of(p, Tile::kColumns), multiprocessors())));
+  p.next_tile = counter_for(stream);
   kernel<<<grid, kGemmThreads, Tile::kShared, stream>>>(p, codes_a, codes_b, scales_a, scales_b);
   return cudaGetLastError();
 }

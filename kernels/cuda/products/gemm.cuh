@@ -1,7 +1,8 @@
 // Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k.
 //
-// A persistent grid: each block takes tiles of out in turn. One thread loads by the copy engine; two warpgroups multiply, and share the
-// tensor cores: while one promotes its sums, the other's products run.
+// A persistent grid: each block draws one tile of out after another, so that none waits for a block that other kernels (NCCL's) keep
+// from starting. One thread draws and loads by the copy engine; two warpgroups multiply, and share the tensor cores: while one promotes
+// its sums, the other's products run.
 #pragma once
 
 #include "blockfp/elements.h"
@@ -30,10 +31,11 @@ struct GemmTile {
   static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpan + (kRowsOfB ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
-  static constexpr int kShared = kBarriersAt + kStages * 16 + 1024;
+  static constexpr int kTilesAt = kBarriersAt + kStages * 16;  // which tile begins with a stage
+  static constexpr int kShared = kTilesAt + kStages * 4 + 1024;
 };
 
-// The tiles of one block, one after another, group after group.
+// The tiles by their numbers, group after group.
 template <class Tile>
 class Tiles {
  public:
@@ -43,11 +45,11 @@ class Tiles {
   __device__ explicit Tiles(const GemmArguments& p)
       : blocks(p.along_k ? 0 : (p.k + kBlockK - 1) / kBlockK),
         p_(p),
-        wide_((p.n + Tile::kColumns - 1) / Tile::kColumns),
-        next_(blockIdx.x) {}
+        wide_((p.n + Tile::kColumns - 1) / Tile::kColumns) {}
 
-  __device__ bool next() {
-    while (next_ >= end_) {
+  // Goes on to a tile behind the last one; false, and `count()` is known, if there are not so many.
+  __device__ bool at(int number) {
+    while (number >= end_) {
       if (++group >= p_.groups) return false;
       const int before = end_of_group_, most = p_.along_k ? 0x7FFFFFFF : p_.m;
       end_of_group_ = p_.ends == nullptr ? most : min(max(p_.ends[group], before), most);
@@ -65,18 +67,39 @@ class Tiles {
     }
     // Down bands of sixteen tiles, so that what runs at one time shares rows and columns in L2.
     constexpr int kBand = 16;
-    const int at = next_ - begin_, band = at / (kBand * wide_), in_band = at - band * kBand * wide_;
+    const int in_group = number - begin_, band = in_group / (kBand * wide_), in_band = in_group - band * kBand * wide_;
     const int height = min(kBand, high_ - band * kBand);
     row = first_row_ + (band * kBand + in_band % height) * kTileRows;
     column = in_band / height * Tile::kColumns;
-    next_ += gridDim.x;
     return true;
   }
+
+  __device__ int count() const { return end_; }
 
  private:
   const GemmArguments& p_;
   const int wide_;
-  int next_, begin_ = 0, end_ = 0, high_ = 0, first_row_ = 0, end_of_group_ = 0;
+  int begin_ = 0, end_ = 0, high_ = 0, first_row_ = 0, end_of_group_ = 0;
+};
+
+// What the math warps read instead of a tile's number when there is none left.
+constexpr int kNoTile = -1;
+
+// A block's numbers of tiles, from a counter that all blocks share and that is zero between launches, or every gridDim.x-th without one.
+class Draws {
+ public:
+  __device__ explicit Draws(int32_t* counter) : counter_(counter), last_(static_cast<int>(blockIdx.x - gridDim.x)) {}
+
+  __device__ int next() { return last_ = counter_ == nullptr ? last_ + static_cast<int>(gridDim.x) : atomicAdd(counter_, 1); }
+
+  // Called with a block's number that is no tile: it draws no more. The last block that does so sets the counter back.
+  __device__ void end(int number, int tiles) {
+    if (counter_ != nullptr && number == tiles + static_cast<int>(gridDim.x) - 1) *counter_ = 0;
+  }
+
+ private:
+  int32_t* counter_;
+  int last_;
 };
 
 // Which stage is next, and the parity of its barriers' phase.
@@ -193,6 +216,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
   const uint32_t shared = __shfl_sync(~0u, (hopper::shared_address(unaligned) + 1023) & ~1023u, 0);
   const auto full = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16; };
   const auto empty = [&](int stage) { return shared + Tile::kBarriersAt + stage * 16 + 8; };
+  const auto tile_at = [&](int stage) { return shared + Tile::kTilesAt + stage * 4; };
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
@@ -209,14 +233,25 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     hopper::give_registers<40>();
     if (warp == 0 && lane == 0) {
       // Load.
-      while (tile.next()) {
+      Draws draws(p.next_tile);
+      int number = draws.next();
+      while (tile.at(number)) {
+        // On its way while the codes are loaded.
+        const int later = draws.next();
         const int row_b = p.along_k ? tile.column : tile.group * p.n + tile.column;
         const int group_b = p.along_k ? 0 : tile.group * (p.b_step ? tile.blocks : 1);
+        if (tile.blocks <= 0) {
+          hopper::wait(empty(turn.stage), turn.parity ^ 1);
+          hopper::store(tile_at(turn.stage), number);
+          hopper::arrive(full(turn.stage));
+          turn.advance();
+        }
         for (int i = 0; i < tile.blocks; ++i, turn.advance()) {
           const int block = tile.first_block + i;
           hopper::wait(empty(turn.stage), turn.parity ^ 1);
           const uint32_t codes = shared + turn.stage * Tile::kCodes, barrier = full(turn.stage);
           const uint32_t scales = shared + Tile::kScalesAt + turn.stage * Tile::kScales * 4;
+          if (i == 0) hopper::store(tile_at(turn.stage), number);
           hopper::arrive_expecting(barrier, Tile::kLoaded);
           hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
@@ -227,7 +262,12 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
             hopper::load_box(scales + Tile::kScalesB * 4, scales_b, tile.column, group_b + block * p.b_step, barrier);
           }
         }
+        number = later;
       }
+      draws.end(number, tile.count());
+      hopper::wait(empty(turn.stage), turn.parity ^ 1);
+      hopper::store(tile_at(turn.stage), kNoTile);
+      hopper::arrive(full(turn.stage));
     }
   } else {
     hopper::take_registers<232>();
@@ -241,16 +281,20 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     };
     const auto scales_of = [](int stage) { return static_cast<uint32_t>(stage * Tile::kScales * 4); };
     float total[kSums];
-    const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
-      const auto release = [&] {
-        __syncwarp();
-        if (lane == 0) hopper::arrive(empty(stage));
-      };
-      if (!Tile::kRowsOfB) release();
-      promote<kScaling>(total, sums, by, columns_at + scales_of(stage));
-      if (Tile::kRowsOfB) release();
+    const auto release = [&](int stage) {
+      __syncwarp();
+      if (lane == 0) hopper::arrive(empty(stage));
     };
-    while (tile.next()) {
+    const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
+      if (!Tile::kRowsOfB) release(stage);
+      promote<kScaling>(total, sums, by, columns_at + scales_of(stage));
+      if (Tile::kRowsOfB) release(stage);
+    };
+    while (true) {
+      hopper::wait(full(turn.stage), turn.parity);
+      const int number = __shfl_sync(~0u, hopper::load_number(tile_at(turn.stage)), 0);
+      if (number == kNoTile) break;
+      tile.at(number);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) total[i] = 0;
       Squares<Tile> squares(p, tile);
@@ -312,6 +356,10 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           hopper::wait_products<0>(sums);
           finish(sums, stage, by);
         }
+      }
+      if (blocks <= 0) {
+        release(turn.stage);
+        turn.advance();
       }
       // Store.
       const int64_t above = p.along_k ? static_cast<int64_t>(tile.group) * p.m : 0;

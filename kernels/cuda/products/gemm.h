@@ -42,6 +42,8 @@ struct GemmArguments {
   void* out;
   int dtype;
   bool accumulate;
+  // What blocks draw their tiles from, zero before and after; null: they take every gridDim.x-th. launch_gemm finds one.
+  int32_t* next_tile;
 };
 
 // Tiles of out that a block of threads works on, as rows x columns. kWide128x128 keeps two blocks of k in registers.

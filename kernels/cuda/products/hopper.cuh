@@ -29,6 +29,16 @@ __device__ __forceinline__ float2 load_pair(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ int load_number(uint32_t address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store(uint32_t address, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 // From device memory, not before what stands above it.
 __device__ __forceinline__ float load(const float* from) {
   float x;
