@@ -32,7 +32,7 @@ from .shared_casts import SharedCast
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
     "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
-    "ScalarType dtype, SymInt[] origin, bool x_aligned) -> Tensor[]"
+    "ScalarType dtype, SymInt[] origin, bool x_aligned=False) -> Tensor[]"
 )
 
 
@@ -317,7 +317,7 @@ def _plan_backward(
 @impl(linear_backward)
 def _linear_backward(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_aligned,
+    x_aligned=False,
 ) -> list[Tensor]:  # fmt: skip
     options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_aligned)
     return backward(gradient, list(x), weight, scales, tensor_scale, amax, multiplier, keys, casts, *options)
@@ -326,7 +326,7 @@ def _linear_backward(
 @fake(linear_backward)
 def _linear_backward_fake(
     gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
-    x_aligned,
+    x_aligned=False,
 ) -> list[Tensor]:  # fmt: skip
     results = [gradient.new_empty((gradient.shape[0], columns))] if needs_x else []
     if needs_weight:

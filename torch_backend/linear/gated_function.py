@@ -27,7 +27,7 @@ from ..torch_internals import apply_of
 from .call import Call
 from .delayed import record
 from .linear_function import NO_STATE, LinearFunction, layer_backward, taken_apart
-from .operands import input_comes_aligned, kept_aligned
+from .operands import begins_with_a_block, kept_aligned
 from .weight_operands import weight_operand
 
 
@@ -67,23 +67,25 @@ class GatedFunction(torch.autograd.Function):
         at_once = not call.traced and column.format is row and row.scale.two_level
         known = (scale, recipe.eps, direct)
         operand = weight_operand(weight, call.stored, recipe.weight, None)
-        aligned = input_comes_aligned(gate, operand, recipe)
+        if direct:
+            *parts, origin = taken_apart(list(operand.parts), call)
+            parts = [part for part in parts if part is not None]
+            operand = Matrix(parts, operand.format, (origin[0], origin[1]))
+        aligned = call.aligns[0] and begins_with_a_block(operand)
         by_column = column if at_once else HIGH_PRECISION
         made, amax = _cast(gate, up, gating, recipe.input, by_column, None, *known, (aligned, False))
         if amax is not None and scale is not None and history is not None and call.training:
             record(history, amax, now=direct)
         count = part_count(row)
         a, kept = Matrix(made[:count], row, aligned=aligned), made[count:]
-        ctx.x_aligned = call.traced and needs_weight and kept_aligned(gate, recipe)
+        ctx.x_aligned = call.traced and needs_weight and kept_aligned(call)
         if call.traced and needs_weight:
             # Compilers move it to the backward, which alone needs it.
             kept, _ = _cast(gate, up, gating, HIGH_PRECISION, column, amax, *known, (False, ctx.x_aligned))
         n, k = weight.shape[0], weight.shape[1]
         fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
         if direct:
-            *parts, origin = taken_apart(list(operand.parts), call)
-            held = Matrix([part for part in parts if part is not None], operand.format, (origin[0], origin[1]))
-            y = multiply_parts(a, held, n, k, bias, gate.dtype, fast, None, exact)
+            y = multiply_parts(a, operand, n, k, bias, gate.dtype, fast, None, exact)
         else:
             y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
         parts = [weight] if needs_x else []

@@ -26,7 +26,7 @@ from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
-from .operands import Scaling, amax_where_compiled, columns_come_aligned, input_comes_aligned, kept_aligned, quantized
+from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized
 from .second_order import backward_with_graph, cast_again, plus, taken
 from .weight_operands import weight_operand
 
@@ -59,7 +59,7 @@ def layer_backward(
     saved = list(ctx.saved_tensors) if saved is None else saved
     kept, parts, x_aligned = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts], ctx.x_aligned
     if ctx.again is not None:
-        x_aligned = columns_come_aligned(gradient, recipe)
+        x_aligned = call.aligns[1]
         kept = ctx.again(ctx, saved, x_aligned)
     del saved[:]
     if not compiled:
@@ -134,8 +134,8 @@ class LinearFunction(torch.autograd.Function):
             operand = weight_operand(weight, call.stored, recipe.weight, None)
             aligned = (False, False)
             if ctx.observed is None:
-                ctx.x_aligned = call.traced and format is not None and kept_aligned(x, recipe)
-                aligned = (input_comes_aligned(x, operand, recipe), ctx.x_aligned)
+                ctx.x_aligned = call.traced and needs_weight and kept_aligned(call)
+                aligned = (call.aligns[0] and begins_with_a_block(operand), ctx.x_aligned)
             row, column = quantized(x, "input", recipe.input, columnwise, scaling, aligned=aligned)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
             y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from blockfp.formats import Format
-from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
+from blockfp.recipes import HIGH_PRECISION, Cast
 from blockfp.sharding.plans import Operand
 
 from ..custom_ops import eden_ops, part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
-from ..custom_ops.products import Matrix, comes_aligned, in_order
+from ..custom_ops.products import Matrix, in_order
 from ..custom_ops.quantize_plans import NEITHER, Aligned
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan
 from ..sharded.shard import TensorParallelShard
-from .call import groups_of
+from .call import Call, groups_of
 from .delayed import record
 from .observe import observe_operand, observe_parts
 from .operand_plans import operand_plan
@@ -96,24 +96,20 @@ def quantized(
     return by_row, None if column is None else Matrix(found.column, column, aligned=aligned[1])
 
 
-def input_comes_aligned(x: Tensor, weight: Matrix, recipe: Recipe) -> bool:
-    """Says whether a layer's input rowwise comes aligned: `products.comes_aligned`, of a weight that may be one tensor."""
+def begins_with_a_block(weight: Matrix) -> bool:
+    """Says whether a weight, which may be one tensor, begins where a block does."""
     whole: Any = weight.parts[0]
     start = whole.origin if weight.is_one_tensor else weight.origin
-    runs = in_order(weight.format, start, False)
-    return comes_aligned(x, recipe.input.format, weight.format, exact=recipe.exact_products, in_order=runs)
+    return start == (0, 0) or in_order(weight.format, start, False)
 
 
-def columns_come_aligned(x: Tensor, recipe: Recipe) -> bool:
-    """Says the same of a layer's input columnwise, which the weight's gradient alone contracts."""
-    own, other = recipe.input_columnwise.format, recipe.gradient_columnwise.format
-    return comes_aligned(x, own, other, exact=recipe.exact_products)
+def kept_aligned(call: Call) -> bool:
+    """Says whether what a compiled layer keeps of its input columnwise comes aligned.
 
-
-def kept_aligned(x: Tensor, recipe: Recipe) -> bool:
-    """Says whether a compiled layer's input columnwise comes aligned: in formats whose stored codes would take as much memory."""
-    format = recipe.input_columnwise.format
-    return format is not None and format.element.bits == 8 and columns_come_aligned(x, recipe)
+    A compiler keeps it, or makes it again in the backward; so only in formats whose stored codes would take as much memory.
+    """
+    format = call.recipe.input_columnwise.format
+    return call.aligns[1] and format is not None and format.element.bits == 8
 
 
 def _by_eden(x: Tensor, operand: Operand, cast: Cast, scaling: Scaling, keys: Tensor | None) -> Matrix:

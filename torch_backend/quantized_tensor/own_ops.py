@@ -70,7 +70,7 @@ def _linear_backward(
     columns: int,
     dtype: torch.dtype,
     origin: Sequence[int],
-    x_aligned: bool,
+    x_aligned: bool = False,
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
