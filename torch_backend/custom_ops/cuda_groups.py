@@ -92,9 +92,10 @@ def quantize_groups(
             return _aligned(x, words, groups, format, shifts[0], None if column is None else shifts[1])
         options = {"keys": keys, "row_keyed": row_keyed, "column_keyed": column_keyed, "rotate": rotate, "eps": eps}
         made = quantize_groups(x, words, groups, row, column, **options)
+        widths = (x.shape[1], columns_for(x.shape[0], groups))
         parts = [
-            list(align(*one[:2], format, columns=one[0].shape[1] * 8 // format.element.bits if i else x.shape[1])) if shift else one
-            for i, (one, shift) in enumerate(zip(made[:2], shifts, strict=True))
+            list(align(*one[:2], format, columns=width)) if shift else one
+            for one, shift, width in zip(made[:2], shifts, widths, strict=True)
         ]
         return GroupedParts(*parts, None)
     by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
@@ -118,7 +119,7 @@ def quantize_groups(
 
 
 def _aligned(x: Tensor, words: Tensor, groups: int, format: Format, row: bool, column: bool | None) -> GroupedParts:
-    """Quantizes straight to aligned codes: rows if they are wanted, and columns; or columns as those of the format, if False."""
+    """Quantizes straight to aligned codes, rows and columns that are wanted; `column` False: columns to those of the format."""
     stored = _empty(x, groups, format, True) if column is False else None
     by_row = empty_aligned(x, x.shape) if row else None
     by_column = empty_aligned(x, (x.shape[1], columns_for(x.shape[0], groups))) if column else None
