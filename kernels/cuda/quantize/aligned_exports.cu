@@ -20,8 +20,8 @@ void quantize_aligned(TensorView x, TensorView recorded, MaybeTensor codes, Mayb
   check(a.x.column_stride == 1 || x.numel() == 0, "the columns of x must be adjacent, and their stride is ", a.x.column_stride);
   const Matrices& m = a.x;
   a.window = {0, 0, m.rows, m.columns, 0, 0};
-  a.aligned_row = aligned_output("codes", codes, scales, on.device, m.batches, m.rows, m.columns);
-  a.aligned_column = aligned_output("codes_t", codes_t, scales_t, on.device, m.batches, m.columns, m.rows);
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, m.batches, m.rows, m.columns);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, m.batches, m.columns, m.rows);
   a.column = stored_output(stored_t, stored_scales_t, on.device, a.format, m.batches, m.columns, m.rows);
   check(a.column.codes == nullptr || a.aligned_column.codes == nullptr, "codes_t and stored_t exclude one another");
   check_array(recorded, "recorded", on.device, 1, 32, "one int32");

@@ -15,12 +15,13 @@ inline Format aligned_format(int64_t element, int64_t block_rows, int64_t block_
 }
 
 // Aligned codes and scales of matrices of so many lines.
-inline AlignedOutput aligned_output(const char* name, const MaybeTensor& codes, const MaybeTensor& scales, DLDevice device, int64_t matrices,
-                                    int64_t lines, int64_t length) {
+inline AlignedOutput aligned_output(const char* name, const MaybeTensor& codes, const char* scales_name, const MaybeTensor& scales,
+                                    DLDevice device, int64_t matrices, int64_t lines, int64_t length) {
   check_array(codes, name, device, matrices * lines * ceil_div(length, kAlignedUnit) * kAlignedUnit, 8,
               "FP8 codes, in rows of a multiple of 16");
-  check_array(scales, name, device, matrices * ceil_div(length, 128) * ceil_div(lines, 4) * 4, 32, "and have a float32 for every line and 128");
-  check(has(codes) == has(scales), name, " and its scales come together, and one is missing");
+  check_array(scales, scales_name, device, matrices * ceil_div(length, 128) * ceil_div(lines, 4) * 4, 32,
+              "a float32 for every line and 128 of its codes");
+  check(has(codes) == has(scales), name, " and ", scales_name, " come together, and one is missing");
   check(aligned(data_of<void>(codes)), name, " must begin on a multiple of 16 bytes");
   return {data_of<uint8_t>(codes), data_of<float>(scales)};
 }

@@ -128,8 +128,8 @@ void quantize_gated_aligned(TensorView gate, MaybeTensor up, TensorView recorded
   const int64_t rows = a.x.rows, columns = a.x.columns;
   check(gate.numel() > 0 && rows % 8 == 0, "gate must not be empty, and have a multiple of 8 rows; it is ", describe(gate));
   a.window = {0, 0, rows, columns, 0, 0};
-  a.aligned_row = aligned_output("codes", codes, scales, on.device, 1, rows, columns);
-  a.aligned_column = aligned_output("codes_t", codes_t, scales_t, on.device, 1, columns, rows);
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, rows, columns);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, columns, rows);
   check_array(recorded, "recorded", on.device, 1, 32, "one int32");
   a.recorded = data_of<int32_t>(recorded), a.mark = true;
   on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));

@@ -127,8 +127,8 @@ void quantize_groups_aligned(TensorView x, TensorView words, MaybeTensor overflo
   check_words(words, tokens, groups, on.device);
   a.window = {0, 0, 0, features, 0, 0};
   a.groups.count = groups, a.groups.tokens = tokens, a.groups.columns = columns, a.groups.overflow_stride = 1;
-  a.aligned_row = aligned_output("codes", codes, scales, on.device, 1, tokens, features);
-  a.aligned_column = aligned_output("codes_t", codes_t, scales_t, on.device, 1, features, columns);
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, tokens, features);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, features, columns);
   a.column = stored_output(stored_t, stored_scales_t, on.device, a.format, 1, features, columns);
   check(a.column.codes == nullptr || a.aligned_column.codes == nullptr, "codes_t and stored_t exclude one another");
   check(has(overflows) || groups == 0, "overflows is missing");
