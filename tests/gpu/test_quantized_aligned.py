@@ -228,6 +228,23 @@ def test_groups(format, dtype):
                     assert_same(one, other, what)
 
 
+def test_random_codes_are_aligned_in_a_pass_of_their_own():
+    """So are rotated ones: directions that the kernel doesn't take come aligned all the same."""
+    format, x = Format.parse("mxfp4_e2m1"), data("columns", 256, 384, torch.bfloat16)
+    keys = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32, device="cuda")
+    for random, rotate in (((True, True), False), ((True, False), False), ((False, True), True)):
+        options = (format, format, None, None, keys, random, rotate, 0.0)
+        plain = quantize_plans.quantize_matrix(x, *options)
+        wanted = [*cuda_layouts.align(*plain[:2], format, columns=384), *cuda_layouts.align(*plain[2:], format, columns=256)]
+        assert_same(quantize_plans.quantize_matrix(x, *options, (True, True)), wanted, (random, rotate))
+    words = cuda_groups.group_rows(torch.tensor([100, 256], dtype=torch.int32, device="cuda"), 256)
+    random = {"keys": keys.expand(2, 2, 2).contiguous(), "row_keyed": True, "column_keyed": False}
+    plain = cuda_groups.quantize_groups(x, words, 2, format, format, **random)
+    found = cuda_groups.quantize_groups(x, words, 2, format, format, **random, aligned=(True, True))
+    assert_same(found.row, cuda_layouts.align(*plain.row, format, columns=384))
+    assert_same(found.column, cuda_layouts.align(*plain.column, format, columns=384))
+
+
 @pytest.fixture
 def apart(monkeypatch):
     """Turns direct alignment off: a function that is called between two steps."""

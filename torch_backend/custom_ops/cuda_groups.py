@@ -93,11 +93,11 @@ def quantize_groups(
         options = {"keys": keys, "row_keyed": row_keyed, "column_keyed": column_keyed, "rotate": rotate, "eps": eps}
         made = quantize_groups(x, words, groups, row, column, **options)
         widths = (x.shape[1], columns_for(x.shape[0], groups))
-        parts = [
-            list(align(*one[:2], format, columns=width)) if shift else one
-            for one, shift, width in zip(made[:2], shifts, widths, strict=True)
-        ]
-        return GroupedParts(*parts, None)
+        by_row, by_column = (
+            list(align(part[0], part[1], format, columns=width)) if part is not None and shift else part
+            for part, shift, width in zip((made.row, made.column), shifts, widths, strict=True)
+        )
+        return GroupedParts(by_row, by_column, None)
     by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
     amaxes = overflows = recorded = None
     if multiplier is not None:
