@@ -247,6 +247,9 @@ def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact:
 # For dynamo, which calls it while it traces: the answer is a constant.
 @torch.compiler.assume_constant_result
 def _aligns(kind: str, index: int | None, own: str, other: str) -> bool:
+    if kind == "cuda" and not torch.cuda.is_available():
+        # Fake tensors may say that they are on a device that isn't here.
+        return False
     device = torch.device(kind) if index is None else torch.device(kind, index)
     return route_on(device, Format.parse(own), Format.parse(other), 1, 1, 1).mode == "aligned"
 
