@@ -5,9 +5,7 @@
 //       [.., rows, columns filled up to a multiple of 16 with zeros]; out_scales: float32 [.., columns / 128, rows filled up to a multiple
 //       of 4], as `product` takes them ordered (products/product_exports.cu). turned: the same of the transposed matrix, of blocks of
 //       32x32: out [.., columns, rows filled up], out_scales [.., rows / 128, columns filled up].
-#include <type_traits>
-
-#include "blockfp/elements.h"
+#include "aligned.cuh"
 #include "blockfp/packing.h"
 #include "codes.cuh"
 #include "on_device.h"
@@ -17,7 +15,7 @@ namespace blockfp {
 namespace cuda {
 namespace {
 
-constexpr int kAlignThreads = 256, kAlignRows = 32, kAlignColumns = 128, kChunk = 16, kChunks = kAlignColumns / kChunk;
+constexpr int kAlignThreads = 256, kAlignRows = 32, kAlignColumns = 128, kChunk = kAlignedUnit, kChunks = kAlignColumns / kChunk;
 static_assert(kAlignThreads == kAlignRows * kChunks);
 
 struct AlignArguments {
@@ -32,64 +30,28 @@ struct AlignArguments {
   bool vectors;           // whether rows begin where a thread's codes can be read as words
 };
 
-// Below any exponent.
-constexpr int kNone = -1024;
-
-// An FP8 code's exponent, plus 1 where its significand is above 1.75, which E4M3's largest exponent doesn't hold.
-template <class Target>
-__device__ __forceinline__ int exponent_of(int magnitude) {
-  constexpr int kBits = Target::kMantissaBits, kLast = (1 << kBits) - 1;
-  if (magnitude == 0) return kNone;
-  if (magnitude <= kLast) return 31 - __clz(magnitude) + Target::kEmin - kBits;
-  const bool carry = kBits == 3 && (magnitude & kLast) == kLast;
-  return (magnitude >> kBits) - Target::kBias + carry;
-}
-
-// 2^exponent in both halves, for -24 .. 15.
-__device__ __forceinline__ uint32_t halves_of_power(int exponent) {
-  const uint32_t half = exponent >= -14 ? (exponent + 15) << 10 : 1u << (exponent + 24);
-  return half | half << 16;
-}
-
 // A power of two as factors that fp16 has, 2^-24 to 2^15: two reach all that E4M3 needs, three E5M2.
+template <class Target>
 struct Power {
-  uint32_t factors[3];
+  uint32_t factors[Target::kId == E4M3::kId ? 2 : 3];
   __device__ explicit Power(int exponent) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (uint32_t& factor : factors) {
       const int part = min(max(exponent, -24), 15);
-      factors[i] = halves_of_power(part);
+      factor = half_of_power(part) * 0x10001u;
       exponent -= part;
     }
   }
 };
 
-// Four FP8 codes times a power of two, rounded to nearest. What products of halves lose lies far below what rounds to the smallest code.
+// Four FP8 codes times a power of two, rounded to nearest.
 template <class Target>
-__device__ __forceinline__ uint32_t shifted(uint32_t codes, const Power& by) {
-#if __CUDA_ARCH__ >= 890
-  uint32_t out;
-  if constexpr (Target::kId == E4M3::kId) {
-    asm("{.reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high;"
-        " mul.rn.f16x2 a, a, %2; mul.rn.f16x2 b, b, %2; mul.rn.f16x2 a, a, %3; mul.rn.f16x2 b, b, %3;"
-        " cvt.rn.satfinite.e4m3x2.f16x2 low, a; cvt.rn.satfinite.e4m3x2.f16x2 high, b; mov.b32 %0, {low, high};}"
-        : "=r"(out)
-        : "r"(codes), "r"(by.factors[0]), "r"(by.factors[1]));
-  } else {
-    asm("{.reg .b16 low, high; .reg .b32 a, b; mov.b32 {low, high}, %1; cvt.rn.f16x2.e5m2x2 a, low; cvt.rn.f16x2.e5m2x2 b, high;"
-        " mul.rn.f16x2 a, a, %2; mul.rn.f16x2 b, b, %2; mul.rn.f16x2 a, a, %3; mul.rn.f16x2 b, b, %3;"
-        " mul.rn.f16x2 a, a, %4; mul.rn.f16x2 b, b, %4;"
-        " cvt.rn.satfinite.e5m2x2.f16x2 low, a; cvt.rn.satfinite.e5m2x2.f16x2 high, b; mov.b32 %0, {low, high};}"
-        : "=r"(out)
-        : "r"(codes), "r"(by.factors[0]), "r"(by.factors[1]), "r"(by.factors[2]));
-    // The conversion saturates infinities.
-    const uint32_t infinite = __vcmpeq4(codes & 0x7F7F7F7Fu, 0x7C7C7C7Cu);
-    out = (out & ~infinite) | (codes & infinite);
-  }
-  return out;
-#else
-  return codes;  // Only devices with FP8 matrix units multiply such operands.
-#endif
+__device__ __forceinline__ uint32_t shifted_any(uint32_t codes, const Power<Target>& by) {
+  const uint32_t out = shifted<Target>(codes, by.factors);
+  if constexpr (Target::kId == E4M3::kId) return out;
+  // The conversion saturates infinities.
+  const uint32_t infinite = __vcmpeq4(codes & 0x7F7F7F7Fu, 0x7C7C7C7Cu);
+  return (out & ~infinite) | (codes & infinite);
 }
 
 // Sixteen codes, packed; of rows that are no vectors those in the first `bytes` bytes.
@@ -112,42 +74,21 @@ __device__ __forceinline__ void load_packed(const uint8_t* from, int bytes, bool
 // They as bytes, those from `count` on zero.
 template <class E>
 __device__ __forceinline__ void unpack(const uint32_t (&packed)[E::kBits / 2], int count, uint32_t (&words)[4]) {
-  if constexpr (E::kBits == 8) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = packed[i];
-  } else if constexpr (E::kBits == 4) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t even = packed[i] & 0x0F0F0F0Fu, odd = (packed[i] >> 4) & 0x0F0F0F0Fu;
-      words[2 * i] = __byte_perm(even, odd, 0x5140), words[2 * i + 1] = __byte_perm(even, odd, 0x7362);
-    }
-  } else {
-    const uint32_t fours[4] = {packed[0], (packed[0] >> 24) | (packed[1] << 8), (packed[1] >> 16) | (packed[2] << 16), packed[2] >> 8};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      words[i] = (fours[i] & 0x3Fu) | ((fours[i] & 0xFC0u) << 2) | ((fours[i] & 0x3F000u) << 4) | ((fours[i] & 0xFC0000u) << 6);
-    }
+  for (int i = 0; i < 2; ++i) {
+    uint2 eight{};
+    if constexpr (E::kBits == 8) eight = {packed[2 * i], packed[2 * i + 1]};
+    if constexpr (E::kBits == 6) eight = i == 0 ? uint2{packed[0], packed[1]} : uint2{(packed[1] >> 16) | (packed[2] << 16), packed[2] >> 16};
+    if constexpr (E::kBits == 4) eight = {packed[i], 0};
+    eight = bytes_of_eight<E>(eight);
+    words[2 * i] = first_bytes(eight.x, count - 8 * i), words[2 * i + 1] = first_bytes(eight.y, count - 8 * i - 4);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int left = min(max(count - 4 * i, 0), 4);
-    words[i] &= left == 4 ? ~0u : (1u << (8 * left)) - 1;
-  }
-}
-
-// Codes of E in the low bits of four bytes as E4M3 codes of 2^-lift of their value, by moving bits; subnormals too.
-template <class E>
-__device__ __forceinline__ uint32_t widened(uint32_t codes) {
-  if constexpr (E::kBits == 8) return codes;
-  constexpr uint32_t kOnes = 0x01010101u, kSign = 1u << (E::kBits - 1);
-  return ((codes & (kSign * kOnes)) << (8 - E::kBits)) | ((codes & ((kSign - 1) * kOnes)) << (3 - E::kMantissaBits));
 }
 
 // A block of threads aligns 32 rows of 128 columns, a thread 16 codes of a row.
 template <class E, bool Square>
 __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_constant__ AlignArguments a) {
-  using Target = std::conditional_t<E::kId == E5M2::kId, E5M2, E4M3>;
-  constexpr int kLift = Target::kBias - E::kBias;
+  using Target = AlignedElement<E>;
   __shared__ int largest[kAlignThreads / 32][4];
   __shared__ float line[kAlignRows];
   const int64_t matrix = a.bands * a.groups, batch = blockIdx.x / matrix, in_matrix = blockIdx.x % matrix;
@@ -185,24 +126,21 @@ __global__ void __launch_bounds__(kAlignThreads) align_kernel(const __grid_const
   const int64_t lines = Square ? a.bands : a.rows;
   int scale = 0;
   if (column / 32 * 32 < a.columns && (Square || row < a.rows)) scale = __ldg(a.scales + (batch * lines + (Square ? band : row)) * a.blocks + column / 32);
-  int highest = scale == 0xFF ? kNone : exponent_of<Target>(magnitude) + kLift + scale;
+  int highest = scale == 0xFF ? kNone : exponent_of<Target>(magnitude) + kLift<E> + scale;
   highest = max(highest, __shfl_xor_sync(~0u, highest, 2));
   highest = max(highest, __shfl_xor_sync(~0u, highest, 4));
-  const int shared = max(highest - Target::kEmax, 0);
-  const Power power(scale - shared + kLift);
+  const int shared = shared_exponent<Target>(highest);
+  const Power<Target> power(scale - shared + kLift<E>);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    words[i] = shifted<Target>(words[i], power);
-    if (scale == 0xFF) {
-      const int left = min(max(count - 4 * i, 0), 4);
-      words[i] = 0x7F7F7F7Fu & (left == 4 ? ~0u : (1u << (8 * left)) - 1);
-    }
+    words[i] = shifted_any(words[i], power);
+    if (scale == 0xFF) words[i] = first_bytes(0x7F7F7F7Fu, count - 4 * i);
   }
   if (row < a.rows && column < a.out_columns) {
     *reinterpret_cast<uint4*>(a.out + (batch * a.rows + row) * a.out_columns + column) = {words[0], words[1], words[2], words[3]};
   }
   // All rows of scales in whole sectors.
-  if (chunk == 0) line[in_band] = __uint_as_float(shared == 0 ? 0x400000u : static_cast<uint32_t>(shared) << 23);
+  if (chunk == 0) line[in_band] = shared_scale(shared);
   __syncthreads();
   const int64_t out_row = band * kAlignRows + threadIdx.x;
   if (threadIdx.x < kAlignRows && out_row < a.out_rows) {
@@ -215,8 +153,8 @@ constexpr int kTurnedRows = 256, kTurnedColumns = kAlignColumns, kTurnedGroups =
 // The transposed matrix, aligned: a block of threads has a tile, a thread eight rows of sixteen codes, a warp 32 rows.
 template <class E>
 __global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_constant__ AlignArguments a) {
-  using Target = std::conditional_t<E::kId == E5M2::kId, E5M2, E4M3>;
-  constexpr int kLift = Target::kBias - E::kBias, kWarps = kAlignThreads / 32, kBlocks = kTurnedColumns / 32;
+  using Target = AlignedElement<E>;
+  constexpr int kWarps = kAlignThreads / 32, kBlocks = kTurnedColumns / 32;
   // A vector more for each thread's lines keeps threads side by side out of one another's banks.
   constexpr int kBytes = kTurnedRows, kPad = 16;
   __shared__ __align__(16) uint8_t lines[kTurnedColumns * kBytes + kChunks * kPad];
@@ -260,20 +198,20 @@ __global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_const
   magnitude = min(magnitude, static_cast<int>(Target::kMaxCode));
   const int64_t band = row / 32;
   const int scale = count > 0 && band < a.bands ? __ldg(a.scales + (batch * a.bands + band) * a.blocks + column / 32) : 0;
-  if (lane < kChunks && lane % 2 == 0) highest[warp][lane / 2] = scale == 0xFF ? kNone : exponent_of<Target>(magnitude) + kLift + scale;
+  if (lane < kChunks && lane % 2 == 0) highest[warp][lane / 2] = scale == 0xFF ? kNone : exponent_of<Target>(magnitude) + kLift<E> + scale;
   __syncthreads();
   const auto shared_by = [&](int group, int block) {
     int most = kNone;
 #pragma unroll
     for (int i = 0; i < 4; ++i) most = max(most, highest[4 * group + i][block]);
-    return max(most - Target::kEmax, 0);
+    return shared_exponent<Target>(most);
   };
-  const Power power(scale - shared_by(warp / 4, chunk / 2) + kLift);
+  const Power<Target> power(scale - shared_by(warp / 4, chunk / 2) + kLift<E>);
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      words[r][i] = shifted<Target>(words[r][i], power);
+      words[r][i] = shifted_any(words[r][i], power);
       if (scale == 0xFF) words[r][i] = row + r < a.rows ? 0x7F7F7F7Fu : 0;
     }
   }
@@ -303,7 +241,7 @@ __global__ void __launch_bounds__(kAlignThreads) align_turned(const __grid_const
   if (row0 / 128 + group < a.groups && column0 + line < a.out_rows) {
     const int shared = shared_by(group, line / 32);
     a.out_scales[(batch * a.groups + row0 / 128 + group) * a.out_rows + column0 + line] =
-        __uint_as_float(shared == 0 ? 0x400000u : static_cast<uint32_t>(shared) << 23);
+        shared_scale(shared);
   }
 }
 

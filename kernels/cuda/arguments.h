@@ -40,6 +40,13 @@ struct Output {
   int64_t scale_bytes;
 };
 
+// One direction's outputs of MX operands that are aligned (align.cu): FP8 codes in rows of a multiple of 16, scales block after block in rows
+// of a multiple of 4. `codes` is null where it is not wanted.
+struct AlignedOutput {
+  uint8_t* codes;
+  float* scales;
+};
+
 // An activation that makes the elements that are quantized, of a gate: silu, or gelu by tanh or by erf.
 enum class Activation { kSilu, kGeluTanh, kGeluErf };
 
@@ -67,6 +74,7 @@ struct QuantizeArguments {
   Format format;
   Window window;
   Output row, column;           // column: of the transposed matrix
+  AlignedOutput aligned_row, aligned_column;  // written by launch_aligned and its kin, instead of row and of row or column
   const int32_t* amax;          // of the tensor, fp32 bits; or null
   const int32_t* amax_t;        // of the transposed one: its own where it is rotated
   const float* multiplier;      // per tensor, instead of amax
@@ -189,7 +197,7 @@ cudaError_t launch_transpose(const void* in, void* out, int bits, int64_t batche
 // Puts scales of rows and of columns in order, in place; `words` of either may be null. What stands before in the stream wrote them. All
 // become NaN where `overflow` holds kInfinity; it may be null.
 cudaError_t launch_order_scales(const ScalesByTile& rows, const ScalesByTile& columns, const int32_t* overflow, cudaStream_t stream);
-// NaN for all scales where a.recorded holds kInfinity and they are to be marked.
+// NaN for all scales, and aligned ones' codes, where a.recorded holds kInfinity and they are to be marked.
 cudaError_t launch_spoil(const QuantizeArguments& a, cudaStream_t stream);
 // Whether launch_order_scales can: lines come in whole bands, and a band fits into shared memory.
 bool can_order_scales(int64_t rows, int64_t columns);
@@ -222,6 +230,14 @@ cudaError_t launch_groups(QuantizeArguments a, const int32_t* words, cudaStream_
 // Of what an activation makes. An error for elements and blocks that it isn't compiled for (kGatedBlock of gated.cuh).
 template <class E>
 cudaError_t launch_gated(const QuantizeArguments& a, cudaStream_t stream);
+
+// MX, rounded to nearest, of which one direction or both are aligned; there is no `row`. Of an activation's output both are.
+template <class E>
+cudaError_t launch_aligned(const QuantizeArguments& a, cudaStream_t stream);
+template <class E>
+cudaError_t launch_aligned_gated(const QuantizeArguments& a, cudaStream_t stream);
+template <class E>
+cudaError_t launch_aligned_groups(QuantizeArguments a, const int32_t* words, cudaStream_t stream);
 // out: what an activation makes of x.
 cudaError_t launch_activation(const Matrices& x, const Gated& gated, void* out, cudaStream_t stream);
 // Gradients of gate and up from that of what an activation makes of them, x being the gate; they lie as gate and up do.

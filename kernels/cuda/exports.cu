@@ -46,7 +46,7 @@
 // a scale for each row (1, kWholeRow) is for amax_blocks, encode and dequantize. `?`: None or an array without elements where it is
 // absent. (row, column) is the origin of x in an unsharded matrix of (rows, columns); 0 rows stand for as far as x goes. Outputs are the
 // caller's, contiguous. Work is enqueued on the caller's current stream. Products stand in products/product_exports.cu, what is done
-// group by group in quantize/group_exports.cu.
+// group by group in quantize/group_exports.cu, what is quantized straight to aligned codes in quantize/aligned_exports.cu.
 #include <cstdlib>
 
 #include "on_device.h"

@@ -5,7 +5,8 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_layouts, eden_ops, products
+from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, products
+from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
@@ -35,8 +36,23 @@ def main():
             cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
     if torch.cuda.get_device_capability() == (9, 0):
         each_product()
+        each_aligned()
     torch.cuda.synchronize()
     print("each kernel ran")
+
+
+def each_aligned():
+    """Quantized straight to aligned codes: of whole tiles, ragged, and of groups."""
+    ends = torch.tensor([100, 100, 141], dtype=torch.int32, device="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ((160, 256), (141, 75)):
+            x = torch.randn(shape, device="cuda").to(dtype)
+            for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"):
+                format = Format.parse(name)
+                words = cuda_groups.group_rows(ends, shape[0])
+                for aligned in ((True, True), (True, False)):
+                    quantize_matrix(x, format, format, None, None, None, (False, False), False, 0.0, aligned)
+                    cuda_groups.quantize_groups(x, words, 3, format, format, aligned=aligned)
 
 
 def each_product():

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda_layouts, products
+from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products, quantize_plans
+from blockfp.torch_backend.linear import linear
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -149,6 +150,78 @@ def test_an_infinity_in_an_operand_reaches_its_row(library):
     x[1, 3] = float("inf")
     y = bfp.linear(x, values((32, 64), 1), recipe="mxfp4")
     assert bool(y.isnan().all())
+
+
+@pytest.fixture
+def passes(monkeypatch, library):
+    """How often codes are aligned as they are quantized, and how often by a product."""
+    counts = {"cast": 0, "product": 0}
+    run = cuda_layouts.align
+
+    def counted(who):
+        def align(*arguments, **options):
+            counts[who] += 1
+            return run(*arguments, **options)
+
+        return align
+
+    monkeypatch.setattr(quantize_plans, "align", counted("cast"))
+    monkeypatch.setattr(cuda_layouts, "align", counted("product"))
+    return counts
+
+
+def test_what_is_multiplied_alone_comes_aligned(passes):
+    """Input and gradient; the product aligns the weight, twice, and the codes that the forward has kept."""
+    step("mxfp8")
+    assert passes == {"cast": 3, "product": 3}
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp6", "mxfp4", "mxfp4_rotated"])
+def test_where_codes_are_aligned_changes_no_bit(name, passes, monkeypatch):
+    recipe = recipes.RECIPES[name]()
+
+    def both():
+        torch.manual_seed(0)
+        layer = bfp.Linear(72, 24, recipe=recipe)
+        x = values((40, 72), 0, 2.0).requires_grad_()
+        y = layer(torch.relu(x))
+        y.backward(values((40, 24), 3))
+        return y.detach(), x.grad, torch.as_tensor(layer.weight.grad)
+
+    direct = both()
+    # The columns of a ReLU's result, which autograd keeps, are made again in the backward.
+    assert passes == {"cast": 4, "product": 2}
+    for module in (linear_ops, linear):
+        monkeypatch.setattr(module, "comes_aligned", lambda *_, **__: False)
+    forget_plans()
+    for one, other in zip(direct, both(), strict=True):
+        assert torch.equal(one, other)
+    assert passes == {"cast": 4, "product": 8}
+
+
+def test_of_exact_products_nothing_comes_aligned(passes):
+    step(recipes.mxfp8(exact_products=True))
+    assert passes == {"cast": 0, "product": 0}
+
+
+def test_of_compiled_layers_columns_of_8_bits_come_aligned(passes):
+    for name, expected in (("mxfp8", {"cast": 4, "product": 2}), ("mxfp4", {"cast": 3, "product": 3})):
+        passes.update(cast=0, product=0)
+        layer, x = bfp.Linear(64, 32, recipe=name), values((8, 64), 5).requires_grad_()
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+        assert passes == expected
+
+
+def test_a_weight_that_begins_inside_a_block(passes):
+    """Its product takes values."""
+    whole = bfp.quantize(values((64, 64), 1), "mxfp8_e4m3_32x32")
+    x = values((8, 64), 0)
+    part = whole.split(40)[1]
+    assert part.origin == (40, 0)
+    assert torch.equal(
+        bfp.linear(x, part, recipe="mxfp8"), bfp.linear(x, whole, recipe=recipes.mxfp8(exact_products=True))[:, 40:]
+    )
+    assert passes == {"cast": 0, "product": 0}
 
 
 def test_a_cpu_multiplies_exactly():

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from blockfp.definition import bits
-from blockfp.definition.groups import shapes, words_for
+from blockfp.definition.groups import columns_for, shapes, words_for
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers
 
 from .cuda import check_beside, limits
+from .cuda_layouts import align, empty_aligned
+from .quantize_plans import NEITHER, Aligned
 
 
 class GroupedParts(NamedTuple):
@@ -54,6 +56,7 @@ def quantize_groups(
     rotate: bool = False,
     eps: float = 0.0,
     multiplier: Tensor | None = None,
+    aligned: Aligned = NEITHER,
 ) -> GroupedParts:
     """Quantizes groups of rows along the rows, the columns, or both; see `definition.groups`, whose bits these are.
 
@@ -69,16 +72,32 @@ def quantize_groups(
         rotate: the random Hadamard transform before the columnwise direction.
         eps: as for `numerics.quantize`, of formats where it has a meaning.
         multiplier: float32 of one element, instead of amaxes: delayed scaling.
+        aligned: which directions of MX come aligned (`cuda_layouts.align`), as the products of groups take them.
     """
     check_beside(x, "x", words=words, keys=keys, multiplier=multiplier)
     x = x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
     if row is not None and column is not None and row is not column:
         own = {"eps": eps, "multiplier": multiplier, "keys": keys}
-        first = quantize_groups(x, words, groups, row, None, row_keyed=row_keyed, **own)
-        second = quantize_groups(x, words, groups, None, column, column_keyed=column_keyed, rotate=rotate, **own)
+        first = quantize_groups(x, words, groups, row, None, row_keyed=row_keyed, aligned=aligned, **own)
+        second = quantize_groups(
+            x, words, groups, None, column, column_keyed=column_keyed, rotate=rotate, aligned=aligned, **own
+        )
         return GroupedParts(first.row, second.column, first.amaxes)
     format = row or column
     assert format is not None
+    shifts = (row is not None and aligned[0], column is not None and aligned[1])
+    if any(shifts):
+        plain = not (row_keyed or column_keyed or rotate)
+        if plain and shifts[0] == (row is not None) and x.numel():
+            return _aligned(x, words, groups, format, shifts[0], None if column is None else shifts[1])
+        options = {"keys": keys, "row_keyed": row_keyed, "column_keyed": column_keyed, "rotate": rotate, "eps": eps}
+        made = quantize_groups(x, words, groups, row, column, **options)
+        widths = (x.shape[1], columns_for(x.shape[0], groups))
+        by_row, by_column = (
+            list(align(part[0], part[1], format, columns=width)) if part is not None and shift else part
+            for part, shift, width in zip((made.row, made.column), shifts, widths, strict=True)
+        )
+        return GroupedParts(by_row, by_column, None)
     by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
     amaxes = overflows = recorded = None
     if multiplier is not None:
@@ -97,6 +116,19 @@ def quantize_groups(
         multiplier is None, eps_bits, largest, rotate,
     )  # fmt: skip
     return GroupedParts(by_row, by_column, recorded)
+
+
+def _aligned(x: Tensor, words: Tensor, groups: int, format: Format, row: bool, column: bool | None) -> GroupedParts:
+    """Quantizes straight to aligned codes, rows and columns that are wanted; `column` False: columns to those of the format."""
+    stored = _empty(x, groups, format, True) if column is False else None
+    by_row = empty_aligned(x, x.shape) if row else None
+    by_column = empty_aligned(x, (x.shape[1], columns_for(x.shape[0], groups))) if column else None
+    overflows, nothing = x.new_empty(groups, dtype=torch.int32), (None, None)
+    library().quantize_groups_aligned(
+        x.detach(), words, overflows, *(by_row or nothing), *(by_column or nothing), *(stored or nothing), groups,
+        *format_numbers(format),
+    )  # fmt: skip
+    return GroupedParts(by_row, by_column or stored, None)
 
 
 def _empty(x: Tensor, groups: int, format: Format | None, columnwise: bool) -> list[Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,18 @@ from .cuda import check_beside, strides_of
 def aligned_columns(columns: int) -> int:
     """The columns of what `align` makes of so many."""
     return -(-columns // 16) * 16
+
+
+def aligned_shapes(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the codes, uint8, and the scales, float32, of aligned matrices [.., lines, length]."""
+    *leading, lines, length = shape
+    return (*leading, lines, aligned_columns(length)), (*leading, -(-length // 128), -(-lines // 4) * 4)
+
+
+def empty_aligned(x: Array, shape: Sequence[int]) -> list[Array]:
+    """Aligned codes and scales of matrices of this shape, not filled, on x's device."""
+    codes, scales = aligned_shapes(shape)
+    return [x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=torch.float32)]
 
 
 def align(codes: Array, scales: Array, format: Format | str, *, columns: int, transposed: bool = False) -> tuple[Array, Array]:
@@ -49,10 +62,8 @@ def _aligned(codes: torch.Size, format: Format | str, columns: int, transposed: 
     """The library's function, the shapes of what `align` gives, codes and scales, and the numbers that the function wants."""
     *leading, rows, _ = codes
     element, block_rows, *_ = format_numbers(Format.parse(format))
-    lines, length = (columns, rows) if transposed else (rows, columns)
-    grid = (*leading, -(-length // 128), -(-lines // 4) * 4)
-    numbers = (element, block_rows, columns, transposed)
-    return library().align, (*leading, lines, aligned_columns(length)), grid, numbers
+    shape, grid = aligned_shapes((*leading, columns, rows) if transposed else (*leading, rows, columns))
+    return library().align, shape, grid, (element, block_rows, columns, transposed)
 
 
 switch.when_turned(_aligned.cache_clear)

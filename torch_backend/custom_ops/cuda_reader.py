@@ -15,6 +15,7 @@ from blockfp.kernels.format_numbers import format_numbers
 
 from . import cuda
 from .cuda import check_beside, check_input_on_device, limits, strides_of
+from .cuda_layouts import aligned_shapes
 from .overflow import marker
 
 
@@ -77,6 +78,44 @@ def reader(
         if multiplier is not None:
             parts.append(recorded)
         return parts
+
+    return read
+
+
+def aligned_reader(
+    x: Tensor, format: Format, row: bool, column: bool | None
+) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
+    """Plans to quantize matrices that lie as x does straight to aligned codes, rounded to nearest; otherwise as `reader`.
+
+    The parts are those that `reader` makes, shifted by `cuda_layouts.align`.
+
+    Args:
+        x: one of them, with elements.
+        format: MX in blocks of 1x32.
+        row: whether codes along the rows are wanted, aligned.
+        column: whether those of the transposed matrix are aligned, or stay those of the format; None where they aren't wanted.
+    """
+    check_input_on_device(x)
+    device, run, empty = x.device, library().quantize_aligned, torch.empty_strided
+    *leading, height, width = x.shape
+    turned = (*leading, width, height)
+    found = [*(aligned_shapes(x.shape) if row else (None, None)), *(aligned_shapes(turned) if column else (None, None))]
+    outputs = [None if shape is None else (shape, i % 2) for i, shape in enumerate(found)]
+    stored = layout.parts(turned, format) if column is False else (None, None)
+    outputs += [None if one is None else (one[0], False) for one in stored]
+    made = [
+        (place, one[0], strides_of(one[0]), torch.float32 if one[1] else torch.uint8)
+        for place, one in enumerate(outputs)
+        if one is not None
+    ]
+    numbers = format_numbers(format)
+
+    def read(x, amax=None, multiplier=None, keys=None):
+        parts: list[Any] = [None] * 6
+        for place, size, strides, dtype in made:
+            parts[place] = empty(size, strides, dtype=dtype, device=device)
+        run(x, empty((1,), (1,), dtype=torch.int32, device=device), *parts, *numbers)
+        return [part for part in parts if part is not None]
 
     return read
 

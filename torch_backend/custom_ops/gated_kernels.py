@@ -22,7 +22,9 @@ from blockfp.kernels.format_numbers import cuda_rotates, format_numbers
 
 from . import cuda
 from .activations import activate, gradients
+from .cuda_layouts import aligned_shapes
 from .kernels import kernels_for
+from .quantize_plans import NEITHER, Aligned
 
 GatedRun = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
 """Quantizes what an activation makes: (gate, up, amax, multiplier) -> [row parts .., column parts .., amax of formats with one
@@ -49,6 +51,7 @@ def plan_of(
     multiplied: bool,
     rotate: bool,
     eps: float,
+    aligned: Aligned = NEITHER,
 ) -> GatedRun | None:
     """Makes the plan for gates and ups that lie as these do; None where the kernels don't take them.
 
@@ -60,6 +63,7 @@ def plan_of(
         multiplied: whether a multiplier will be given: delayed scaling.
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes, of formats where it has a meaning.
+        aligned: which directions come aligned; both that are wanted, or none.
     """
     format = row or column
     assert format is not None
@@ -72,6 +76,8 @@ def plan_of(
     length = None if format.block is None else format.block[1]
     if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):
         return None
+    if any(aligned):
+        return _aligned_plan(gate, up, activation, row, column, format, aligned, rotate)
     rows, columns = gate.shape
     fits = rows % (32 if format.element.bits == 4 else 16) == 0 if column is not None else columns % (length or 1) == 0
     measures = not multiplied and not knows_amax and format.has_tensor_scale
@@ -106,6 +112,37 @@ def plan_of(
         found = known if recorded is None else recorded
         # What was given is no result of its own.
         return [*parts, found.clone() if knows_amax else found] if whole and found is not None else parts
+
+    return quantize
+
+
+def _aligned_plan(
+    gate: Tensor,
+    up: Tensor | None,
+    activation: str,
+    row: Format | None,
+    column: Format | None,
+    format: Format,
+    aligned: Aligned,
+    rotate: bool,
+) -> GatedRun | None:
+    """`plan_of` of MX operands that come aligned, of which one kernel makes one direction or both."""
+    rows, columns = gate.shape
+    if aligned != (row is not None, column is not None) or rotate or rows % 8 or not agrees(gate, activation, up is not None):
+        return None
+    device, run, empty = gate.device, library().quantize_gated_aligned, torch.empty
+    shapes = [(rows, columns) if aligned[0] else None, (columns, rows) if aligned[1] else None]
+    places = [one for shape in shapes for one in ((None, None) if shape is None else aligned_shapes(shape))]
+    numbers = (NUMBERS[activation], *format_numbers(format))
+
+    def quantize(gate: Tensor, up: Tensor | None, amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+        made = [
+            None if shape is None else empty(shape, dtype=torch.float32 if place % 2 else torch.uint8, device=device)
+            for place, shape in enumerate(places)
+        ]
+        recorded = empty(1, dtype=torch.int32, device=device)
+        run(gate.detach(), None if up is None else up.detach(), recorded, *made, *numbers)
+        return [part for part in made if part is not None]
 
     return quantize
 

@@ -21,12 +21,13 @@ from blockfp.kernels import switch
 from . import gated_kernels
 from .activations import activate, gate_and_up, gradients, joined
 from .kernels import kernels_for
-from .library import define, empty_parts, fake, impl
-from .quantize_plans import kept, quantize_matrix
+from .library import define, fake, impl
+from .operand_ops import empty_directions
+from .quantize_plans import NEITHER, Aligned, kept, quantize_matrix
 
 quantize_op = define(
     "quantize_gated(Tensor gate, Tensor? up, str activation, str layout, str? row, str? column, Tensor? amax=None, "
-    "Tensor? multiplier=None, bool rotate=False, float eps=0.0) -> Tensor[]"
+    "Tensor? multiplier=None, bool rotate=False, float eps=0.0, bool align_row=False, bool align_column=False) -> Tensor[]"
 )
 gradient_op = define("gated_gradient(Tensor gradient, Tensor gate, Tensor? up, str activation, str layout) -> Tensor[]")
 
@@ -46,6 +47,7 @@ def quantize_gated(
     multiplier: Tensor | None,
     rotate: bool,
     eps: float,
+    aligned: Aligned = NEITHER,
 ) -> list[Tensor]:
     """Does what the op `quantize_gated` does, outside of a graph.
 
@@ -54,16 +56,16 @@ def quantize_gated(
         row, column: the format, or None for a direction that isn't wanted.
         amax: int32 [1], of what the activation makes, where the format has one scale per tensor and it is known.
         multiplier: float32 of one element, instead of an amax: delayed scaling.
-        rotate, eps: as for `quantize_operand`.
+        rotate, eps, aligned: as for `quantize_operand`.
     """
     gate, up = gate_and_up(gate, up, layout)
     where = None if up is None else (up.stride(), up.storage_offset() - gate.storage_offset())
     key = (id(row), id(column), activation, layout, gate.shape, gate.stride(), where, gate.dtype, gate.device)
-    key = (*key, amax is None, multiplier is None, rotate, eps)
+    key = (*key, amax is None, multiplier is None, rotate, eps, aligned)
     run = _plans.get(key, key)
     if run is key:
         known = (amax is not None, multiplier is not None)
-        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, *known, rotate, eps)
+        run = gated_kernels.plan_of(gate, up, activation, layout, row, column, *known, rotate, eps, aligned)
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
             kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
@@ -72,7 +74,7 @@ def quantize_gated(
     assert format is not None
     if amax is None and multiplier is None and format.per_tensor:
         amax = kernels_for(made).amax(made, format).blocks.view(1)
-    parts = quantize_matrix(made, row, column, amax, multiplier, None, (False, False), rotate, eps)
+    parts = quantize_matrix(made, row, column, amax, multiplier, None, (False, False), rotate, eps, aligned)
     # What was given is no result of its own.
     return parts if amax is None else [*parts, amax.clone()]
 
@@ -97,16 +99,22 @@ def gated_gradient(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
 
 
 @impl(quantize_op)
-def _quantize(gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0) -> list[Tensor]:
+def _quantize(
+    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, align_row=False,
+    align_column=False,
+) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
-    return quantize_gated(gate, up, activation, layout, first, second, amax, multiplier, rotate, eps)
+    aligned = (align_row, align_column)
+    return quantize_gated(gate, up, activation, layout, first, second, amax, multiplier, rotate, eps, aligned)
 
 
 @fake(quantize_op)
-def _quantize_fake(gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0):
+def _quantize_fake(
+    gate, up, activation, layout, row, column, amax=None, multiplier=None, rotate=False, eps=0.0, align_row=False,
+    align_column=False,
+) -> list[Tensor]:  # fmt: skip
     rows, columns = gate.shape[0], gate.shape[1] // (1 if layout == "apart" else 2)
-    directions = ((row, (rows, columns)), (column, (columns, rows)))
-    parts = [part for name, shape in directions if name is not None for part in empty_parts(gate, shape, Format.parse(name))]
+    parts = empty_directions(gate, (rows, columns), (row, column), (align_row, align_column))
     whole = Format.parse(row or column).per_tensor
     return [*parts, gate.new_empty((1,), dtype=torch.int32)] if whole else parts
 

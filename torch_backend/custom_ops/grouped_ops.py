@@ -33,13 +33,20 @@ from blockfp.kernels.once import once
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from . import cuda, cuda_groups
-from .grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
+from .grouped_products import (
+    columns_come_aligned,
+    multiply_columns,
+    multiply_rows,
+    rows_come_aligned,
+    why_apart,
+    why_columns_apart,
+)
 from .kernels import kernels_for
 from .library import define, fake, impl
 from .linear_ops import recipe_of
 from .operand_ops import Directions, quantize_operand
 from .products import Matrix, multiply_parts
-from .quantize_plans import part_count
+from .quantize_plans import NEITHER, Aligned, part_count
 
 forward = define(
     "grouped_forward(Tensor x, Tensor weight, Tensor? scales, Tensor? tensor_scale, Tensor offs, Tensor? bias, "
@@ -104,9 +111,10 @@ def forward_now(x, weight, scales, tensor_scale, offs, bias, multiplier, casts, 
     reason = why_apart(x, n, row.format, w.format, exact=recipe.exact_products, transposed=False)
     reason = reason or _why_columns(column)
     if _on_device(x, reason):
-        words = cuda_groups.group_rows(offs, tokens)
-        found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps)
-        y = multiply_rows(_rows(x, found.row, row), w, words, count, n, k, bias, x.dtype, recipe.exact_products)
+        words, exact = cuda_groups.group_rows(offs, tokens), recipe.exact_products
+        aligned = (rows_come_aligned(x.device, row.format, w.format, exact, False), False)
+        found = quantized_at_once(x, words, count, row, column, multiplier, None, recipe.eps, aligned)
+        y = multiply_rows(_rows(x, found.row, row, aligned[0]), w, words, count, n, k, bias, x.dtype, exact)
         return [y, words, *(found.column or []), *_present(found.amaxes)]
     ends = offs.tolist()
     if x.is_cpu and any(end < before for before, end in pairwise([0, *ends, tokens])):
@@ -209,11 +217,16 @@ def backward_now(
         reason = why_columns_apart(gradient, column.format, kept_as, k, weight_dtype, exact=exact) or _why_rotated(column)
     if _on_device(gradient, reason):
         results = []
-        found = quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps)
+        aligned = (
+            needs_x and rows_come_aligned(gradient.device, row.format, w.format, exact, True),
+            columns_come_aligned(gradient.device, column.format, kept_as, exact),
+        )
+        found = quantized_at_once(gradient, words, count, row, column, multiplier, keys, recipe.eps, aligned)
         if needs_x:
-            results.append(multiply_rows(_rows(gradient, found.row, row), w, words, count, k, n, None, dtype, exact))
+            a = _rows(gradient, found.row, row, aligned[0])
+            results.append(multiply_rows(a, w, words, count, k, n, None, dtype, exact))
         if weight_dtype is not None:
-            a, b = _rows(gradient, found.column, column), Matrix(x, kept_as)
+            a, b = _rows(gradient, found.column, column, aligned[1]), Matrix(x, kept_as)
             results.append(multiply_columns(a, b, words, count, n, k, weight_dtype, exact))
         if bias_dtype is not None:
             results.append(cuda_groups.sum_groups(gradient, words, count).to(bias_dtype))
@@ -274,7 +287,15 @@ def _backward_flops(
 
 
 def quantized_at_once(
-    x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, multiplier: Tensor | None, keys: Tensor | None, eps: float
+    x: Tensor,
+    words: Tensor,
+    count: int,
+    row: Cast,
+    column: Cast,
+    multiplier: Tensor | None,
+    keys: Tensor | None,
+    eps: float,
+    aligned: Aligned = NEITHER,
 ) -> cuda_groups.GroupedParts:
     """The parts of all groups in both directions, None for one without a format; `words` says where the groups lie."""
     if row.format is None and column.format is None:
@@ -291,12 +312,13 @@ def quantized_at_once(
         rotate=column.rotate,
         eps=eps,
         multiplier=multiplier,
+        aligned=aligned,
     )
 
 
-def _rows(x: Tensor, parts: list[Tensor] | None, cast: Cast) -> Matrix:
+def _rows(x: Tensor, parts: list[Tensor] | None, cast: Cast, aligned: bool = False) -> Matrix:
     """An operand by its parts, or by its values where the cast has no format."""
-    return Matrix([x], None) if cast.format is None else Matrix(parts or [], cast.format)
+    return Matrix([x], None) if cast.format is None else Matrix(parts or [], cast.format, aligned=aligned)
 
 
 # ---- one group after another

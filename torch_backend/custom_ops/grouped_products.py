@@ -10,12 +10,15 @@ groups multiply its result.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from blockfp.definition import alignment, groups
 from blockfp.formats import Format
+from blockfp.kernels import switch
 from blockfp.kernels.products import HOPPER
 from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
@@ -68,6 +71,22 @@ def why_apart(
 def _weight_mode(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> Mode | None:
     """`_mode` of rows and a weight, which is turned where it is transposed."""
     return None if w is None or (transposed and not w.square) else _mode(device, a, w, exact)
+
+
+@lru_cache(maxsize=4096)
+def rows_come_aligned(device: torch.device, a: Format | None, w: Format | None, exact: bool, transposed: bool) -> bool:
+    """Says whether rows that are quantized to a for this product alone come aligned, as it would align them."""
+    return _weight_mode(device, a, w, exact, transposed) == "aligned"
+
+
+@lru_cache(maxsize=4096)
+def columns_come_aligned(device: torch.device, a: Format | None, b: Format | None, exact: bool) -> bool:
+    """Says the same of columns."""
+    return _mode(device, a, b, exact) == "aligned"
+
+
+for _answers in (rows_come_aligned, columns_come_aligned):
+    switch.when_turned(_answers.cache_clear)
 
 
 def why_columns_apart(x: Tensor, a: Format | None, b: Format | None, k: int, dtype: torch.dtype, *, exact: bool) -> str | None:
@@ -192,6 +211,8 @@ def _aligned(x: Matrix, columns: int) -> Matrix:
     Blocks begin with a group, so each row is shifted by itself.
     """
     assert x.format is not None
+    if x.aligned:
+        return Matrix(x.parts, alignment.aligned_format(x.format), ordered=True)
     parts = cuda_layouts.align(x.parts[0], x.parts[1], x.format, columns=columns, transposed=x.transposed)
     return Matrix(parts, alignment.aligned_format(x.format), ordered=True)
 

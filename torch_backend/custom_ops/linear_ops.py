@@ -25,14 +25,14 @@ from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
 from .library import define, fake, impl
-from .products import Matrix, Product, product_of
-from .quantize_plans import Run, kept, plan_of, quantize_matrix
+from .products import Matrix, Product, comes_aligned, in_order, product_of
+from .quantize_plans import Aligned, Run, kept, plan_of, quantize_matrix
 from .shared_casts import SharedCast
 
 linear_backward = define(
     "linear_backward(Tensor gradient, Tensor[] x, Tensor? weight, Tensor? scales, Tensor? tensor_scale, Tensor? amax, "
     "Tensor? multiplier, Tensor? keys, str casts, bool needs_x, bool needs_weight, SymInt columns, "
-    "ScalarType dtype, SymInt[] origin) -> Tensor[]"
+    "ScalarType dtype, SymInt[] origin, bool x_aligned=False) -> Tensor[]"
 )
 
 
@@ -58,6 +58,7 @@ class _Forward(NamedTuple):
         quantize: makes the input's parts; None where it stays as it is.
         row: format of the input, or None.
         count: how many parts are rowwise.
+        aligned: whether these come aligned.
         weight: format of the weight, or None.
         fast: whether the product may accumulate fast.
         exact: whether it must multiply the operands' very values.
@@ -68,6 +69,7 @@ class _Forward(NamedTuple):
     quantize: Run | None
     row: Format | None
     count: int
+    aligned: bool
     weight: Format | None
     fast: bool
     exact: bool
@@ -82,6 +84,7 @@ class _Backward(NamedTuple):
         quantize: makes the gradient's parts; None where it stays as it is.
         row, column: its formats, or None.
         count: how many parts are rowwise.
+        aligned: which directions come aligned.
         input: format of the columnwise input, or None.
         weight, weight_columnwise: formats of the weight, or None.
         fast: whether dgrad and wgrad may accumulate fast.
@@ -93,6 +96,7 @@ class _Backward(NamedTuple):
     row: Format | None
     column: Format | None
     count: int
+    aligned: Aligned
     input: Format | None
     weight: Format | None
     weight_columnwise: Format | None
@@ -145,8 +149,8 @@ def forward(
     key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None, weight.shape, scales is None, origin, added)
     plan = _forwards.get(key)
     if plan is None:
-        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep)
-    quantize, row, count, format, fast, exact, cast, multiply = plan
+        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin)
+    quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
     found = None if shared is None else shared.parts.get(cast)
     if found is None:
         found = [] if quantize is None else quantize(x, None, multiplier, None)
@@ -163,21 +167,24 @@ def forward(
         w = made = quantize_matrix(weight, format, None, None, None, None, (False, False), False, 0.0)
     if multiply is None:
         lengths = weight.shape[0], x.shape[1]
-        multiply = product_of(Matrix(a, row), Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
+        left = Matrix(a, row, aligned=aligned)
+        multiply = product_of(left, Matrix(w, format, origin), *lengths, added, x.dtype, fast, exact)
         kept(_forwards, key, plan._replace(multiply=multiply))
     y = multiply(a, w, bias)
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool) -> _Forward:
+def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int]) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
+    weight, exact = recipe.weight.format, recipe.exact_products
+    aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
-        quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps)
+        quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
     fast = "forward" in recipe.fast_accum
-    cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps)
-    return _Forward(quantize, row, _count(row), recipe.weight.format, fast, recipe.exact_products, cast)
+    cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps, aligned)
+    return _Forward(quantize, row, _count(row), aligned, weight, fast, exact, cast)
 
 
 # ---- backward
@@ -198,6 +205,7 @@ def backward(
     columns: int,
     dtype: torch.dtype,
     origin: tuple[int, int] = (0, 0),
+    x_aligned: bool = False,
 ) -> list[Tensor]:
     """Carries out a layer's backward.
 
@@ -212,17 +220,18 @@ def backward(
         needs_x, needs_weight: which gradients are wanted.
         columns: in.
         dtype: of the weight's gradient.
+        x_aligned: whether the parts of x come aligned.
 
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
     key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
-    key = (*key, amax is None, multiplier is None, scales is None, columns, dtype, origin)
+    key = (*key, amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned)
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
-        plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight)
-    quantize, row, column, count, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
+        plan = _plan_backward(gradient, amax is not None, multiplier is not None, recipe, needs_x, needs_weight, origin)
+    quantize, row, column, count, aligned, of_input, of_weight, weight_columnwise, fast, exact, wgrad, dgrad = first = plan
     parts = [] if quantize is None else quantize(gradient, amax, multiplier, keys)
     g = [gradient] if row is None else parts[:count]
     del parts[:count]
@@ -232,7 +241,9 @@ def backward(
         a, b = [gradient.mT] if column is None else parts, [x[0].mT] if of_input is None else x
         if wgrad is None:
             lengths = columns, gradient.shape[0]
-            wgrad = product_of(Matrix(a, column), Matrix(b, of_input), *lengths, None, dtype, fast[1], exact)
+            left = Matrix(a, column, aligned=aligned[1])
+            right = Matrix(b, of_input, aligned=x_aligned)
+            wgrad = product_of(left, right, *lengths, None, dtype, fast[1], exact)
             plan = plan._replace(multiply_columns=wgrad)
         d_weight = wgrad(a, b, None)
         # Memory for the next product.
@@ -255,7 +266,8 @@ def backward(
             w = [weight]
         if dgrad is None:
             held, lengths = Matrix(w, format, start, transposed), (columns, gradient.shape[1])
-            dgrad = product_of(Matrix(g, row), held, *lengths, None, gradient.dtype, fast[0], exact)
+            left = Matrix(g, row, aligned=aligned[0])
+            dgrad = product_of(left, held, *lengths, None, gradient.dtype, fast[0], exact)
             plan = plan._replace(multiply_rows=dgrad)
         d_x = dgrad(g, w, None)
     if plan is not first:
@@ -265,41 +277,57 @@ def backward(
 
 
 def _plan_backward(
-    gradient: Tensor, knows_amax: bool, multiplied: bool, recipe: Recipe, needs_x: bool, needs_weight: bool
+    gradient: Tensor,
+    knows_amax: bool,
+    multiplied: bool,
+    recipe: Recipe,
+    needs_x: bool,
+    needs_weight: bool,
+    origin: tuple[int, int],
 ) -> _Backward:
     row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
     rowwise, columnwise = None if row is None else row.format, None if column is None else column.format
+    of_weight, exact = recipe.weight.format, recipe.exact_products
+    held = recipe.weight_columnwise.format if of_weight is None else of_weight
+    turns = of_weight is not None
+    aligned = (
+        comes_aligned(gradient, rowwise, held, exact=exact, in_order=in_order(held, origin if turns else (0, 0), turns)),
+        comes_aligned(gradient, columnwise, recipe.input_columnwise.format, exact=exact),
+    )
     quantize = None
     if rowwise is not None or columnwise is not None:
         random = (row is not None and row.stochastic, column is not None and column.stochastic)
         rotate = column is not None and column.rotate
-        quantize = plan_of(gradient, rowwise, columnwise, knows_amax, multiplied, random, rotate, recipe.eps)
+        quantize = plan_of(gradient, rowwise, columnwise, knows_amax, multiplied, random, rotate, recipe.eps, aligned)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,
         rowwise,
         columnwise,
         _count(rowwise),
+        aligned,
         recipe.input_columnwise.format,
-        recipe.weight.format,
+        of_weight,
         recipe.weight_columnwise.format,
         fast,
-        recipe.exact_products,
+        exact,
     )
 
 
 @impl(linear_backward)
 def _linear_backward(
-    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin
-) -> list[Tensor]:
-    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]))
+    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
+    x_aligned=False,
+) -> list[Tensor]:  # fmt: skip
+    options = (needs_x, needs_weight, columns, dtype, (origin[0], origin[1]), x_aligned)
     return backward(gradient, list(x), weight, scales, tensor_scale, amax, multiplier, keys, casts, *options)
 
 
 @fake(linear_backward)
 def _linear_backward_fake(
-    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin
-) -> list[Tensor]:
+    gradient, x, weight, scales, tensor_scale, amax, multiplier, keys, casts, needs_x, needs_weight, columns, dtype, origin,
+    x_aligned=False,
+) -> list[Tensor]:  # fmt: skip
     results = [gradient.new_empty((gradient.shape[0], columns))] if needs_x else []
     if needs_weight:
         results.append(gradient.new_empty((gradient.shape[1], columns), dtype=dtype))

@@ -22,6 +22,7 @@ class Matrix(NamedTuple):
         origin: (row, column) of its first element in the matrix whose blocks are counted.
         transposed: whether it is stored as [contracted, size].
         ordered: whether its scales of 1x128 come as the CUDA library's product reads them, [blocks, size filled up to fours].
+        aligned: whether its MX codes were quantized straight to those of `definition.alignment`, and its scales are `ordered`.
     """
 
     parts: Sequence[Tensor]
@@ -29,6 +30,7 @@ class Matrix(NamedTuple):
     origin: tuple[int, int] = (0, 0)
     transposed: bool = False
     ordered: bool = False
+    aligned: bool = False
 
     @property
     def is_one_tensor(self) -> bool:

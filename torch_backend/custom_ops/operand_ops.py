@@ -1,6 +1,6 @@
 """The custom op that quantizes an operand of a matrix product: rowwise, columnwise, or both from one read.
 
-    blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps)
+    blockfp::quantize_operand   (x, row, column, amax, multiplier, row_key, column_key, rotate, eps, align_row, align_column)
                                 -> [row parts .., column parts .., amax where a multiplier is given]
 
 Columnwise is rowwise of x transposed, so scales run along the rows of x and codes lie transposed. Parts are codes, scales and,
@@ -10,6 +10,7 @@ scales are those of the definition, but that they are NaN where x holds an Inf (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from blockfp.formats import Format
 
+from .cuda_layouts import empty_aligned
 from .library import define, empty_parts, fake, impl
-from .quantize_plans import part_count, quantize_matrix
+from .quantize_plans import NEITHER, Aligned, part_count, quantize_matrix
 
 _op = define(
     "quantize_operand(Tensor x, str? row, str? column, Tensor? amax=None, Tensor? multiplier=None, Tensor? row_key=None, "
-    "Tensor? column_key=None, bool rotate=False, float eps=0.0) -> Tensor[]"
+    "Tensor? column_key=None, bool rotate=False, float eps=0.0, bool align_row=False, bool align_column=False) -> Tensor[]"
 )
 
 
@@ -45,6 +47,7 @@ def quantize_operand(
     column_key: Tensor | None = None,
     rotate: bool = False,
     eps: float = 0.0,
+    aligned: Aligned = NEITHER,
 ) -> Directions:
     """Quantizes a matrix along its rows, its columns, or both.
 
@@ -57,9 +60,10 @@ def quantize_operand(
         row_key, column_key: two words each as int32 [2], for stochastic rounding.
         rotate: the random Hadamard transform before the columnwise direction.
         eps: lifts amaxes, as for `numerics.quantize`, of formats where it has a meaning.
+        aligned: which directions come aligned, for products that take such operands (`products.comes_aligned`).
     """
     names = [None if format is None else format.name for format in (row, column)]
-    parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps)
+    parts = _op(x, *names, amax, multiplier, row_key, column_key, rotate, eps, *aligned)
     recorded = None
     if multiplier is not None:
         parts, recorded = parts[:-1], parts[-1]
@@ -82,22 +86,32 @@ def tensor_amax(x: Tensor) -> Tensor:
     return largest.view(x.dtype).to(torch.float32).view(torch.int32).view(1)
 
 
+def empty_directions(x: Tensor, shape: Sequence[int], names: tuple[str | None, str | None], aligned: Aligned) -> list[Tensor]:
+    """The parts of a matrix of this shape, rowwise and columnwise, not filled, on x's device; None names no direction."""
+    parts: list[Tensor] = []
+    for name, lines, is_aligned in zip(names, (shape, shape[::-1]), aligned, strict=True):
+        if name is not None:
+            parts += empty_aligned(x, lines) if is_aligned else empty_parts(x, lines, Format.parse(name))
+    return parts
+
+
 @impl(_op)
 def _quantize_operand(
-    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
-) -> list[Tensor]:
+    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0, align_row=False,
+    align_column=False,
+) -> list[Tensor]:  # fmt: skip
     first, second = (None if name is None else Format.parse(name) for name in (row, column))
     random = (row_key is not None, column_key is not None)
     # A key that isn't given isn't read.
     given = [key for key in (row_key, column_key) if key is not None]
     keys = torch.stack([given[0], given[-1]]) if given else None
-    return quantize_matrix(x, first, second, amax, multiplier, keys, random, rotate, eps)
+    return quantize_matrix(x, first, second, amax, multiplier, keys, random, rotate, eps, (align_row, align_column))
 
 
 @fake(_op)
 def _quantize_operand_fake(
-    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0
-) -> list[Tensor]:
-    directions = ((row, x.shape), (column, (x.shape[1], x.shape[0])))
-    parts = [part for name, shape in directions if name is not None for part in empty_parts(x, shape, Format.parse(name))]
+    x, row, column, amax=None, multiplier=None, row_key=None, column_key=None, rotate=False, eps=0.0, align_row=False,
+    align_column=False,
+) -> list[Tensor]:  # fmt: skip
+    parts = empty_directions(x, x.shape, (row, column), (align_row, align_column))
     return parts if multiplier is None else [*parts, x.new_empty((1,), dtype=torch.int32)]

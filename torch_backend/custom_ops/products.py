@@ -1,13 +1,15 @@
 """The custom ops that multiply two quantized operands; `kernels.routes` says how.
 
     blockfp::product        (a, a_format, b, b_format, n, k, bias, dtype, fast_accum, columnwise, index, origin, a_origin,
-                             exact)
-    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact)
+                             exact, a_aligned, b_aligned)
+    blockfp::weight_product (a, a_format, weight, format, n, k, bias, dtype, fast_accum, columnwise, index, a_origin, exact,
+                             a_aligned)
 
 Both give a @ b^T + bias [m, n], for a [m, k] and b [n, k]. An operand is the list of its parts: codes, scales and maybe
 tensor_scale, or the values alone where it has no format. `columnwise` says that b is stored the other way round, [k, n]: a
 weight that has rowwise codes alone, in the product that contracts its rows. Its columnwise codes are derived here and freed
-with the call. `index` takes one matrix of a stack. `exact` leaves out routes that may change an operand.
+with the call. `index` takes one matrix of a stack. `exact` leaves out routes that may change an operand. `a_aligned` and
+`b_aligned` say which operand comes aligned already (`comes_aligned`).
 
 The second takes b as one `QuantizedTensor`, which brings its own origin: the op table takes it apart, after dynamo has gone.
 """
@@ -40,11 +42,12 @@ from .quantize_plans import kept
 product = define(
     "product(Tensor[] a, str? a_format, Tensor[] b, str? b_format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
     "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] origin=[0, 0], SymInt[] a_origin=[0, 0], "
-    "bool exact=False) -> Tensor"
+    "bool exact=False, bool a_aligned=False, bool b_aligned=False) -> Tensor"
 )
 weight_product = define(
     "weight_product(Tensor[] a, str? a_format, Tensor weight, str format, SymInt n, SymInt k, Tensor? bias, ScalarType dtype, "
-    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False) -> Tensor"
+    "bool fast_accum=False, bool columnwise=False, int? index=None, SymInt[] a_origin=[0, 0], bool exact=False, "
+    "bool a_aligned=False) -> Tensor"
 )
 
 
@@ -75,8 +78,8 @@ def multiply(
     b_format = None if b.format is None else b.format.name
     options = (*size, bias, dtype, fast_accum, b.transposed, index)
     if b.is_one_tensor:
-        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact)
-    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact)
+        return weight_product(a.parts, a_format, b.parts[0], b_format, *options, a.origin, exact, a.aligned)
+    return product(a.parts, a_format, b.parts, b_format, *options, b.origin, a.origin, exact, a.aligned, b.aligned)
 
 
 @lru_cache(maxsize=4096)
@@ -114,10 +117,12 @@ def _product(
     origin: Sequence[int] = (0, 0),
     a_origin: Sequence[int] = (0, 0),
     exact: bool = False,
+    a_aligned: bool = False,
+    b_aligned: bool = False,
 ) -> Tensor:
     formats = [None if name is None else Format.parse(name) for name in (a_format, b_format)]
-    right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise)
-    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]))
+    right = Matrix(b, formats[1], (origin[0], origin[1]), columnwise, aligned=b_aligned)
+    left = Matrix(a, formats[0], (a_origin[0], a_origin[1]), aligned=a_aligned)
     return multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
 
@@ -166,7 +171,7 @@ def multiply_parts(
         b = b._replace(parts=[part[index if part.shape[0] > 1 else 0] if part.ndim > 2 else part for part in b.parts])
     first, added = a.parts[0], None if bias is None else bias.dtype
     key = (first.device, first.shape[0], n, k, dtype, added, fast_accum, exact)
-    key = (*key, a.format, a.origin, b.format, b.origin, b.transposed)
+    key = (*key, a.format, a.origin, a.aligned, b.format, b.origin, b.transposed, b.aligned)
     run = _products.get(key)
     if run is None:
         run = kept(_products, key, product_of(a, b, n, k, added, dtype, fast_accum, exact))
@@ -181,8 +186,10 @@ def product_of(
     if 0 in (m, n, k):
         zeros = partial(torch.zeros, (m, n), dtype=dtype, device=device)
         return lambda a, b, bias: zeros() if bias is None else zeros() + bias
-    transposed, across = b.transposed, b.transposed and b.format is not None and not b.format.square
-    chosen = route_on(device, a.format, b.format, m, n, k, not (across or _cut(b) or _cut(a)), exact)
+    transposed = b.transposed
+    chosen = route_on(device, a.format, b.format, m, n, k, in_order(b.format, b.origin, transposed) and not _cut(a), exact)
+    if (a.aligned or b.aligned) and chosen.mode != "aligned":
+        raise ValueError(f"an operand is aligned, and aligned ones are not multiplied here: {chosen.reason}")
     if chosen.mode in ("dequantize", "plain"):
         return _of_values(a, b, n, k, dtype, chosen)
     if chosen.mode in BLACKWELL:
@@ -204,17 +211,52 @@ def product_of(
     run = _on_codes(device, *formats, m, n, width, dtype, bias, **options)
     if not aligned and not transposed:
         return run
-    columns = n if transposed else k
+    columns, aligns_a, aligns_b = n if transposed else k, aligned and not a.aligned, aligned and not b.aligned
+    if aligned and not aligns_a and not aligns_b:
+        return run
 
     def on_other_codes(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        if aligned:
+        if aligns_a:
             a = cuda_layouts.align(a[0], a[1], a_format, columns=k)
+        if aligns_b:
             b = cuda_layouts.align(b[0], b[1], b_format, columns=columns, transposed=transposed)
-        else:
+        elif not aligned:
             b = cuda.turned_parts(b, b_format, n)
         return run(a, b, bias)
 
     return on_other_codes
+
+
+def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: bool, in_order: bool = True) -> bool:
+    """Says whether an operand that is made of x for one product alone is quantized straight to aligned codes.
+
+    It is where the product would align its codes. `Matrix.aligned` tells the product.
+
+    Args:
+        x: the values; only their device counts.
+        own: their format, in blocks of 1x32.
+        other: format of the other operand.
+        exact: as for `multiply`.
+        in_order: as for `kernels.routes.route`.
+    """
+    if own is None or other is None or exact or not in_order or not own.scale.e8m0:
+        return False
+    return _aligns(x.device.type, x.device.index, own.name, other.name)
+
+
+# For dynamo, which calls it while it traces: the answer is a constant.
+@torch.compiler.assume_constant_result
+def _aligns(kind: str, index: int | None, own: str, other: str) -> bool:
+    if kind == "cuda" and not torch.cuda.is_available():
+        # Fake tensors may say that they are on a device that isn't here.
+        return False
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    return route_on(device, Format.parse(own), Format.parse(other), 1, 1, 1).mode == "aligned"
+
+
+def in_order(format: Format | None, origin: tuple[int, int], transposed: bool) -> bool:
+    """Says whether a second operand's scales run along what is contracted, and its blocks begin where it does."""
+    return not (transposed and format is not None and not format.square) and not _cut(Matrix((), format, origin))
 
 
 def _cut(x: Matrix) -> bool:

@@ -6,7 +6,7 @@ What is left for each call is memory for the results and the kernel, and on a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
 from . import cuda, kernels
-from .cuda_reader import reader
+from .cuda_layouts import align
+from .cuda_reader import aligned_reader, reader
 from .kernels import kernels_for
 from .overflow import mark, marker
 
@@ -31,6 +32,11 @@ Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tenso
 
 amax is int32 [1], multiplier float32 of one element, keys int32 [2, 2], rowwise and columnwise.
 """
+
+Aligned = tuple[bool, bool]
+"""Whether each direction, rowwise and columnwise, comes aligned: as `cuda_layouts.align` would make its parts."""
+
+NEITHER: Aligned = (False, False)
 
 MOST = 4096
 """Plans that are kept. One more drops all: lengths that never come again must not fill the memory."""
@@ -59,12 +65,14 @@ def quantize_matrix(
     random: tuple[bool, bool],
     rotate: bool,
     eps: float,
+    aligned: Aligned = NEITHER,
 ) -> list[Tensor]:
     """Quantizes x [.., rows, columns] by the plan of its kind; arguments as for `plan_of` and `Run`."""
-    key = (row, column, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps)
+    key = (row, column, x.shape, x.stride(), x.dtype, x.device, amax is None, multiplier is None, random, rotate, eps, aligned)
     run = _plans.get(key)
     if run is None:
-        run = kept(_plans, key, plan_of(x, row, column, amax is not None, multiplier is not None, random, rotate, eps))
+        known = (amax is not None, multiplier is not None)
+        run = kept(_plans, key, plan_of(x, row, column, *known, random, rotate, eps, aligned))
     return run(x, amax, multiplier, keys)
 
 
@@ -77,6 +85,7 @@ def plan_of(
     random: tuple[bool, bool],
     rotate: bool,
     eps: float,
+    aligned: Aligned = NEITHER,
 ) -> Run:
     """Makes the plan for matrices that lie as x does.
 
@@ -88,6 +97,7 @@ def plan_of(
         random: whether each direction is rounded stochastically.
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes, of formats where it has a meaning.
+        aligned: which directions come aligned; on a device whose products take such operands (`products.comes_aligned`).
 
     Raises:
         TypeError, ValueError: x can't be quantized, or no such plan exists.
@@ -99,10 +109,12 @@ def plan_of(
     # The kernels choose between scales of 1x16 along the rows alone.
     chooses = column is not None and column.scale.four_over_six and not column.square
     if run is cuda and not chooses:
-        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
+        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned)
     if run is native:
-        return _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
-    return _definition_plan(row, column, random, rotate, eps)
+        plan = _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
+    else:
+        plan = _definition_plan(row, column, random, rotate, eps)
+    return _aligned_after(plan, x.shape, row, column, aligned)
 
 
 def part_count(format: Format) -> int:
@@ -113,10 +125,10 @@ def part_count(format: Format) -> int:
 # ---- the CUDA kernels
 
 
-def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Run:
+def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
     if rotate and column is not None and not cuda_rotates(column):
-        return _rotated_apart(x, row, column, knows_amax, multiplied, random, eps)
+        return _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned)
     strided = x.stride(-1) != 1
     if row is not None and column is row and random[0] == random[1]:
         wanted = [(row, True, True, random[0])]
@@ -127,7 +139,12 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
         given = multiplied or (knows_amax and format.per_tensor)
         options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic}
         own = x.contiguous() if strided else x
-        reads.append(reader(own, format, rows=rows, columns=columns, given=given, **options))
+        shifts = (rows and aligned[0], columns and aligned[1])
+        if any(shifts) and shifts[0] == rows and not (stochastic or options["rotate"]) and x.numel():
+            reads.append(aligned_reader(own, format, rows, shifts[1] if columns else None))
+            continue
+        read = reader(own, format, rows=rows, columns=columns, given=given, **options)
+        reads.append(_aligned_after(read, x.shape, format if rows else None, format if columns else None, shifts))
     if len(reads) == 1 and not strided:
         return reads[0]
 
@@ -145,18 +162,37 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> R
     return run
 
 
-def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps) -> Run:
+def _aligned_after(run: Run, shape: Sequence[int], row: Format | None, column: Format | None, aligned: Aligned) -> Run:
+    """`run`, with the directions aligned in a pass of its own over their codes, where they can't be quantized so."""
+    if not any(aligned):
+        return run
+    places = [(0, row, shape[-1])] if row is not None and aligned[0] else []
+    if column is not None and aligned[1]:
+        places.append((0 if row is None else part_count(row), column, shape[-2]))
+
+    def after(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
+        parts = run(x, amax, multiplier, keys)
+        for first, format, columns in places:
+            parts[first : first + 2] = align(parts[first], parts[first + 1], format, columns=columns)
+        return parts
+
+    return after
+
+
+def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned) -> Run:
     """The columns of a format that the kernels don't rotate are rotated by array operations, and quantized as rows."""
     if multiplied:
         raise ValueError(f"a rotated operand in {column} has another amax than the one that its scale was made of")
-    first = None if row is None else _cuda_plan(x, row, None, knows_amax, False, (random[0], False), False, eps)
-    second = _cuda_plan(rotation.rotate(x.mT), column, None, False, False, (random[1], False), False, eps)
+    first, second = ((random[i], False) for i in range(2))
+    row_aligned, column_aligned = ((aligned[i], False) for i in range(2))
+    by_row = None if row is None else _cuda_plan(x, row, None, knows_amax, False, first, False, eps, row_aligned)
+    by_column = _cuda_plan(rotation.rotate(x.mT), column, None, False, False, second, False, eps, column_aligned)
 
     def run(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
-        parts = [] if first is None else first(x, amax, None, keys)
+        parts = [] if by_row is None else by_row(x, amax, None, keys)
         # A kernel takes the first of its keys for rows.
         own = None if keys is None else torch.stack([keys[1], keys[0]])
-        return parts + second(rotation.rotate(x.mT), None, None, own)
+        return parts + by_column(rotation.rotate(x.mT), None, None, own)
 
     return run
 

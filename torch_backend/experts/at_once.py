@@ -19,9 +19,17 @@ from blockfp.recipes import HIGH_PRECISION, Cast, Recipe
 from ..custom_ops import cuda, cuda_groups
 from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.grouped_ops import quantized_at_once
-from ..custom_ops.grouped_products import multiply_columns, multiply_rows, why_apart, why_columns_apart
+from ..custom_ops.grouped_products import (
+    columns_come_aligned,
+    multiply_columns,
+    multiply_rows,
+    rows_come_aligned,
+    why_apart,
+    why_columns_apart,
+)
 from ..custom_ops.kernels import kernels_for
 from ..custom_ops.products import Matrix
+from ..custom_ops.quantize_plans import Aligned
 from ..quantized_tensor.tensor import QuantizedTensor
 from .coded import values_of
 
@@ -51,7 +59,8 @@ def forward(
     if isinstance(x, QuantizedTensor):
         row = _rows(x.parts, x.format, count)
     else:
-        row, column = _quantized(x, words, count, recipe.input, columnwise, recipe.eps, None)
+        aligned = (rows_come_aligned(x.device, recipe.input.format, w.format, exact, False), False)
+        row, column = _quantized(x, words, count, recipe.input, columnwise, recipe.eps, None, aligned)
         kept = list(column.parts) if column.format is not None else []
     return multiply_rows(row, w, words, count, outputs, x.shape[1], bias, x.dtype, exact), words, kept
 
@@ -99,7 +108,12 @@ def backward(
         if weight_dtype is not None:
             columns = _columns(gradient.parts, gradient.format, column, outputs, gradient.dtype, words, count, recipe.eps, keys)
     else:
-        rows, columns = _quantized(gradient, words, count, row, column, recipe.eps, keys)
+        kept_as = recipe.input_columnwise.format
+        aligned = (
+            w is not None and rows_come_aligned(gradient.device, row.format, w.format, exact, True),
+            columns_come_aligned(gradient.device, column.format, kept_as, exact),
+        )
+        rows, columns = _quantized(gradient, words, count, row, column, recipe.eps, keys, aligned)
     d_x = None if w is None else multiply_rows(rows, w, words, count, inputs, outputs, None, gradient.dtype, exact)
     d_weight = d_bias = None
     if weight_dtype is not None:
@@ -126,10 +140,11 @@ def _apart(w: Matrix) -> Matrix:
 
 
 def _quantized(
-    x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, eps: float, keys: Tensor | None
+    x: Tensor, words: Tensor, count: int, row: Cast, column: Cast, eps: float, keys: Tensor | None, aligned: Aligned
 ) -> tuple[Matrix, Matrix]:
-    found = quantized_at_once(x, words, count, row, column, None, keys, eps)
-    return Matrix(found.row or [x], row.format), Matrix(found.column or [x], column.format)
+    found = quantized_at_once(x, words, count, row, column, None, keys, eps, aligned)
+    rows, columns = Matrix(found.row or [x], row.format), Matrix(found.column or [x], column.format)
+    return rows._replace(aligned=aligned[0]), columns._replace(aligned=aligned[1])
 
 
 def _rows(parts: Sequence[Tensor], format: Format, count: int) -> Matrix:

@@ -13,6 +13,7 @@ from blockfp.formats import Format
 from blockfp.recipes import Recipe
 
 from ..custom_ops.key_ops import gradient_keys
+from ..custom_ops.quantize_plans import NEITHER, Aligned
 from .parallel import Parallel
 
 
@@ -32,6 +33,8 @@ class Call:
         direct: whether the weight is codes, or values of a plain tensor, x has memory, and nothing traces: the weight is taken
             apart before the op.
         traced: whether a compiler traces the call.
+        aligns: whether the input comes aligned (`products.comes_aligned`), rowwise and columnwise, if whoever multiplies it and
+            the weight's origin allow it.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
 
@@ -45,6 +48,7 @@ class Call:
     quantizes_weight: int = 0
     direct: bool = False
     traced: bool = False
+    aligns: Aligned = NEITHER
     dtype: torch.dtype | None = None
 
 

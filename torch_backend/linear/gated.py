@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
 from ..custom_ops.quantize_plans import kept
@@ -19,6 +20,7 @@ from .linear_function import NO_STATE
 
 # Calls whose arguments were checked, as `linear` keeps them.
 _calls: dict[Any, Call] = {}
+switch.when_turned(_calls.clear)
 
 
 def takes(gate: Tensor, up: Tensor | None, weight: Tensor, recipe: Recipe, state: LinearState | None) -> bool:

@@ -21,12 +21,13 @@ from ..custom_ops import gated_ops
 from ..custom_ops.activations import Activation, Layout, activate, gate_and_up, gradients, joined
 from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix, multiply, multiply_parts
-from ..custom_ops.quantize_plans import part_count
+from ..custom_ops.quantize_plans import Aligned, part_count
 from ..custom_ops.shared_casts import latest
 from ..torch_internals import apply_of
 from .call import Call
 from .delayed import record
 from .linear_function import NO_STATE, LinearFunction, layer_backward, taken_apart
+from .operands import begins_with_a_block, kept_aligned
 from .weight_operands import weight_operand
 
 
@@ -65,21 +66,26 @@ class GatedFunction(torch.autograd.Function):
         # Another pass for the amax costs more than those few codes are worth.
         at_once = not call.traced and column.format is row and row.scale.two_level
         known = (scale, recipe.eps, direct)
-        made, amax = _cast(gate, up, gating, recipe.input, column if at_once else HIGH_PRECISION, None, *known)
+        operand = weight_operand(weight, call.stored, recipe.weight, None)
+        if direct:
+            *parts, origin = taken_apart(list(operand.parts), call)
+            parts = [part for part in parts if part is not None]
+            operand = Matrix(parts, operand.format, (origin[0], origin[1]))
+        aligned = call.aligns[0] and begins_with_a_block(operand)
+        by_column = column if at_once else HIGH_PRECISION
+        made, amax = _cast(gate, up, gating, recipe.input, by_column, None, *known, (aligned, False))
         if amax is not None and scale is not None and history is not None and call.training:
             record(history, amax, now=direct)
         count = part_count(row)
-        a, kept = Matrix(made[:count], row), made[count:]
+        a, kept = Matrix(made[:count], row, aligned=aligned), made[count:]
+        ctx.x_aligned = call.traced and needs_weight and kept_aligned(call)
         if call.traced and needs_weight:
             # Compilers move it to the backward, which alone needs it.
-            kept, _ = _cast(gate, up, gating, HIGH_PRECISION, column, amax, *known)
-        operand = weight_operand(weight, call.stored, recipe.weight, None)
+            kept, _ = _cast(gate, up, gating, HIGH_PRECISION, column, amax, *known, (False, ctx.x_aligned))
         n, k = weight.shape[0], weight.shape[1]
         fast, exact = "forward" in recipe.fast_accum, recipe.exact_products
         if direct:
-            *parts, origin = taken_apart(list(operand.parts), call)
-            held = Matrix([part for part in parts if part is not None], operand.format, (origin[0], origin[1]))
-            y = multiply_parts(a, held, n, k, bias, gate.dtype, fast, None, exact)
+            y = multiply_parts(a, operand, n, k, bias, gate.dtype, fast, None, exact)
         else:
             y = multiply(a, operand, (n, k), bias, gate.dtype, fast_accum=fast, exact=exact)
         parts = [weight] if needs_x else []
@@ -124,12 +130,12 @@ def _gate_and_up(ctx: Any, saved: list[Tensor]) -> list[Any]:
     return saved[ctx.kept + ctx.parts : ctx.kept + ctx.parts + 2]
 
 
-def _cast_again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
-    """Returns the columnwise parts of what the activation makes, of which a forward kept none."""
+def _cast_again(ctx: Any, saved: list[Tensor], aligned: bool = False) -> list[Tensor]:
+    """Returns the columnwise parts of what the activation makes, of which a forward kept none; `aligned` if so."""
     gate, up = _gate_and_up(ctx, saved)
     recipe, direct = ctx.call.recipe, ctx.call.direct and runs_now(gate)
     known = (ctx.input_amax, ctx.input_scale, recipe.eps, direct)
-    return _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known)[0]
+    return _cast(gate, up, ctx.gating, HIGH_PRECISION, recipe.input_columnwise, *known, (False, aligned))[0]
 
 
 def _through(
@@ -155,6 +161,7 @@ def _cast(
     multiplier: Tensor | None,
     eps: float,
     direct: bool,
+    aligned: Aligned,
 ) -> tuple[list[Tensor], Tensor | None]:
     """The parts of what the activation makes, in the directions that have a format, and its amax where that has one scale.
 
@@ -166,11 +173,11 @@ def _cast(
     whole = format.block is None
     amax = amax if whole and multiplier is None else None
     if direct:
-        options = (amax, multiplier, column.rotate, eps)
+        options = (amax, multiplier, column.rotate, eps, aligned)
         parts = gated_ops.quantize_gated(gate, up, *gating, row.format, column.format, *options)
     else:
         names = [None if cast.format is None else cast.format.name for cast in (row, column)]
-        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps)
+        parts = gated_ops.quantize_op(gate, up, *gating, *names, amax, multiplier, column.rotate, eps, *aligned)
     return (parts[:-1], parts[-1]) if whole else (parts, None)
 
 

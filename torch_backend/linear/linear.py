@@ -10,10 +10,12 @@ from torch import Tensor
 
 from blockfp import recipes
 from blockfp.definition.rounding import Key
+from blockfp.kernels import switch
 from blockfp.recipes import Compute, Recipe
 
 from ..custom_ops.library import is_real
-from ..custom_ops.quantize_plans import kept, part_count
+from ..custom_ops.products import comes_aligned
+from ..custom_ops.quantize_plans import NEITHER, kept, part_count
 from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
@@ -155,6 +157,7 @@ def apply(
 
 # Calls whose arguments were checked, by all that the checks look at. A dictionary: compiled code calls no cache of functools.
 _calls: dict[Any, Call] = {}
+switch.when_turned(_calls.clear)
 
 _wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -237,7 +240,13 @@ def call_of(
     made = 0 if stored is not None or recipe.weight.format is None else part_count(recipe.weight.format)
     traced = torch.compiler.is_compiling()
     direct = not traced and is_real(x) and (stored is not None or type(weight) in (Tensor, torch.nn.Parameter))
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, autocast)
+    aligns = NEITHER
+    if not grouped and parallel is None:
+        aligns = (
+            comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
+            comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
+        )
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, autocast)
 
 
 def _run(

@@ -26,7 +26,7 @@ from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
 from .call import Call, bias_gradient, keys_of_gradient
 from .delayed import record
 from .observe import observe_again
-from .operands import Scaling, amax_where_compiled, quantized
+from .operands import Scaling, amax_where_compiled, begins_with_a_block, kept_aligned, quantized
 from .second_order import backward_with_graph, cast_again, plus, taken
 from .weight_operands import weight_operand
 
@@ -57,9 +57,10 @@ def layer_backward(
     if not compiled and torch.is_grad_enabled():
         return *backward_with_graph(ctx, gradient), *rest
     saved = list(ctx.saved_tensors) if saved is None else saved
-    kept, parts = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts]
+    kept, parts, x_aligned = saved[: ctx.kept], saved[ctx.kept : ctx.kept + ctx.parts], ctx.x_aligned
     if ctx.again is not None:
-        kept = ctx.again(ctx, saved)
+        x_aligned = call.aligns[1]
+        kept = ctx.again(ctx, saved, x_aligned)
     del saved[:]
     if not compiled:
         # From here on each copy lives until its product is done.
@@ -82,7 +83,7 @@ def layer_backward(
         if ctx.observed is not None:
             known = {"amax": amax, "multiplier": multiplier, "keys": keys}
             observe_again(ctx.observed, "gradient", gradient, row, column, recipe.eps, **known)
-        options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3])
+        options = (needs_x, needs_weight, ctx.shape[-1], ctx.dtype, w[3], x_aligned)
         results = run(gradient, kept, *w[:3], amax, multiplier, keys, recipe.text, *options)
         if multiplier is not None and ctx.history is not None:
             record(ctx.history, results[-1], now=now)
@@ -106,7 +107,7 @@ class LinearFunction(torch.autograd.Function):
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         format = columnwise.format
-        ctx.again, again = None, False
+        ctx.again, ctx.x_aligned, again = None, False, False
         if format is not None and not call.traced and ctx.observed is None:
             node: Any = x.grad_fn
             number = x.output_nr
@@ -130,8 +131,12 @@ class LinearFunction(torch.autograd.Function):
         else:
             # Layers that read one input share its casts: compilers know equal operations. Checkpoints keep products alone.
             scaling = Scaling(recipe.eps, scale, history if call.training else None, ctx.observed)
-            row, column = quantized(x, "input", recipe.input, columnwise, scaling)
             operand = weight_operand(weight, call.stored, recipe.weight, None)
+            aligned = (False, False)
+            if ctx.observed is None:
+                ctx.x_aligned = call.traced and needs_weight and kept_aligned(call)
+                aligned = (call.aligns[0] and begins_with_a_block(operand), ctx.x_aligned)
+            row, column = quantized(x, "input", recipe.input, columnwise, scaling, aligned=aligned)
             size, fast = (weight.shape[0], weight.shape[1]), "forward" in recipe.fast_accum
             y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
             kept = [] if column is None else list(column.parts)

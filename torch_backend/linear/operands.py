@@ -19,12 +19,13 @@ from blockfp.sharding.plans import Operand
 from ..custom_ops import eden_ops, part_ops
 from ..custom_ops.collectives import following, max_reduce
 from ..custom_ops.operand_ops import Directions, part_count, quantize_operand, tensor_amax
-from ..custom_ops.products import Matrix
+from ..custom_ops.products import Matrix, in_order
+from ..custom_ops.quantize_plans import NEITHER, Aligned
 from ..sharded.gather import gather, join, padded, start
 from ..sharded.quantize import Direction, quantize_operand_shard
 from ..sharded.rank_plan import RankPlan
 from ..sharded.shard import TensorParallelShard
-from .call import groups_of
+from .call import Call, groups_of
 from .delayed import record
 from .observe import observe_operand, observe_parts
 from .operand_plans import operand_plan
@@ -54,6 +55,7 @@ def quantized(
     scaling: Scaling,
     shard: TensorParallelShard | None = None,
     keys: Tensor | None = None,
+    aligned: Aligned = NEITHER,
 ) -> tuple[Matrix, Matrix | None]:
     """Quantizes x [rows, columns] as it lies, in both directions.
 
@@ -67,6 +69,7 @@ def quantized(
         scaling: how amaxes become scales.
         shard: where x lies in the whole.
         keys: of stochastic rounding, int32 [2, 2]: rowwise and columnwise.
+        aligned: which directions of a whole x come aligned (`products.comes_aligned`); none where x is observed.
     """
     if shard is not None:
         return _quantized_part(x, operand, rowwise, columnwise, scaling, shard, keys)
@@ -82,14 +85,31 @@ def quantized(
     amax = amax_where_compiled(x, row, column, plain, scaling.multiplier)
     options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "rotate": columnwise.rotate, "eps": scaling.eps}
     if operand == "input" and column is not None and torch.compiler.is_compiling():
-        found = _in_two_reads(x, row, column, **options)
+        found = _in_two_reads(x, row, column, aligned, **options)
     else:
-        found = quantize_operand(x, row, column, row_key=row_key, column_key=column_key, **options)
+        found = quantize_operand(x, row, column, row_key=row_key, column_key=column_key, aligned=aligned, **options)
     if found.amax is not None and scaling.history is not None:
         record(scaling.history, found.amax)
     if scaling.observed is not None:
         observe_operand(scaling.observed, operand, x, found, rowwise, columnwise)
-    return Matrix([x] if row is None else found.row, row), None if column is None else Matrix(found.column, column)
+    by_row = Matrix([x], None) if row is None else Matrix(found.row, row, aligned=aligned[0])
+    return by_row, None if column is None else Matrix(found.column, column, aligned=aligned[1])
+
+
+def begins_with_a_block(weight: Matrix) -> bool:
+    """Says whether a weight, which may be one tensor, begins where a block does."""
+    whole: Any = weight.parts[0]
+    start = whole.origin if weight.is_one_tensor else weight.origin
+    return start == (0, 0) or in_order(weight.format, start, False)
+
+
+def kept_aligned(call: Call) -> bool:
+    """Says whether what a compiled layer keeps of its input columnwise comes aligned.
+
+    A compiler keeps it, or makes it again in the backward; so only in formats whose stored codes would take as much memory.
+    """
+    format = call.recipe.input_columnwise.format
+    return call.aligns[1] and format is not None and format.element.bits == 8
 
 
 def _by_eden(x: Tensor, operand: Operand, cast: Cast, scaling: Scaling, keys: Tensor | None) -> Matrix:
@@ -120,14 +140,16 @@ def amax_where_compiled(
     return tensor_amax(x) if per_tensor == {True} and plain and multiplier is None else None
 
 
-def _in_two_reads(x: Tensor, row: Format | None, column: Format, *, rotate: bool, **options: Any) -> Directions:
+def _in_two_reads(
+    x: Tensor, row: Format | None, column: Format, aligned: Aligned, *, rotate: bool, **options: Any
+) -> Directions:
     """Quantizes an input in both directions for compilers, which choose what the backward keeps of it: columnwise codes, or
     what they are made of again.
     """
-    made = quantize_operand(apart(x), None, column, rotate=rotate, **options)
+    made = quantize_operand(apart(x), None, column, rotate=rotate, aligned=(False, aligned[1]), **options)
     if row is None:
         return made
-    return quantize_operand(x, row, None, **options)._replace(column=made.column)
+    return quantize_operand(x, row, None, aligned=(aligned[0], False), **options)._replace(column=made.column)
 
 
 def apart(x: Tensor) -> Tensor:

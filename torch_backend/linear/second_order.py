@@ -126,11 +126,12 @@ def plus(d_x: Tensor, carried: Tensor | None) -> Tensor:
     return d_x if carried is None else d_x + carried
 
 
-def cast_again(ctx: Any, saved: list[Tensor]) -> list[Tensor]:
-    """Returns the parts of x columnwise, of which a forward kept the values: what `ctx.again` is then."""
+def cast_again(ctx: Any, saved: list[Tensor], aligned: bool = False) -> list[Tensor]:
+    """Returns the parts of x columnwise, of which a forward kept the values, and `aligned` if so: what `ctx.again` is then."""
     recipe = ctx.call.recipe
     scaling = Scaling(recipe.eps, ctx.input_scale)
-    column = quantized(saved[0], "input", HIGH_PRECISION, recipe.input_columnwise, scaling)[1]
+    cast = recipe.input_columnwise
+    column = quantized(saved[0], "input", HIGH_PRECISION, cast, scaling, aligned=(False, aligned))[1]
     assert column is not None
     return list(column.parts)
 

@@ -43,12 +43,13 @@ def _weight_product(
     index: int | None = None,
     a_origin: Sequence[int] = (0, 0),
     exact: bool = False,
+    a_aligned: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))
     if not is_real(weight.codes):
-        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact)
+        options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact, a_aligned)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
-    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]))
+    left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]), aligned=a_aligned)
     right = Matrix(weight.parts, weight.format, weight.origin, columnwise)
     return products.multiply_parts(left, right, n, k, bias, dtype, fast_accum, index, exact)
 
@@ -69,12 +70,13 @@ def _linear_backward(
     columns: int,
     dtype: torch.dtype,
     origin: Sequence[int],
+    x_aligned: bool = False,
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
     run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
     # `origin` is that of a plain weight.
-    options = (needs_x, needs_weight, columns, dtype, weight.origin)
+    options = (needs_x, needs_weight, columns, dtype, weight.origin, x_aligned)
     return run(gradient, list(x), *parts, amax, multiplier, keys, casts, *options)
 
 

@@ -3,6 +3,8 @@
 //   quantize_gated(gate, up?, amax?, recorded?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?, activation, FORMAT,
 //                  measure, eps_bits, largest_bits, rotate_t)
 //       As `quantize` (exports.cu) with `mark` of activation(gate), or of activation(gate) * up, rounded to nearest.
+//   quantize_gated_aligned(gate, up?, recorded, codes?, scales?, codes_t?, scales_t?, activation, FORMAT)
+//       As `quantize_aligned` (aligned_exports.cu) of the same.
 //   activation(gate, up?, out, activation)
 //       out: [rows, columns], contiguous.
 //   activation_gradient(gradient, gate, up?, d_gate, d_up?, activation)
@@ -11,8 +13,8 @@
 // gate, up: bfloat16 or float16 [rows, columns], columns a multiple of 8, rows that begin on multiples of 16 bytes. Either their columns
 // are adjacent, or they are every second element of pairs, gate first. activation: 0 silu, 1 gelu by tanh, 2 gelu by erf. Along the columns
 // rows come in multiples of 16 (E2M1: 32), along rows alone columns in whole blocks.
+#include "aligned_exports.h"
 #include "gated.cuh"
-#include "on_device.h"
 
 namespace blockfp {
 namespace cuda {
@@ -115,6 +117,25 @@ void quantize_gated(TensorView gate, MaybeTensor up, MaybeTensor amax, MaybeTens
   on.done(with_element(a.format.element, [&](auto e) { return launch_gated<decltype(e)>(a, on.stream); }));
 }
 
+void quantize_gated_aligned(TensorView gate, MaybeTensor up, TensorView recorded, MaybeTensor codes, MaybeTensor scales, MaybeTensor codes_t,
+                            MaybeTensor scales_t, int64_t activation, int64_t element, int64_t block_rows, int64_t block_columns,
+                            int64_t rule) {
+  const OnDevice on(gate, "gate");
+  const GatedMatrices both = gated_of(gate, up, activation, on);
+  QuantizeArguments a{};
+  a.x = both.x, a.gated = both.gated;
+  a.format = aligned_format(element, block_rows, block_columns, rule);
+  const int64_t rows = a.x.rows, columns = a.x.columns;
+  check(gate.numel() > 0 && rows % 8 == 0, "gate must not be empty, and have a multiple of 8 rows; it is ", describe(gate));
+  a.window = {0, 0, rows, columns, 0, 0};
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, rows, columns);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, columns, rows);
+  check_array(recorded, "recorded", on.device, 1, 32, "one int32");
+  a.recorded = data_of<int32_t>(recorded), a.mark = true;
+  on.done(cudaMemsetAsync(a.recorded, 0, sizeof(int32_t), on.stream));
+  on.done(with_element(a.format.element, [&](auto e) { return launch_aligned_gated<decltype(e)>(a, on.stream); }));
+}
+
 void activation(TensorView gate, MaybeTensor up, TensorView out, int64_t kind) {
   const OnDevice on(gate, "gate");
   const GatedMatrices both = gated_of(gate, up, kind, on);
@@ -136,6 +157,7 @@ void activation_gradient(TensorView gradient, TensorView gate, MaybeTensor up, T
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gated, quantize_gated);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_gated_aligned, quantize_gated_aligned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation, activation);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(activation_gradient, activation_gradient);
 

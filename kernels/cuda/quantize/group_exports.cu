@@ -11,11 +11,13 @@
 //       computed first; a float32 is one multiplier for all. recorded: int32 [groups], raised to the amaxes. overflows: int32 [groups], for
 //       formats without amax, which this clears and uses. keys: [groups, 2, 2] words, as of fold_keys; rows_keyed and columns_keyed say
 //       which directions round with them. Scales of groups that hold an Inf are NaN.
+//   quantize_groups_aligned(x, words, overflows, codes?, scales?, codes_t?, scales_t?, stored_t?, stored_scales_t?, groups, FORMAT)
+//       As `quantize_aligned` (aligned_exports.cu), group by group. codes: [tokens, features filled up], codes_t: [features, columns].
 //   sum_groups(x, words, out)
 //       x: [tokens, features], contiguous; out: float32 [groups, features], the sums of each group's rows.
 //   clear_groups(words, rows?, matrices?, groups)
 //       rows: [tokens, ..], whose rows past the last end become zero; matrices: [groups, ..], of which those of groups without rows do.
-#include "on_device.h"
+#include "aligned_exports.h"
 
 namespace blockfp {
 namespace cuda {
@@ -111,6 +113,34 @@ void quantize_groups(TensorView x, TensorView words, MaybeTensor amax, MaybeTens
   on.done(launch_spoil_groups(a, where, on.stream));
 }
 
+void quantize_groups_aligned(TensorView x, TensorView words, MaybeTensor overflows, MaybeTensor codes, MaybeTensor scales,
+                             MaybeTensor codes_t, MaybeTensor scales_t, MaybeTensor stored_t, MaybeTensor stored_scales_t, int64_t groups,
+                             int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule) {
+  const OnDevice on(x, "x");
+  QuantizeArguments a{};
+  a.x = matrices_of(x, "x");
+  a.format = aligned_format(element, block_rows, block_columns, rule);
+  check(x.ndim() == 2 && (a.x.column_stride == 1 || x.numel() == 0), "x must be [tokens, features] with adjacent features; it is ",
+        describe(x));
+  const int64_t tokens = a.x.rows, features = a.x.columns, columns = group_columns(tokens, groups);
+  check(groups >= 0 && columns <= INT32_MAX, "tokens and 127 for each group must be less than 2^31; groups is ", groups);
+  check_words(words, tokens, groups, on.device);
+  a.window = {0, 0, 0, features, 0, 0};
+  a.groups.count = groups, a.groups.tokens = tokens, a.groups.columns = columns, a.groups.overflow_stride = 1;
+  a.aligned_row = aligned_output("codes", codes, "scales", scales, on.device, 1, tokens, features);
+  a.aligned_column = aligned_output("codes_t", codes_t, "scales_t", scales_t, on.device, 1, features, columns);
+  a.column = stored_output(stored_t, stored_scales_t, on.device, a.format, 1, features, columns);
+  check(a.column.codes == nullptr || a.aligned_column.codes == nullptr, "codes_t and stored_t exclude one another");
+  check(has(overflows) || groups == 0, "overflows is missing");
+  check_array(overflows, "overflows", on.device, groups, 32, "an int32 for each group");
+  a.groups.overflows = data_of<int32_t>(overflows);
+  if (groups == 0) return;
+  const int32_t* where = data_of<const int32_t>(words);
+  on.done(cudaMemsetAsync(a.groups.overflows, 0, groups * sizeof(int32_t), on.stream));
+  on.done(with_element(a.format.element, [&](auto e) { return launch_aligned_groups<decltype(e)>(a, where, on.stream); }));
+  on.done(launch_spoil_groups(a, where, on.stream));
+}
+
 void sum_groups(TensorView x, TensorView words, TensorView out) {
   const OnDevice on(x, "x");
   const Matrices m = matrices_of(x, "x");
@@ -141,6 +171,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(group_rows, group_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(group_words, group_words);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(group_columns, group_columns);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_groups, quantize_groups);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_groups_aligned, quantize_groups_aligned);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sum_groups, sum_groups);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_groups, clear_groups);
 

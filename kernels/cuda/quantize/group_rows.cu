@@ -2,6 +2,7 @@
 // has. Their launches don't depend on where the groups end, which is in device memory.
 #include <algorithm>
 
+#include "../aligned.cuh"
 #include "blockfp/hadamard.h"
 #include "hadamard.cuh"
 #include "launch.h"
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_groups(const typename T::Raw*
   out[group * columns + column] = sum;
 }
 
-constexpr int kSpoilThreads = 128;
+constexpr int kSpoilThreads = kGroupUnit;
 
 __device__ __forceinline__ void spoil(void* scales, int64_t index, bool bytes) {
   if (bytes) {
@@ -168,10 +169,34 @@ __device__ __forceinline__ void spoil(void* scales, int64_t index, bool bytes) {
   }
 }
 
+// The aligned codes and scales of a tile's rows and columns.
+__device__ __forceinline__ void spoil_aligned(const QuantizeArguments& a, const GroupTile& tile) {
+  constexpr uint8_t kNanCode = E4M3::kNanCode;
+  const auto filled = [](int64_t length, int64_t unit) { return (length + unit - 1) / unit * unit; };
+  const int64_t columns = a.x.columns;
+  if (a.aligned_row.codes != nullptr) {
+    const int64_t pitch = filled(columns, kAlignedUnit), lines = filled(a.groups.tokens, 4), first = tile.first_row + tile.row;
+    for (int r = 0; r < min(tile.rows - tile.row, kGroupUnit); ++r) {
+      for (int64_t i = threadIdx.x; i < columns; i += kSpoilThreads) {
+        a.aligned_row.codes[(first + r) * pitch + i] = kNanCode;
+        if (i % 128 == 0) a.aligned_row.scales[i / 128 * lines + first + r] = shared_scale(0);
+      }
+    }
+  }
+  if (a.aligned_column.codes != nullptr && tile.rows > 0) {
+    const int64_t first = tile.first_column + tile.row, lines = filled(columns, 4);
+    for (int64_t line = 0; line < columns; ++line) a.aligned_column.codes[line * a.groups.columns + first + threadIdx.x] = kNanCode;
+    for (int64_t line = threadIdx.x; line < lines; line += kSpoilThreads) {
+      a.aligned_column.scales[first / 128 * lines + line] = shared_scale(0);
+    }
+  }
+}
+
 // A block has a tile of 128 rows, whose scales it spoils where the group holds an Inf.
 __global__ void __launch_bounds__(kSpoilThreads) spoil_groups(const __grid_constant__ QuantizeArguments a) {
   const GroupTile tile = a.groups.tiles[blockIdx.x];
   if (tile.group < 0 || a.groups.overflows[tile.group * a.groups.overflow_stride] != kInfinity) return;
+  spoil_aligned(a, tile);
   const bool bytes = a.format.scale_bits() == 8;
   if (a.format.per_tensor() || a.format.two_levels()) {
     if (threadIdx.x == 0 && tile.row == 0) {

@@ -51,9 +51,6 @@ struct Staging {
     }
   }
 
- private:
-  __device__ __forceinline__ static int place(int column) { return column * kBytes + column / 8 * kPad; }
-
   // Whole vectors. `out`: the tile's first byte of the tile's first column; `rows` and `columns`: how many of x
   // are left from there.
   __device__ __forceinline__ void copy_vectors(uint8_t* out, int64_t pitch, int64_t rows, int64_t columns) const {
@@ -69,6 +66,9 @@ struct Staging {
       if (column < columns_left) *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(bytes_ + place(column) + vector * 16);
     }
   }
+
+ private:
+  __device__ __forceinline__ static int place(int column) { return column * kBytes + column / 8 * kPad; }
 };
 
 // Codes of rows that begin at any address, on their way out: kTileRows rows of kBytes, in shared memory.
