@@ -130,6 +130,9 @@ def kernels_do(recipe: Recipe) -> bool:
     if any(format is not None and format.per_row for format in (recipe.weight.format, recipe.weight_columnwise.format)):
         return False
     products = ((x, recipe.weight.format), (g, recipe.weight_columnwise.format), (g, x))
+    if any(a is not None and b is not None and a.per_tensor != b.per_tensor for a, b in products):
+        # A scale for each group and one for each block don't go together.
+        return False
     return all(route(*formats, platform="cuda", capability=HOPPER).mode in ("tensor", "block") for formats in products)
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from blockfp.jax_backend.implementations import choice, cuda
 from blockfp.jax_backend.linear import grouped, grouped_codes, tiles
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
 import blockfp
@@ -108,15 +110,27 @@ def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     assert not np.asarray(got[0], np.float32)[sum(SIZES) :].any()
 
 
-def test_derivatives_go_through_tiles(arrays, kernels):
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def test_derivatives_go_through_tiles(recipe, arrays, kernels, monkeypatch):
     x, g, w = (a.astype(jnp.float32) for a in arrays)
-    q = bfp.quantize_params(w, "fp8_block")
-    run = lambda x: bfp.grouped_linear(x, q, jnp.asarray(SIZES), recipe="fp8_block")  # noqa: E731
-    dot = jnp.asarray(np.random.default_rng(1).standard_normal(x.shape), jnp.float32)
-    _, forward = jax.jit(lambda x: jax.jvp(run, (x,), (dot,)))(x)
-    second = jax.jit(jax.grad(lambda g: (jax.grad(lambda x: (run(x) * g).sum())(x) * dot).sum()))(g)
+    q = bfp.quantize_params(w, recipe)
+    run = lambda x, q: bfp.grouped_linear(x, q, jnp.asarray(SIZES), recipe=recipe)  # noqa: E731
+    rng = np.random.default_rng(1)
+    dot, dot_w = (jnp.asarray(rng.standard_normal(a.shape), jnp.float32) for a in (x, w))
+
+    def derivatives(x, q, g):
+        of_weight = lambda g: (bfp.grad(lambda q: (run(x, q) * g).sum())(q) * dot_w).sum()  # noqa: E731
+        forward = jax.jvp(lambda x: run(x, q), (x,), (dot,))[1]
+        second = jax.grad(lambda g: (jax.grad(lambda x: (run(x, q) * g).sum())(x) * dot).sum())(g)
+        return forward, second, jax.grad(of_weight)(g)
+
+    got = jax.jit(derivatives)(x, q, g)
     # Both are dot times the values of w.
-    np.testing.assert_allclose(forward, second, rtol=0, atol=2e-5 * np.abs(forward).max())
+    np.testing.assert_allclose(got[0], got[1], rtol=0, atol=2e-5 * np.abs(got[0]).max())
+    jax.clear_caches()
+    monkeypatch.setattr(grouped, "kernels_do", lambda recipe: False)
+    for a, b in zip(got, jax.jit(derivatives)(x, q, g), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
@@ -141,6 +155,38 @@ def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, mon
         a, b = (np.asarray(part, np.float32) for part in (a, b))
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
         np.testing.assert_allclose(a, b, rtol=2.0**-6, atol=2e-3 * np.nanmax(np.abs(b)))
+
+
+def test_experts_divided_and_cut(kernels, monkeypatch):
+    """Over two axes, as groups one after another are: with tensor parallelism in either dimension."""
+    mesh = jax.make_mesh((2, 2), ("expert", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    rng, sizes, recipe = np.random.default_rng(1), np.array([[19, 0], [40, 7]]), "fp8_block"
+    x, g = (jnp.asarray(rng.standard_normal((2, 48, 256)), jnp.float32) for _ in range(2))
+    w = bfp.quantize_params(jnp.asarray(rng.standard_normal((4, 256, 256)), jnp.float32), recipe)
+
+    def body(x, w, g, sizes):
+        def loss(x, w):
+            y = bfp.grouped_linear(x, w, sizes[0], recipe=recipe, expert_axis="expert")
+            return (y * g[0]).sum(), y
+
+        (_, y), (dx, dw) = bfp.value_and_grad(loss, (0, 1), has_aux=True)(x[0], w)
+        return y[None], dx[None], dw
+
+    def run(spec, of_x, of_y):
+        placed = bfp.shard_params(w, mesh, spec)
+        in_specs, out_specs = (of_x, bfp.partition_specs(placed), of_y, P("expert")), (of_y, of_x, spec)
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))(x, placed, g, sizes)
+
+    whole, cut = P("expert"), P("expert", None, "tp")
+    for arguments in ((P("expert", "tp"), whole, cut), (P("expert", None, "tp"), cut, whole)):
+        got = run(*arguments)
+        jax.clear_caches()
+        with monkeypatch.context() as patched:
+            patched.setattr(grouped, "kernels_do", lambda recipe: False)
+            wants = run(*arguments)
+        jax.clear_caches()
+        for a, b in zip(got, wants, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -178,5 +224,7 @@ def test_which_recipes_the_kernels_do(monkeypatch):
     assert sorted(done) == sorted(RECIPES)
     stochastic = blockfp.recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
     assert not grouped_codes.kernels_do(stochastic)
+    # The library multiplies blocks of one side by one scale for all groups of the other, not by one for each.
+    assert not grouped_codes.kernels_do(blockfp.recipes.fp8_current().replace(weight=Cast("fp8_e4m3_128x128")))
     monkeypatch.setattr(grouped_codes, "capability", lambda: (10, 0))
     assert not grouped_codes.kernels_do(blockfp.recipes.fp8_block())
