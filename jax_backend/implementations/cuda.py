@@ -204,24 +204,26 @@ def product(
     return out
 
 
-def align(x: Quantized, format: Format, columns: int) -> Quantized:
-    """The codes and scales of an MX matrix, shifted to one scale for 128 elements (`definition.alignment`).
+def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -> Quantized:
+    """The codes and scales of MX matrices, shifted to one scale for 128 elements (`definition.alignment`).
 
-    Codes are [rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`.
+    Codes are [.., rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`; those
+    of the transposed matrices if `turned`, of blocks of 32x32.
     """
-    rows, numbers = x.codes.shape[0], format_numbers(format)
+    (*leading, rows, _), numbers = x.codes.shape, format_numbers(format)
+    lines, length = (columns, rows) if turned else (rows, columns)
     codes, scales = _call(
         "align",
         [
-            jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
-            jax.ShapeDtypeStruct((-(-columns // 128), -(-rows // 4) * 4), jnp.float32),
+            jax.ShapeDtypeStruct((*leading, lines, -(-length // 16) * 16), jnp.uint8),
+            jax.ShapeDtypeStruct((*leading, -(-length // 128), -(-lines // 4) * 4), jnp.float32),
         ],
         x.codes,
         x.scales,
         element=numbers[0],
         block_rows=numbers[1],
         columns=columns,
-        turned=False,
+        turned=turned,
     )
     return Quantized(codes, scales, None)
 
@@ -242,35 +244,39 @@ def quantize_groups(
     eps: float,
     rows: bool,
     columns: bool,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Quantizes groups of rows to nearest in FP8, along the rows and the columns; groups that hold an Inf get NaN scales.
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes groups of rows to nearest, along the rows and the columns; groups that hold an Inf get NaN scales.
 
     Args:
         x: [tokens, features].
         words: of `group_rows`.
         multiplier: of delayed scaling, float32 (), or None.
-        format: FP8 with one scale for each group, or in blocks of 1x128.
+        format: with one scale for each group, or in blocks of one row.
         count: of the groups.
         eps: see `numerics.quantize`.
         rows, columns: which directions to make.
 
     Returns:
-        [codes, scales] of each direction as `blockfp.definition.groups` says, without elements where it isn't asked for.
+        The parts of both directions as `blockfp.definition.groups` says; None for one that isn't asked for.
     """
+    two_level, no_scale = format.scale.two_level, jax.ShapeDtypeStruct((0,), jnp.float32)
 
     def outputs(wanted: bool, columnwise: bool):
         found = groups.shapes(x.shape, count, format, columnwise=columnwise)
-        return [jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found]
+        codes, scales = (jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found[:2])
+        # A tensor scale is written for both directions, whichever is asked for.
+        return [codes, scales, jax.ShapeDtypeStruct((count,), jnp.float32) if two_level else no_scale]
 
     def word(wanted: bool):
         return jax.ShapeDtypeStruct((count if wanted else 0,), jnp.int32)
 
-    whole, delayed, no_scale = format.per_tensor, multiplier is not None, jax.ShapeDtypeStruct((0,), jnp.float32)
+    delayed = multiplier is not None
     # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded`, `overflows` and no keys.
-    found = [*([] if delayed else [word(whole)]), word(delayed), word(not whole), word(False)]
+    one = format.has_tensor_scale
+    found = [*([] if delayed else [word(one)]), word(delayed), word(not one), word(False)]
     made = _call(
         "quantize_groups",
-        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale],
+        [*found, *outputs(rows, False), *outputs(columns, True)],
         x,
         words,
         *([multiplier.reshape(1)] if multiplier is not None else []),
@@ -278,12 +284,16 @@ def quantize_groups(
         rows_keyed=False,
         columns_keyed=False,
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=whole and not delayed,
+        measure=one and not delayed,
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
         rotate_t=False,
     )[len(found) :]
-    return list(made[:2]), list(made[3:5])
+
+    def parts(codes, scales, tensor_scale):
+        return Quantized(codes, scales, tensor_scale if two_level else None)
+
+    return parts(*made[:3]) if rows else None, parts(*made[3:]) if columns else None
 
 
 def multiply_groups(
@@ -296,6 +306,8 @@ def multiply_groups(
     capability: tuple[int, int],
     along_k: bool = False,
     fast: bool = False,
+    ordered: bool = False,
+    bands: bool = False,
 ) -> jax.Array:
     """Multiplies FP8 codes of groups of rows or columns by the library's own kernel, which finds them on the device.
 
@@ -308,6 +320,7 @@ def multiply_groups(
         capability: of the device.
         along_k: contracts each group's rows.
         fast: whether sums of products with one scale may keep fewer bits.
+        ordered, bands: as for `product`, of b.
 
     Returns:
         [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
@@ -316,10 +329,10 @@ def multiply_groups(
     shape = (groups, m, n) if along_k else (m, n)
     if 0 in (*shape, k, groups):
         return jnp.zeros(shape, dtype)
-    ordered = (formats[0].block == (1, 128), along_k and formats[1].block == (1, 128))
+    in_order = (formats[0].block == (1, 128), (ordered or along_k) and formats[1].block == (1, 128))
     chosen = plan(
         *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
-        ordered=ordered, fast=fast,
+        ordered=in_order, bands=bands, fast=fast,
     )  # fmt: skip
     out, _ = _call(
         "product",
