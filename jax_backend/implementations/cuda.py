@@ -19,7 +19,7 @@ from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
 from blockfp.kernels.once import once
-from blockfp.kernels.products import plan
+from blockfp.kernels.products import plan, plan_values
 
 from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
@@ -38,6 +38,7 @@ _ATTRIBUTES = {
     "product": _PRODUCT,
     "product_by_cublas": _PRODUCT,
     "align": ("element", "block_rows", "columns", "turned"),
+    "transpose": ("bits", "rows", "columns"),
     "group_rows": ("tokens",),
     "quantize_groups": _QUANTIZE_GROUPS,
 }
@@ -228,6 +229,14 @@ def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -
     return Quantized(codes, scales, None)
 
 
+def transpose(codes: jax.Array, format: Format, columns: int) -> jax.Array:
+    """Packed codes [.., columns, bytes] of the transposed matrices of codes [.., rows, bytes] with so many columns."""
+    *leading, rows, _ = codes.shape
+    width = format.element.bits
+    out = jax.ShapeDtypeStruct((*leading, columns, layout.packed_columns(rows, width)), jnp.uint8)
+    return _call("transpose", out, codes, bits=width, rows=rows, columns=columns)
+
+
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
     """int32: where the groups that end at these rows lie, as `quantize_groups` wants to know it."""
     count = groups.words_for(tokens, ends.shape[0])
@@ -237,6 +246,7 @@ def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
 def quantize_groups(
     x: jax.Array,
     words: jax.Array,
+    keys: jax.Array | None,
     multiplier: jax.Array | None,
     *,
     format: Format,
@@ -244,17 +254,22 @@ def quantize_groups(
     eps: float,
     rows: bool,
     columns: bool,
+    keyed: tuple[bool, bool] = (False, False),
+    rotate: bool = False,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes groups of rows to nearest, along the rows and the columns; groups that hold an Inf get NaN scales.
+    """Quantizes groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
 
     Args:
         x: [tokens, features].
         words: of `group_rows`.
+        keys: uint32 [groups, 2, 2] of stochastic rounding, those of the columns second; or None.
         multiplier: of delayed scaling, float32 (), or None.
         format: with one scale for each group, or in blocks of one row.
         count: of the groups.
         eps: see `numerics.quantize`.
         rows, columns: which directions to make.
+        keyed: which of both round stochastically.
+        rotate: the random Hadamard transform of the columns.
 
     Returns:
         The parts of both directions as `blockfp.definition.groups` says; None for one that isn't asked for.
@@ -267,27 +282,31 @@ def quantize_groups(
         # A tensor scale is written for both directions, whichever is asked for.
         return [codes, scales, jax.ShapeDtypeStruct((count,), jnp.float32) if two_level else no_scale]
 
-    def word(wanted: bool):
-        return jax.ShapeDtypeStruct((count if wanted else 0,), jnp.int32)
+    def word(wanted: bool, each: int = 1):
+        return jax.ShapeDtypeStruct((count * each if wanted else 0,), jnp.int32)
 
     delayed = multiplier is not None
-    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded`, `overflows` and no keys.
-    one = format.has_tensor_scale
-    found = [*([] if delayed else [word(one)]), word(delayed), word(not one), word(False)]
+    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded` and `overflows`.
+    found = [
+        *([] if delayed else [word(format.has_tensor_scale, 2 if rotate else 1)]),
+        word(delayed),
+        word(not format.has_tensor_scale),
+    ]
     made = _call(
         "quantize_groups",
         [*found, *outputs(rows, False), *outputs(columns, True)],
         x,
         words,
+        _absent(jnp.uint32) if keys is None else keys,
         *([multiplier.reshape(1)] if multiplier is not None else []),
         groups=count,
-        rows_keyed=False,
-        columns_keyed=False,
+        rows_keyed=keyed[0],
+        columns_keyed=keyed[1],
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=one and not delayed,
+        measure=format.has_tensor_scale and not delayed,
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
-        rotate_t=False,
+        rotate_t=rotate,
     )[len(found) :]
 
     def parts(codes, scales, tensor_scale):
@@ -299,7 +318,7 @@ def quantize_groups(
 def multiply_groups(
     a: tuple[jax.Array, jax.Array],
     b: tuple[jax.Array, jax.Array],
-    formats: tuple[Format, Format],
+    formats: tuple[Format, Format] | None,
     ends: jax.Array,
     dtype,
     *,
@@ -309,12 +328,12 @@ def multiply_groups(
     ordered: bool = False,
     bands: bool = False,
 ) -> jax.Array:
-    """Multiplies FP8 codes of groups of rows or columns by the library's own kernel, which finds them on the device.
+    """Multiplies FP8 codes, or bfloat16, of groups of rows or columns by the library's own kernel; it finds them on the device.
 
     Args:
         a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
             scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
-        formats: of both.
+        formats: of both; None for values in bfloat16, with one scale.
         ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
         dtype: of the result.
         capability: of the device.
@@ -329,11 +348,14 @@ def multiply_groups(
     shape = (groups, m, n) if along_k else (m, n)
     if 0 in (*shape, k, groups):
         return jnp.zeros(shape, dtype)
-    in_order = (formats[0].block == (1, 128), (ordered or along_k) and formats[1].block == (1, 128))
-    chosen = plan(
-        *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
-        ordered=in_order, bands=bands, fast=fast,
-    )  # fmt: skip
+    if formats is None:
+        chosen = plan_values(m, n, k, matrices=1 if along_k else groups)
+    else:
+        in_order = (formats[0].block == (1, 128), (ordered or along_k) and formats[1].block == (1, 128))
+        chosen = plan(
+            *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
+            ordered=in_order, bands=bands, fast=fast,
+        )  # fmt: skip
     out, _ = _call(
         "product",
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],

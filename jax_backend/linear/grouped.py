@@ -106,9 +106,10 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    at_once = all_at_once(recipe)
+    dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)
+    at_once = all_at_once(recipe, dtype, weight_dtype)
     tile = UNIT if at_once else tile_rows(recipe)
-    layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, at_once)
+    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
     return y if state is None else (y, state_out)
@@ -170,7 +171,7 @@ class _GroupedLinear(Layer):
         return gather_rows(y, tiles.target)
 
     def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:
-        if not (self.at_once and weight.format.square and weight.format.scale.e8m0):
+        if not self.at_once or not isinstance(weight, QuantizedArray) or not weight.format.square:
             return super().multiply_rows_back(gradient, weight, tiles, fast=fast)
         options = {"fast": fast, "exact": self.recipe.exact_products}
         return multiply_rows(gradient, weight, tiles, self.dtype, turned=True, **options)

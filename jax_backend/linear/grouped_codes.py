@@ -23,6 +23,7 @@ from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
+from blockfp.kernels.format_numbers import cuda_rotates
 from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray
@@ -149,26 +150,27 @@ def quantize_groups(
         row is not None
         and column is not None
         and row.format is column.format
-        and _has_kernel(row, scaling)
-        and _has_kernel(column, scaling)
+        and _has_kernel(row, scaling, columnwise=False)
+        and _has_kernel(column, scaling, columnwise=True)
     ):
         return _by_kernel(x, tiles, casts, scaling)
     return _one_direction(x, tiles, row, scaling, columnwise=False), _one_direction(x, tiles, column, scaling, columnwise=True)
 
 
-def _has_kernel(cast: Cast, scaling: Scaling) -> bool:
+def _has_kernel(cast: Cast, scaling: Scaling, *, columnwise: bool) -> bool:
     """Returns True where the library has a kernel for a cast of all groups."""
     format = cast.format
-    if format is None or format.scale.four_over_six or cast.stochastic or cast.rotate:
+    if format is None or format.scale.four_over_six or cast.eden or (cast.rotate and not (columnwise and cuda_rotates(format))):
         return False
-    # The library measures the amaxes of what is here.
-    return scaling.cut is None or scaling.multiplier is not None or not format.has_tensor_scale
+    # The library measures the amaxes of what is here, and counts random bytes from here.
+    of_all = cast.stochastic or (format.has_tensor_scale and scaling.multiplier is None)
+    return scaling.cut is None or not of_all
 
 
 def _one_direction(x: jax.Array, tiles: Tiles, cast: Cast | None, scaling: Scaling, *, columnwise: bool) -> GroupCodes | None:
     if cast is None:
         return None
-    if _has_kernel(cast, scaling):
+    if _has_kernel(cast, scaling, columnwise=columnwise):
         return _by_kernel(x, tiles, (None, cast) if columnwise else (cast, None), scaling)[columnwise]
     if cast == HIGH_PRECISION and not columnwise:
         return GroupCodes(x, None, None, None, x.shape[1], np.dtype(x.dtype), False)
@@ -187,19 +189,29 @@ def _by_kernel(
     (format,) = {cast.format for cast in casts if cast is not None}
     assert format is not None
     tokens, count = x.shape[0], tiles.sizes.shape[0]
+    keyed = tuple(cast is not None and cast.stochastic for cast in casts)
+    rotate = casts[1] is not None and casts[1].rotate
+    arrays = scaling.multiplier, scaling.key if any(keyed) else None, scaling.coordinate, scaling.first_group
 
-    def kernel(x, tiles, multiplier):
+    def given(multiplier, key, coordinate, first) -> Scaling:
+        return scaling._replace(multiplier=multiplier, key=key, coordinate=coordinate, first_group=first)
+
+    def kernel(x, tiles, multiplier, *rest):
+        keys = None
+        if any(keyed):
+            one = given(multiplier, *rest)
+            each = [jax.vmap(lambda group, way=way: one.key_of(group, way))(jnp.arange(count)) for way in (ROWWISE, COLUMNWISE)]
+            keys = jnp.stack(each, axis=1).astype(jnp.uint32)
         words = cuda.group_rows(jnp.cumsum(tiles.sizes), tokens)
-        wanted = {"rows": casts[0] is not None, "columns": casts[1] is not None}
+        wanted = {"rows": casts[0] is not None, "columns": casts[1] is not None, "keyed": keyed, "rotate": rotate}
         options = {"format": format, "count": count, "eps": eps_for(format, scaling.eps), **wanted}
-        return [parts for parts in cuda.quantize_groups(x, words, multiplier, **options) if parts is not None]
+        return [parts for parts in cuda.quantize_groups(x, words, keys, multiplier, **options) if parts is not None]
 
-    def definition(x, tiles, multiplier):
-        one = scaling._replace(multiplier=multiplier)
-        made = [_by_tiles(x, tiles, cast, one, columnwise=bool(i)) for i, cast in enumerate(casts) if cast is not None]
+    def definition(x, tiles, *rest):
+        made = [_by_tiles(x, tiles, cast, given(*rest), columnwise=bool(i)) for i, cast in enumerate(casts) if cast is not None]
         return [Quantized(each.codes, each.scales, each.tensor_scale) for each in made]
 
-    made = iter(on_device(kernel, definition, x, tiles, scaling.multiplier))
+    made = iter(on_device(kernel, definition, x, tiles, *arrays))
     columns = x.shape[1], columns_for(tokens, count)
     found: list[GroupCodes | None] = [None, None]
     for i, cast in enumerate(casts):

@@ -3,34 +3,43 @@
     rows       y [tokens, n]             rows of a group times its own weight       forward, dgrad
     columns    weight [groups, n, k]     what a group's rows contract to            wgrad
 
-FP8 per tensor and in blocks is multiplied on codes, and so is MX once it is aligned. What stands in on other devices are the
-spans of `grouped_spans`.
+FP8 per tensor and in blocks is multiplied on codes, and so is MX once it is aligned. All else is dequantized, all groups in one
+launch, to bfloat16, and multiplied by the same kernel; scales of whole groups multiply its sums, in fp32. What stands in on
+other devices are the spans of `grouped_spans`.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from blockfp.definition import alignment
+from blockfp.definition.groups import ordered
 from blockfp.definition.numerics import Quantized
 from blockfp.formats import Format
 from blockfp.kernels.products import HOPPER
-from blockfp.kernels.routes import Mode, route
+from blockfp.kernels.routes import Mode, exact_in_bfloat16, route
 from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import choice, cuda
+from ..implementations import choice, cuda, ops
 from .grouped_codes import GroupCodes, on_device
 from .grouped_spans import by_columns, by_rows
-from .products import capability
+from .products import Matrix, capability
 from .tiles import Tiles, gather_rows
 
-_Pair = tuple[jax.Array, jax.Array]  # codes and scales
+_Pair = tuple[jax.Array, jax.Array]  # codes and scales, or values and the scales of groups
 
 
-def all_at_once(recipe: Recipe) -> bool:
-    """Returns True where the CUDA library multiplies all groups at once, in all three products of a recipe."""
+def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool:
+    """Returns True where the CUDA library multiplies all groups at once, in all three products of a recipe.
+
+    Args:
+        recipe: the recipe.
+        dtype: of x and the gradient.
+        weight_dtype: of the weight, if its values are multiplied.
+    """
     if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
         return False
     casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
@@ -40,8 +49,21 @@ def all_at_once(recipe: Recipe) -> bool:
         return False
     if any(format is not None and format.block and format.block[0] > 1 for format in (x, x_columns, g, g_columns)):
         return False
-    products = (x, weights[0]), (g, weights[1]), (g_columns, x_columns)
-    return all(_mode(*formats, exact=recipe.exact_products) is not None for formats in products)
+    w, w_dtype = recipe.weight.format, weight_dtype
+    if w is not None and not w.square:
+        # dgrad takes the values (`arguments.transposed_weight`).
+        w_dtype = np.dtype("bfloat16" if exact_in_bfloat16(w) and not w.has_tensor_scale else "float32")
+        w = None
+    products = (
+        (x, dtype, recipe.weight.format, weight_dtype),
+        (g, dtype, weights[1] if w is None and recipe.weight.format is None else w, w_dtype),
+        (g_columns, dtype, x_columns, dtype),
+    )
+    return all(
+        _mode(a, b, exact=recipe.exact_products) is not None
+        or all(exact_in_bfloat16(f) if f is not None else d.name == "bfloat16" for f, d in ((a, a_dtype), (b, b_dtype)))
+        for a, a_dtype, b, b_dtype in products
+    )
 
 
 def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
@@ -54,23 +76,26 @@ def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
 
 
 def multiply_rows(
-    x: GroupCodes, weight: QuantizedArray, tiles: Tiles, dtype, *, fast: bool, exact: bool, turned: bool = False
+    x: GroupCodes, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool, turned: bool = False
 ) -> jax.Array:
     """Multiplies rows with their group's weight; zeros for rows beyond all groups.
 
     Args:
         x: [tokens, k].
-        weight: [groups, n, k]; or with `turned` stored as [groups, k, n], MX in square blocks.
+        weight: [groups, n, k]; or with `turned` stored as [groups, k, n], in square blocks.
         tiles: where groups lie.
         dtype: of the product, [tokens, n].
         fast, exact: as for `products.product`.
         turned: see `weight`.
     """
-    aligned = _mode(x.format, weight.format, exact=exact) == "aligned"
+    mode = _mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact=exact)
 
     def kernel(x, weight, tiles):
+        weight = _turned(weight) if turned and mode != "aligned" else weight
         ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
-        if aligned:
+        if mode is None:
+            formats, left, right = None, _values(x), _values_of_weight(weight)
+        elif mode == "aligned":
             formats = alignment.aligned_format(x.format), alignment.aligned_format(weight.format)
             left, right = _aligned(x), _aligned(weight, turned=turned)
             options |= {"ordered": True, "bands": weight.format.square}
@@ -89,10 +114,12 @@ def multiply_rows(
 
 def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
     """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
-    aligned = _mode(a.format, b.format, exact=exact) == "aligned"
+    mode = _mode(a.format, b.format, exact=exact)
 
     def kernel(a, b, tiles):
-        if aligned:
+        if mode is None:
+            operand, formats = _values, None
+        elif mode == "aligned":
             operand, formats = _aligned, (alignment.aligned_format(a.format), alignment.aligned_format(b.format))
         else:
             operand, formats = _codes, (a.format, b.format)
@@ -116,9 +143,39 @@ def _codes(x: GroupCodes) -> _Pair:
     return x.codes, x.scales
 
 
+def _turned(weight: QuantizedArray) -> QuantizedArray:
+    codes, rows = cuda.transpose(weight.codes, weight.format, weight.columns), weight.codes.shape[-2]
+    return weight.replace(codes=codes, scales=weight.scales.swapaxes(-1, -2), columns=rows)
+
+
 def _aligned(x: GroupCodes | QuantizedArray, *, turned: bool = False) -> _Pair:
     """MX codes with a scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
     assert x.format is not None
     assert x.scales is not None
     made = cuda.align(Quantized(x.codes, x.scales, None), x.format, x.columns, turned=turned)
     return made.codes, made.scales
+
+
+def _values(x: GroupCodes) -> _Pair:
+    """The values in bfloat16, and the scales of whole groups, or 1."""
+    if x.format is None:
+        return x.codes.astype(jnp.bfloat16), jnp.ones(1, jnp.float32)
+    assert x.scales is not None
+    scales = x.scales[:, : x.codes.shape[0]].T if ordered(x.format) else x.scales
+    return _dequantized(x.codes, scales, x.tensor_scale, x.format, x.columns)
+
+
+def _values_of_weight(x: Matrix) -> _Pair:
+    if not isinstance(x, QuantizedArray):
+        return x.astype(jnp.bfloat16), jnp.ones(1, jnp.float32)
+    return _dequantized(x.codes, x.scales, x.tensor_scale, x.format, x.columns)
+
+
+def _dequantized(codes, scales, tensor_scale, format: Format, columns: int) -> _Pair:
+    """Dequantizes all but the scales of whole groups or tensors, float32 [groups] or [1], which stay apart."""
+    factors = jnp.ones(1, jnp.float32)
+    if format.per_tensor:
+        factors, scales = scales.reshape(-1), jnp.ones((1,) * codes.ndim, jnp.float32)
+    elif tensor_scale is not None:
+        factors, tensor_scale = tensor_scale.reshape(-1), jnp.ones((), jnp.float32)
+    return ops.dequantize(codes, scales, tensor_scale, format=format, dtype="bfloat16", columns=columns), factors

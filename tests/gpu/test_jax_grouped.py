@@ -68,8 +68,11 @@ def test_each_group_is_a_layer_of_its_own(recipe, monkeypatch):
         assert new.input_amax_history[0] == jnp.abs(x[: sum(SIZES)]).max().astype(jnp.float32)
 
 
+BF16 = np.dtype("bfloat16")
+
+
 def hopper(recipe):
-    if not grouped_products.all_at_once(recipes.parse(recipe)):
+    if not grouped_products.all_at_once(recipes.parse(recipe), BF16, BF16):
         pytest.skip("the kernels for groups are Hopper's, and of programs that XLA doesn't split over devices")
 
 
@@ -77,7 +80,8 @@ def hopper(recipe):
     ("name", "option"),
     [
         *((name, None) for name in ("fp8_e4m3_1x128", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "nvfp4")),
-        *(("fp8_e4m3", 37.5), ("mxfp4_e2m1", "rotate"), ("mxfp4_e2m1", "both"), ("fp8_e5m2", "keys")),
+        *(("fp8_e4m3", 37.5), ("mxfp4_e2m1", "rotate"), ("nvfp4", "rotate"), ("nvfp4", "keys"), ("nvfp4", "both")),
+        *(("fp8_e5m2", "keys"), ("mxfp4_e2m1", "keys"), ("nvfp4_4over6", None)),
     ],
 )
 def test_all_groups_are_quantized_to_the_bits_of_each(name, option):
@@ -127,11 +131,14 @@ def in_turn(monkeypatch):
     monkeypatch.setattr(grouped, "all_at_once", lambda *_: False)
 
 
+QAT = recipes.qat("nvfp4_16x16", "mxfp8_e4m3")
+
+
 @pytest.mark.parametrize(
     ("recipe", "features", "out", "dtype"),
     [
-        *((recipe, 256, 384, "bfloat16") for recipe in ("fp8_block", "mxfp8", "mxfp4", "mxfp4_rotated")),
-        *((recipe, 200, 136, "float32") for recipe in ("fp8_current", "mxfp6")),
+        *((recipe, 256, 384, "bfloat16") for recipe in ("fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_eden", QAT)),
+        *((recipe, 200, 136, "float32") for recipe in ("fp8_current", "mxfp6", "nvfp4", recipes.mxfp8(exact_products=True))),
     ],
     ids=str,
 )
@@ -166,7 +173,7 @@ def test_at_once_and_one_after_another(recipe, features, out, dtype, monkeypatch
         assert not got[2][np.array(sizes) == 0].any()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_inside_tensor_parallelism(recipe):
     """On one device: amaxes and random bytes are those of all features then, which the kernels for groups don't know."""
     hopper(recipe)
@@ -189,7 +196,9 @@ def test_inside_tensor_parallelism(recipe):
             assert np.linalg.norm(a - b) <= NEAR * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp6", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp6", "mxfp4", "nvfp4", recipes.mxfp8(exact_products=True)], ids=str
+)
 def test_an_inf_is_its_groups_alone_and_nothing_asks_the_host(recipe):
     hopper(recipe)
     rng = np.random.default_rng(0)

@@ -26,7 +26,9 @@ from blockfp.recipes import Cast
 KERNELS = Path(__file__).parents[2] / "kernels" / "cuda"
 SIZES = (300, 0, 37, 128)
 TOKENS, IN, OUT = 500, 272, 144
-RECIPES = [recipes.parse(name) for name in recipes.RECIPES if name.startswith(("fp8", "mx")) and name != "fp8_row"]
+QAT = recipes.qat("nvfp4_16x16", "mxfp8_e4m3")
+RECIPES = [*(recipes.parse(name) for name in recipes.RECIPES if name != "fp8_row"), recipes.mxfp8(exact_products=True), QAT]
+IDS = [f"{recipe}{' exact' * recipe.exact_products}" for recipe in RECIPES]
 KEY = np.array([1, 2], np.uint32)
 SCALED = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(1000))
 
@@ -58,7 +60,8 @@ def bits_of_groups(parts, ends, features, format, columnwise):
     [
         *((name, IN, None) for name in ("fp8_e4m3_1x128", "fp8_e5m2", "fp8_e4m3_1x128_fp32", "mxfp8_e4m3", "mxint8")),
         *((name, 77, None) for name in ("fp8_e4m3_1x128", "mxfp6_e3m2", "nvfp4")),
-        *(("fp8_e5m2", IN, "stochastic"), ("mxfp4_e2m1", 77, "rotate")),
+        *(("fp8_e5m2", IN, "stochastic"), ("nvfp4", 77, "stochastic")),
+        *(("nvfp4", IN, "rotate"), ("mxfp4_e2m1", 77, "rotate")),
     ],
 )
 def test_codes_lie_as_the_kernels_write_them(name, option, size, arrays, kernels):
@@ -108,7 +111,7 @@ def layer(x, w, g, recipe):
 
 
 # test_jax_grouped_kernels has the others.
-@pytest.mark.parametrize("recipe", [recipes.parse(name) for name in ("fp8_block", "fp8_delayed", "mxfp4")], ids=str)
+@pytest.mark.parametrize("recipe", [recipes.parse(name) for name in ("fp8_block", "fp8_delayed", "mxfp4", "nvfp4")], ids=str)
 def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     x, g, w = arrays
     x = x.at[310].set(jnp.inf)
@@ -128,7 +131,7 @@ def test_the_layer_is_that_of_tiles(recipe, arrays, kernels, monkeypatch):
     assert not np.asarray(got[0], np.float32)[sum(SIZES) :].any()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp4", "nvfp4"])
 def test_derivatives_go_through_tiles(recipe, arrays, kernels, monkeypatch):
     x, g, w = (a.astype(jnp.float32) for a in arrays)
     q = bfp.quantize_params(w, recipe)
@@ -151,7 +154,7 @@ def test_derivatives_go_through_tiles(recipe, arrays, kernels, monkeypatch):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp4", "nvfp4"])
 def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, monkeypatch):
     x, _, w = arrays
     chosen = jnp.asarray(np.repeat(np.arange(4), 125)[np.random.default_rng(0).permutation(TOKENS)])
@@ -165,7 +168,7 @@ def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, mon
         return run(x, q), *bfp.grad(lambda x, q: (run(x, q) ** 2).sum().astype(jnp.float32), (0, 1))(x, q)
 
     # With a scale of the whole tensor a NaN is everywhere.
-    x = x if recipe == "fp8_current" else x.at[3].set(jnp.nan)
+    x = x if recipe in ("fp8_current", "nvfp4") else x.at[3].set(jnp.nan)
     got = jax.jit(gradients)(x, q)
     jax.clear_caches()
     monkeypatch.setattr(grouped, "all_at_once", lambda *_: False)
@@ -175,7 +178,7 @@ def test_dispatched_rows_are_multiplied_as_they_are(recipe, arrays, kernels, mon
         np.testing.assert_allclose(a, b, rtol=2.0**-6, atol=2e-3 * np.nanmax(np.abs(b)))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
 def test_experts_divided_and_cut(recipe, kernels, monkeypatch):
     """Over two axes, as groups one after another are: with tensor parallelism in either dimension."""
     mesh = jax.make_mesh((2, 2), ("expert", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -208,7 +211,7 @@ def test_experts_divided_and_cut(recipe, kernels, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch):
     """A cast or two of each operand and three products, whatever the sizes of groups, and no loop over them."""
     x, g, w = arrays
@@ -226,7 +229,7 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch
     casts, aligned = CALLS.get(recipe.name, (2, 0))
     assert calls.count("blockfp_quantize_groups") == casts
     assert calls.count("blockfp_product") == 3
-    assert calls.count("blockfp_align") == aligned
+    assert calls.count("blockfp_align") == (0 if recipe.exact_products else aligned)
     sources = "".join(path.read_text() for path in KERNELS.rglob("*.cu"))
     for name in given:
         (parameters,) = re.findall(rf"\nvoid {name}\(([^{{]*)\) {{", sources)
@@ -236,25 +239,40 @@ def test_a_gpu_gets_one_call_for_all_groups(recipe, arrays, kernels, monkeypatch
 
 
 # Calls that quantize groups, and that align operands.
-CALLS = {"mxfp8": (2, 6), "mxfp6": (2, 6), "mxfp4": (2, 6), "mxfp4_rotated": (1, 6)}
+CALLS = {
+    "mxfp8": (2, 6),
+    "mxfp6": (2, 6),
+    "mxfp4": (2, 6),
+    "mxfp4_rotated": (2, 6),
+    "nvfp4_4over6": (2, 0),
+    "nvfp4_eden": (2, 0),
+}
+CALLS[QAT.name] = (1, 0)
 
 
 def test_which_recipes_the_kernels_do(monkeypatch):
-    assert not grouped_products.all_at_once(recipes.mxfp8())
+    bf16, fp32 = np.dtype("bfloat16"), np.dtype("float32")
+    assert not grouped_products.all_at_once(recipes.mxfp8(), bf16, bf16)
     monkeypatch.setattr(choice, "has_gpu", lambda: True)
     monkeypatch.setattr(choice, "would_be_partitioned", lambda: False)
     monkeypatch.setattr(choice, "missing", lambda name: None)
     monkeypatch.setattr(grouped_products, "capability", lambda: (9, 0))
-    done = [name for name in recipes.RECIPES if grouped_products.all_at_once(recipes.parse(name))]
-    assert done == [recipe.name for recipe in RECIPES]
-    assert grouped_products.all_at_once(recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True)))
+    for recipe in RECIPES:
+        assert grouped_products.all_at_once(recipe, bf16, bf16), recipe
+        # What isn't quantized must be bfloat16.
+        assert grouped_products.all_at_once(recipe, fp32, fp32) == (recipe is not QAT), recipe
+    stochastic = recipes.fp8_current().replace(gradient=Cast("fp8_e5m2", stochastic=True))
+    assert grouped_products.all_at_once(stochastic, bf16, bf16)
+    rows = recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3"))
+    assert grouped_products.all_at_once(rows, bf16, fp32)
+    # One scale for each group beside blocks is multiplied in bfloat16, and fp32 scales of blocks have no values there.
+    assert grouped_products.all_at_once(recipes.fp8_current().replace(weight=Cast("fp8_e4m3_128x128")), bf16, bf16)
     for refused in (
-        recipes.mxfp8(exact_products=True),
-        recipes.mxfp8().replace(weight=Cast("mxfp8_e4m3")),
+        recipes.fp8_row(),
+        recipes.fp8_current().replace(weight=Cast("fp8_e4m3_128x128_fp32")),
         recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32")),
-        # The library multiplies blocks of one side by one scale for all groups of the other, not by one for each.
-        recipes.fp8_current().replace(weight=Cast("fp8_e4m3_128x128")),
+        recipes.nvfp4().replace(weight=Cast("nvfp4")),
     ):
-        assert not grouped_products.all_at_once(refused), refused
+        assert not grouped_products.all_at_once(refused, bf16, bf16), refused
     monkeypatch.setattr(grouped_products, "capability", lambda: (10, 0))
-    assert not grouped_products.all_at_once(recipes.fp8_block())
+    assert not grouped_products.all_at_once(recipes.fp8_block(), bf16, bf16)

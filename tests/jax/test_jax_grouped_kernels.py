@@ -9,8 +9,9 @@ from blockfp.jax_backend.linear import grouped, grouped_codes, grouped_products
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.definition import alignment, groups, layout, numerics
+from blockfp.definition import alignment, groups, layout, numerics, rotation
 from blockfp.definition.numerics import Quantized
+from blockfp.recipes import Cast
 
 SIZES = (150, 0, 37, 128)
 TOKENS, IN, OUT = 340, 144, 80
@@ -21,11 +22,15 @@ def played_rows(ends, tokens):
     return jnp.asarray(ends, jnp.int32)
 
 
-def played_quantize(x, words, multiplier, *, format, count, eps, rows, columns):
+def played_quantize(x, words, keys, multiplier, *, format, count, eps, rows, columns, keyed=(False, False), rotate=False):
     def on_host(columnwise):
-        def run(x, ends, multiplier):
+        def run(x, ends, keys, multiplier):
             x, ends = np.asarray(x), [int(end) for end in ends]
-            options = {} if multiplier is None else {"multiplier": np.asarray(multiplier).reshape(1, 1)}
+            options = {"keys": np.asarray(keys)[:, int(columnwise)].astype(np.int64)} if keyed[columnwise] else {}
+            if rotate and columnwise:
+                options["turn"] = rotation.rotate
+            if multiplier is not None:
+                options["multiplier"] = np.asarray(multiplier).reshape(1, 1)
             parts = groups.quantize_groups(x, ends, format, columnwise=columnwise, eps=eps, **options)
             last = list(groups.groups_of(ends, x.shape[0]))[-1]
             codes, scales, tensor_scale = (None if part is None else np.array(part) for part in parts)
@@ -48,7 +53,7 @@ def played_quantize(x, words, multiplier, *, format, count, eps, rows, columns):
 
         found = groups.shapes(x.shape, count, format, columnwise=columnwise)
         like = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in found]
-        parts = jax.pure_callback(run, like, x, words, multiplier)
+        parts = jax.pure_callback(run, like, x, words, keys, multiplier)
         return Quantized(*parts, *[None] * (3 - len(parts)))
 
     return on_host(False) if rows else None, on_host(True) if columns else None
@@ -66,9 +71,17 @@ def played_align(x, format, columns, *, turned=False):
     return Quantized(filled(made.codes, 16), filled(made.scales.swapaxes(-1, -2), 4), None)
 
 
+def played_transpose(codes, format, columns):
+    width = format.element.bits
+    return layout.pack(layout.unpack(codes, width, columns).swapaxes(-1, -2), width)
+
+
 def played_product(a, b, formats, ends, dtype, *, capability, along_k=False, fast=False, ordered=False, bands=False):
     def values(side, i, group=None):
         codes, scales = side
+        if formats is None:
+            assert codes.dtype == jnp.bfloat16
+            return codes.astype(np.float32), scales[group if scales.size > 1 else 0]
         if formats[i].block is None:
             scale = np.ones((1, 1), np.float32)
             found = numerics.dequantize(codes, scale, None, formats[i], "float32", columns=codes.shape[-1])
@@ -101,7 +114,7 @@ def played_product(a, b, formats, ends, dtype, *, capability, along_k=False, fas
 def played(monkeypatch):
     for name, function in (
         *(("group_rows", played_rows), ("quantize_groups", played_quantize)),
-        *(("align", played_align), ("multiply_groups", played_product)),
+        *(("align", played_align), ("transpose", played_transpose), ("multiply_groups", played_product)),
     ):
         monkeypatch.setattr(cuda, name, function)
     for module in (grouped_codes, grouped_products):
@@ -111,16 +124,22 @@ def played(monkeypatch):
     jax.clear_caches()
 
 
-ALL = [recipes.parse(name) for name in recipes.RECIPES if name.startswith(("fp8", "mx")) and name != "fp8_row"]
+ALL = [*(recipes.parse(name) for name in recipes.RECIPES if name != "fp8_row"), recipes.mxfp8(exact_products=True)]
+ALL += [
+    recipes.qat("nvfp4_16x16", "mxfp8_e4m3"),
+    recipes.mxfp8().replace(name="weights in rows", weight=Cast("mxfp8_e4m3")),
+    recipes.mxfp8().replace(name="weights across", weight=Cast(None), weight_columnwise=Cast("mxfp8_e4m3")),
+    recipes.fp8_current().replace(name="blocks beside one scale", weight=Cast("fp8_e4m3_128x128")),
+]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("recipe", ALL, ids=str)
+@pytest.mark.parametrize("recipe", ALL, ids=[f"{recipe}{' exact' * recipe.exact_products}" for recipe in ALL])
 def test_the_layer_is_that_of_tiles(recipe, played, monkeypatch):
     rng = np.random.default_rng(0)
     x, g = (jnp.asarray(rng.standard_normal((TOKENS, size)), jnp.bfloat16) for size in (IN, OUT))
     w = jnp.asarray(rng.standard_normal((len(SIZES), OUT, IN)), jnp.bfloat16)
-    w = bfp.quantize_params(w, recipe)
+    w = bfp.quantize_params(w, recipe) if recipe.weight.format else w
     state = bfp.DelayedState(jnp.zeros(4), jnp.float32(37.5), jnp.zeros(4), jnp.float32(100)) if recipe.delayed else None
 
     def run(x, w):
