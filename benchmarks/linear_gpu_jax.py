@@ -8,7 +8,8 @@ be called. All contenders are compiled with XLA's defaults; `--no-triton` turns 
 takes long, off for all of them. With sizes small enough it runs on the CPU too, to see that it does.
 
 With `--experts` the layers are `grouped_linear` of so many weights, among which the tokens are divided unevenly. bf16 is one
-weight for all tokens then, which is as many operations; "ragged_dot" is bf16 by `lax.ragged_dot`.
+weight for all tokens then, which is as many operations; "ragged_dot" is bf16 by `lax.ragged_dot`. NAME:apart multiplies one
+expert after another.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from blockfp.jax_backend.implementations import choice
+from blockfp.jax_backend.linear import grouped
 from blockfp.jax_backend.linear.products import least_cublas
 
 import blockfp.jax as bfp
@@ -94,7 +96,8 @@ def compiled(name: str, sizes: tuple[int, int, int, int], options: dict[str, Any
     operands = arguments(recipe, *sizes)
     by_xla = mock.patch.object(choice, "missing_product", return_value="the benchmark wants XLA's")
     began = time.perf_counter()
-    with by_xla if by == "xla" else nullcontext():
+    apart = mock.patch.object(grouped, "all_at_once", return_value=False)
+    with {"xla": by_xla, "apart": apart}.get(by, nullcontext()):
         lowered = jax.jit(partial(step, recipe)).lower(*operands)
     run = lowered.compile(compiler_options=options)
     return partial(run, *operands), time.perf_counter() - began

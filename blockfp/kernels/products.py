@@ -20,6 +20,8 @@ TENSOR_SCALES, BLOCK_SCALES = 120000, 120900
 
 _CUBLAS_WORKSPACE = 32 * 2**20  # what it recommends on Hopper
 _OWN_CHOOSES_TILE = -1
+_VALUES = 6
+"""The number of bfloat16 among elements, that of `Values` in kernels/cuda/products/gemm.h."""
 
 
 class Plan(NamedTuple):
@@ -91,6 +93,19 @@ def plan(
     kinds[3] = 32 if bands else kinds[3]
     numbers = (*kinds, *ordered, own, _OWN_CHOOSES_TILE, fast, accumulate)
     return Plan(own, workspace, own or adds_bias, tuple(int(number) for number in numbers))
+
+
+@lru_cache(maxsize=4096)
+def plan_values(m: int, n: int, k: int, *, matrices: int = 1) -> Plan:
+    """Plans a @ b^T of bfloat16, with a scale for each operand or each group, by the own kernel: on compute capability 9.0.
+
+    Args:
+        m, n, k: lengths: a is [m, k] and b [n, k], or `matrices` of these.
+        matrices: how many b are stored.
+    """
+    copied = [2 * m * _fill(k, 8), 2 * matrices * n * _fill(k, 8)] if k % 8 else []
+    numbers = (_VALUES, 0, _VALUES, 0, False, False, True, _OWN_CHOOSES_TILE, False, False)
+    return Plan(True, sum(_piece(size) for size in copied), True, tuple(int(number) for number in numbers))
 
 
 def _refusal(a: Format, b: Format, m: int, n: int, k: int, cublas: int, groups: int) -> str:

@@ -243,9 +243,8 @@ def table() -> list[tuple[str, str, str]]:
     lines.append(("any CUDA device", "4-over-6 (nvfp4_4over6..) in blocks of 16x1", "the definition, in array operations"))
     lines.append(("any CUDA device", "MS-EDEN (nvfp4_eden)", "PyTorch: the CUDA library's kernels; JAX: the definition"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
-    lines.append(
-        ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")
-    )
+    how = "dequantize to bfloat16, torch's grouped_mm; in JAX blockfp's kernel, on Hopper"
+    lines.append(("any CUDA device", "the same of experts, where Hopper has no codes", how))
     lines.append(("any CUDA device", "FP8 blocks and rows with fp32 scales", "dequantize to float32, matmul"))
     lines.append(("CPU", "all", "dequantize to float32, matmul"))
     return lines

@@ -19,7 +19,7 @@ from blockfp.formats import Format
 from blockfp.kernels import cuda_library
 from blockfp.kernels.format_numbers import cuda_rotates, format_numbers, largest_multiplier, stored_numbers
 from blockfp.kernels.once import once
-from blockfp.kernels.products import plan
+from blockfp.kernels.products import plan, plan_values
 
 from .backend import Backend, amax_of_tensor, keys_of_both, missing_library, refusal_of_amax
 
@@ -38,6 +38,7 @@ _ATTRIBUTES = {
     "product": _PRODUCT,
     "product_by_cublas": _PRODUCT,
     "align": ("element", "block_rows", "columns", "turned"),
+    "transpose": ("bits", "rows", "columns"),
     "group_rows": ("tokens",),
     "quantize_groups": _QUANTIZE_GROUPS,
 }
@@ -204,26 +205,36 @@ def product(
     return out
 
 
-def align(x: Quantized, format: Format, columns: int) -> Quantized:
-    """The codes and scales of an MX matrix, shifted to one scale for 128 elements (`definition.alignment`).
+def align(x: Quantized, format: Format, columns: int, *, turned: bool = False) -> Quantized:
+    """The codes and scales of MX matrices, shifted to one scale for 128 elements (`definition.alignment`).
 
-    Codes are [rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`.
+    Codes are [.., rows, columns filled up to a multiple of 16 with zeros], scales as `product` takes them `ordered`; those
+    of the transposed matrices if `turned`, of blocks of 32x32.
     """
-    rows, numbers = x.codes.shape[0], format_numbers(format)
+    (*leading, rows, _), numbers = x.codes.shape, format_numbers(format)
+    lines, length = (columns, rows) if turned else (rows, columns)
     codes, scales = _call(
         "align",
         [
-            jax.ShapeDtypeStruct((rows, -(-columns // 16) * 16), jnp.uint8),
-            jax.ShapeDtypeStruct((-(-columns // 128), -(-rows // 4) * 4), jnp.float32),
+            jax.ShapeDtypeStruct((*leading, lines, -(-length // 16) * 16), jnp.uint8),
+            jax.ShapeDtypeStruct((*leading, -(-length // 128), -(-lines // 4) * 4), jnp.float32),
         ],
         x.codes,
         x.scales,
         element=numbers[0],
         block_rows=numbers[1],
         columns=columns,
-        turned=False,
+        turned=turned,
     )
     return Quantized(codes, scales, None)
+
+
+def transpose(codes: jax.Array, format: Format, columns: int) -> jax.Array:
+    """Packed codes [.., columns, bytes] of the transposed matrices of codes [.., rows, bytes] with so many columns."""
+    *leading, rows, _ = codes.shape
+    width = format.element.bits
+    out = jax.ShapeDtypeStruct((*leading, columns, layout.packed_columns(rows, width)), jnp.uint8)
+    return _call("transpose", out, codes, bits=width, rows=rows, columns=columns)
 
 
 def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
@@ -235,6 +246,7 @@ def group_rows(ends: jax.Array, tokens: int) -> jax.Array:
 def quantize_groups(
     x: jax.Array,
     words: jax.Array,
+    keys: jax.Array | None,
     multiplier: jax.Array | None,
     *,
     format: Format,
@@ -242,72 +254,92 @@ def quantize_groups(
     eps: float,
     rows: bool,
     columns: bool,
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Quantizes groups of rows to nearest in FP8, along the rows and the columns; groups that hold an Inf get NaN scales.
+    keyed: tuple[bool, bool] = (False, False),
+    rotate: bool = False,
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes groups of rows along the rows and the columns; groups that hold an Inf get NaN scales.
 
     Args:
         x: [tokens, features].
         words: of `group_rows`.
+        keys: uint32 [groups, 2, 2] of stochastic rounding, those of the columns second; or None.
         multiplier: of delayed scaling, float32 (), or None.
-        format: FP8 with one scale for each group, or in blocks of 1x128.
+        format: with one scale for each group, or in blocks of one row.
         count: of the groups.
         eps: see `numerics.quantize`.
         rows, columns: which directions to make.
+        keyed: which of both round stochastically.
+        rotate: the random Hadamard transform of the columns.
 
     Returns:
-        [codes, scales] of each direction as `blockfp.definition.groups` says, without elements where it isn't asked for.
+        The parts of both directions as `blockfp.definition.groups` says; None for one that isn't asked for.
     """
+    two_level, no_scale = format.scale.two_level, jax.ShapeDtypeStruct((0,), jnp.float32)
 
     def outputs(wanted: bool, columnwise: bool):
         found = groups.shapes(x.shape, count, format, columnwise=columnwise)
-        return [jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found]
+        codes, scales = (jax.ShapeDtypeStruct(shape if wanted else (0,), jnp.dtype(dtype)) for shape, dtype in found[:2])
+        # A tensor scale is written for both directions, whichever is asked for.
+        return [codes, scales, jax.ShapeDtypeStruct((count,), jnp.float32) if two_level else no_scale]
 
-    def word(wanted: bool):
-        return jax.ShapeDtypeStruct((count if wanted else 0,), jnp.int32)
+    def word(wanted: bool, each: int = 1):
+        return jax.ShapeDtypeStruct((count * each if wanted else 0,), jnp.int32)
 
-    whole, delayed, no_scale = format.per_tensor, multiplier is not None, jax.ShapeDtypeStruct((0,), jnp.float32)
-    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded`, `overflows` and no keys.
-    found = [*([] if delayed else [word(whole)]), word(delayed), word(not whole), word(False)]
+    delayed = multiplier is not None
+    # What the call measures on its way: amaxes, unless a multiplier stands instead, then `recorded` and `overflows`.
+    found = [
+        *([] if delayed else [word(format.has_tensor_scale, 2 if rotate else 1)]),
+        word(delayed),
+        word(not format.has_tensor_scale),
+    ]
     made = _call(
         "quantize_groups",
-        [*found, *outputs(rows, False), no_scale, *outputs(columns, True), no_scale],
+        [*found, *outputs(rows, False), *outputs(columns, True)],
         x,
         words,
+        _absent(jnp.uint32) if keys is None else keys,
         *([multiplier.reshape(1)] if multiplier is not None else []),
         groups=count,
-        rows_keyed=False,
-        columns_keyed=False,
+        rows_keyed=keyed[0],
+        columns_keyed=keyed[1],
         **dict(zip(_FORMAT, format_numbers(format), strict=True)),
-        measure=whole and not delayed,
+        measure=format.has_tensor_scale and not delayed,
         eps_bits=bits.constant_bits(eps),
         largest_bits=largest_multiplier(format, eps, bits.dtype_name(x)),
-        rotate_t=False,
+        rotate_t=rotate,
     )[len(found) :]
-    return list(made[:2]), list(made[3:5])
+
+    def parts(codes, scales, tensor_scale):
+        return Quantized(codes, scales, tensor_scale if two_level else None)
+
+    return parts(*made[:3]) if rows else None, parts(*made[3:]) if columns else None
 
 
 def multiply_groups(
     a: tuple[jax.Array, jax.Array],
     b: tuple[jax.Array, jax.Array],
-    formats: tuple[Format, Format],
+    formats: tuple[Format, Format] | None,
     ends: jax.Array,
     dtype,
     *,
     capability: tuple[int, int],
     along_k: bool = False,
     fast: bool = False,
+    ordered: bool = False,
+    bands: bool = False,
 ) -> jax.Array:
-    """Multiplies FP8 codes of groups of rows or columns by the library's own kernel, which finds them on the device.
+    """Multiplies FP8 codes, or bfloat16, of groups of rows or columns by the library's own kernel; it finds them on the device.
 
     Args:
         a, b: (codes, scales): [tokens, k], as `quantize_groups` gives them, and [groups, n, k] as they are stored, or with one
             scale float32 [groups] or [1]. `along_k`: [m, columns] and [n, columns] as `quantize_groups` gives them.
-        formats: of both.
+        formats: of both; None for values in bfloat16, with one scale.
         ends: int32 [groups], the ends of groups among the rows, whether these are contracted or not.
         dtype: of the result.
         capability: of the device.
         along_k: contracts each group's rows.
         fast: whether sums of products with one scale may keep fewer bits.
+        ordered, bands: as for `product`, of b.
 
     Returns:
         [tokens, n], of which rows past the last end mean nothing; or [groups, m, n], zeros for groups without rows.
@@ -316,11 +348,14 @@ def multiply_groups(
     shape = (groups, m, n) if along_k else (m, n)
     if 0 in (*shape, k, groups):
         return jnp.zeros(shape, dtype)
-    ordered = (formats[0].block == (1, 128), along_k and formats[1].block == (1, 128))
-    chosen = plan(
-        *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
-        ordered=ordered, fast=fast,
-    )  # fmt: skip
+    if formats is None:
+        chosen = plan_values(m, n, k, matrices=1 if along_k else groups)
+    else:
+        in_order = (formats[0].block == (1, 128), (ordered or along_k) and formats[1].block == (1, 128))
+        chosen = plan(
+            *formats, m, n, k, capability=capability, cublas=0, dtype=jnp.dtype(dtype).name, groups=groups, along_k=along_k,
+            ordered=in_order, bands=bands, fast=fast,
+        )  # fmt: skip
     out, _ = _call(
         "product",
         [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), jax.ShapeDtypeStruct((chosen.workspace,), jnp.uint8)],

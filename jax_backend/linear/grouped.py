@@ -18,15 +18,15 @@ from blockfp import recipes
 from blockfp.definition.groups import UNIT
 from blockfp.definition.rotation import GROUP
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE, Key
-from blockfp.formats import Format
 from blockfp.recipes import Cast, Recipe
 
 from ..arrays.array import QuantizedArray
 from ..implementations import ops, replication
 from .arguments import check_quantized_input, check_state, check_tensors, stored_weight
 from .delayed import DelayedState
-from .grouped_codes import GroupCodes, kernels_do, multiply_columns, multiply_rows, quantize_groups
-from .grouped_products import by_columns, by_rows
+from .grouped_codes import GroupCodes, quantize_groups
+from .grouped_products import all_at_once, multiply_columns, multiply_rows
+from .grouped_spans import by_columns, by_rows
 from .layer import Layer
 from .layer_placement import LayerPlacement
 from .operands import Pair
@@ -51,7 +51,7 @@ def grouped_linear(
     Each group's rows are a tensor of their own: they have their own amaxes, and columnwise blocks begin at their first row.
     With delayed scaling all groups share one state, whose amaxes are the largest of any group's.
 
-    Products run as those of `linear`, in spans of rows (`grouped_products`).
+    Products run as those of `linear`: of all groups at once (`grouped_products`), or in spans of rows (`grouped_spans`).
 
     Inside shard_map a weight of `shard_params` whose matrices are cut over axes among `data_axes` (FSDP) is gathered, codes
     and scales, and its gradient is summed over all of `data_axes` and scattered like it. `expert_axis` divides the groups:
@@ -106,11 +106,10 @@ def grouped_linear(
         raise ValueError(f"bias must have shape {(groups, out)}, got {bias.shape}")
     weight, carrier = stored_weight(weight, recipe)
     words = None if key is None else jnp.asarray(ops.key_array(key))
-    # The library measures the amaxes of what is here.
-    alone = placement.tensor is None or not any(f is not None and f.has_tensor_scale for f in _formats(recipe))
-    kernels = alone and kernels_do(recipe)
-    tile = UNIT if kernels else tile_rows(recipe)
-    layer = _GroupedLinear(recipe, placement, np.dtype(x.dtype), np.dtype(weight.dtype), expert_axis, tile, kernels)
+    dtype, weight_dtype = np.dtype(x.dtype), np.dtype(weight.dtype)
+    at_once = all_at_once(recipe, dtype, weight_dtype)
+    tile = UNIT if at_once else tile_rows(recipe)
+    layer = _GroupedLinear(recipe, placement, dtype, weight_dtype, expert_axis, tile, at_once)
     sizes = group_sizes.astype(jnp.int32)
     y, state_out = layer(x, weight, carrier, bias, sizes, words, state)
     return y if state is None else (y, state_out)
@@ -123,12 +122,12 @@ class _GroupedLinear(Layer):
     Attributes:
         expert_axis: the mesh axis that divides the groups, or None.
         tile: rows of a tile.
-        kernels: whether the CUDA library quantizes and multiplies all groups at once (`grouped_codes`).
+        at_once: whether the CUDA library multiplies all groups at once (`grouped_products`).
     """
 
     expert_axis: str | None
     tile: int
-    kernels: bool
+    at_once: bool
 
     def _scaling(self, multiplier, tiles: Tiles, key: jax.Array | None = None, *, gradient: bool = False) -> Scaling:
         # Groups are numbered over all ranks, so that dividing them changes no random bit.
@@ -147,15 +146,15 @@ class _GroupedLinear(Layer):
         if not isinstance(x, QuantizedArray):
             return self._quantized(x, tiles, casts, scaling, rowwise, columnwise)
         x = x.without_carrier()
-        if self.kernels:
+        if self.at_once:
             row = GroupCodes.of_rows(x, tiles) if rowwise else None
             return row, GroupCodes.turned(x, tiles, casts[1], scaling) if columnwise else None
         row = move_tiles(x, tiles) if rowwise else None
         return row, turn_tiles(x, tiles, casts[1], scaling) if columnwise else None
 
     def _quantized(self, x, tiles, casts: tuple[Cast, Cast], scaling, rowwise: bool, columnwise: bool) -> tuple[Any, Any]:
-        if self.kernels:
-            return quantize_groups(x, tiles, casts[0], scaling, rows=rowwise, columns=columnwise)
+        if self.at_once:
+            return quantize_groups(x, tiles, (casts[0] if rowwise else None, casts[1] if columnwise else None), scaling)
         row = quantize_tiles(x, tiles, casts[0], scaling, ROWWISE) if rowwise else None
         return row, quantize_tiles(x, tiles, casts[1], scaling, COLUMNWISE) if columnwise else None
 
@@ -165,15 +164,21 @@ class _GroupedLinear(Layer):
         return self._quantized(g, kept.tiles, casts, scaling, rowwise, columnwise)
 
     def multiply_rows(self, operand: Any, weight: Any, tiles, *, fast) -> jax.Array:
-        if self.kernels:
-            return multiply_rows(operand, weight, tiles, self.dtype, fast=fast)
-        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=self.recipe.exact_products)
+        exact = self.recipe.exact_products
+        if self.at_once:
+            return multiply_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
+        y = by_rows(operand, weight, tiles, self.dtype, fast=fast, exact=exact)
         return gather_rows(y, tiles.target)
 
+    def multiply_rows_back(self, gradient: Any, weight: Any, tiles, *, fast) -> jax.Array:
+        if not self.at_once or not isinstance(weight, QuantizedArray) or not weight.format.square:
+            return super().multiply_rows_back(gradient, weight, tiles, fast=fast)
+        options = {"fast": fast, "exact": self.recipe.exact_products}
+        return multiply_rows(gradient, weight, tiles, self.dtype, turned=True, **options)
+
     def multiply_columns(self, gradient: Any, x: Any, tiles, *, fast) -> jax.Array:
-        if self.kernels:
-            return multiply_columns(gradient, x, tiles, self.weight_dtype, fast=fast)
-        return by_columns(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
+        multiply = multiply_columns if self.at_once else by_columns
+        return multiply(gradient, x, tiles, self.weight_dtype, fast=fast, exact=self.recipe.exact_products)
 
     def bias_rows(self, bias, tiles) -> jax.Array:
         return jnp.where((tiles.target >= 0)[:, None], bias[tiles.group_of_token()], 0)
@@ -192,10 +197,6 @@ class _GroupedLinear(Layer):
 
     def products(self, tiles) -> tuple[Product, Product, Product]:
         return by_group(FORWARD, tiles), by_group(DGRAD, tiles), of_each_group(WGRAD, tiles)
-
-
-def _formats(recipe: Recipe) -> tuple[Format | None, ...]:
-    return recipe.input.format, recipe.input_columnwise.format, recipe.gradient.format, recipe.gradient_columnwise.format
 
 
 def _check_axes(placement: LayerPlacement, expert_axis: str | None) -> None:

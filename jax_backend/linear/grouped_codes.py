@@ -1,7 +1,7 @@
 """Codes and scales of groups of rows as the CUDA library quantizes and multiplies them: one call for all groups, no host.
 
 They lie as `blockfp.definition.groups` says. Tiles of 128 rows, side by side, are the same columns. So what stands in on other
-devices goes through tiles, and so do derivatives of derivatives.
+devices goes through tiles, and so do casts that the library has no kernel for, and derivatives of derivatives.
 """
 
 from __future__ import annotations
@@ -16,98 +16,121 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from blockfp.definition.groups import UNIT, columns_for
+from blockfp.definition.groups import UNIT, columns_for, ordered
+from blockfp.definition.layout import packed_columns
+from blockfp.definition.numerics import Quantized
 from blockfp.definition.recoding import keeps_codes, value_dtype
 from blockfp.definition.rounding import COLUMNWISE, ROWWISE
 from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
-from blockfp.kernels.products import HOPPER
-from blockfp.kernels.routes import route
-from blockfp.recipes import Cast, Recipe
+from blockfp.kernels.format_numbers import cuda_rotates
+from blockfp.recipes import HIGH_PRECISION, Cast
 
 from ..arrays.array import QuantizedArray
-from ..implementations import choice, cuda, replication
-from .grouped_products import by_columns, by_rows
-from .products import capability
+from ..implementations import cuda, replication
 from .tiles import Scaling, Tiles, gather_rows, quantize_tiles, turn_tiles
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales"),
-    meta_fields=("format", "dtype", "columnwise"),
+    data_fields=("codes", "scales", "tensor_scale"),
+    meta_fields=("format", "columns", "dtype", "columnwise"),
 )
 @dataclass(frozen=True)
 class GroupCodes:
-    """Rows of groups in FP8, quantized along the rows or along the columns.
+    """Rows of groups, quantized along the rows or along the columns; or their values.
 
     Attributes:
-        codes: uint8 [tokens, features]; columnwise [features, columns], each group's filled up with zeros to `UNIT`.
-        scales: float32 [groups], one for each; of blocks of 1x128 [features / 128, tokens], columnwise [columns / 128,
-            features], the last axis filled up to a multiple of four.
-        format: the format.
+        codes: uint8 [tokens, features], packed; columnwise [features, columns], each group's filled up with zeros to `UNIT`. Of
+            values in `dtype`.
+        scales: one for each group, float32 [groups]; one for each block, as `definition.groups` says. None for values.
+        tensor_scale: float32 [groups], of formats of two levels; else None.
+        format: the format, or None for values.
+        columns: how many codes there are in a row, which packing hides.
         dtype: of the rows that were quantized.
         columnwise: True for codes along the columns.
     """
 
     codes: jax.Array
-    scales: jax.Array
-    format: Format
+    scales: jax.Array | None
+    tensor_scale: jax.Array | None
+    format: Format | None
+    columns: int
     dtype: np.dtype
     columnwise: bool
 
     @classmethod
-    def of_tiles(cls, q: QuantizedArray, tiles: Tiles, *, columnwise: bool) -> GroupCodes:
-        """Lays out what `quantize_tiles` made of tiles of `UNIT` rows."""
+    def of_tiles(cls, q: QuantizedArray | jax.Array, tiles: Tiles, *, columnwise: bool) -> GroupCodes:
+        """Lays out what `quantize_tiles` made of tiles of `UNIT` rows, of which columns have blocks of one row."""
         count = columns_for(tiles.target.shape[0], tiles.sizes.shape[0]) // UNIT
-        if columnwise:
-            codes = q.codes[:count].swapaxes(0, 1).reshape(q.shape[1], -1)
-        else:
-            codes = gather_rows(q.codes.reshape(-1, q.shape[2]), tiles.target)
-        if q.format.per_tensor:
+
+        def laid(x: jax.Array) -> jax.Array:
+            if columnwise:
+                return x[:count].swapaxes(0, 1).reshape(x.shape[1], -1)
+            return gather_rows(x.reshape(-1, x.shape[-1]), tiles.target)
+
+        features = q.shape[1 if columnwise else 2]
+        columns = count * UNIT if columnwise else features
+        if not isinstance(q, QuantizedArray):
+            return cls(laid(q), None, None, None, columns, np.dtype(q.dtype), columnwise)
+
+        def of_groups(x: jax.Array) -> jax.Array:
             # An empty group has no tile, and nobody asks for its scale.
             first = (jnp.cumsum(tiles.filled) - tiles.filled) // UNIT
-            scales = jnp.broadcast_to(q.scales, (tiles.group.shape[0], 1, 1))[first].reshape(-1)
-        elif columnwise:
-            scales = _in_fours(q.scales[:count, :, 0])
-        else:
-            scales = _in_fours(gather_rows(q.scales.reshape(-1, q.scales.shape[-1]), tiles.target).T)
-        return cls(codes, scales, q.format, q.dtype, columnwise)
+            return jnp.broadcast_to(x.reshape(-1), tiles.group.shape)[first]
+
+        scales = of_groups(q.scales) if q.format.per_tensor else laid(q.scales)
+        scales = _in_fours(scales.T) if ordered(q.format) else scales
+        tensor_scale = None if q.tensor_scale is None else of_groups(q.tensor_scale)
+        return cls(laid(q.codes), scales, tensor_scale, q.format, columns, q.dtype, columnwise)
 
     @classmethod
     def of_rows(cls, q: QuantizedArray, tiles: Tiles) -> GroupCodes:
         """Lays out rows that are quantized already, [tokens, features]; groups with a NaN scale have no other."""
+        scales, tensor_scale, count = q.scales, q.tensor_scale, tiles.sizes.shape
         if q.format.per_tensor:
-            scales = jnp.broadcast_to(q.scales.reshape(1), tiles.sizes.shape)
-            return cls(q.codes, scales, q.format, q.dtype, False)
-        finite = jnp.isfinite(q.scales).all(axis=1).astype(jnp.int32)
-        group, groups = tiles.group_of_token(), tiles.sizes.shape[0]
-        of_groups = jax.ops.segment_min(jnp.where(tiles.target >= 0, finite, 1), group, num_segments=groups)
-        scales = jnp.where((of_groups[group] == 1)[:, None], q.scales, jnp.nan)
-        return cls(q.codes, _in_fours(scales.T), q.format, q.dtype, False)
+            scales = jnp.broadcast_to(scales.reshape(1), count)
+        elif tensor_scale is not None:
+            tensor_scale = jnp.broadcast_to(tensor_scale.reshape(1), count)
+        else:
+            nan = jnp.asarray(0xFF if q.format.scale.e8m0 else jnp.nan, scales.dtype)
+            finite = (scales != nan) if q.format.scale.e8m0 else jnp.isfinite(scales)
+            group = tiles.group_of_token()
+            own = jnp.where(tiles.target >= 0, finite.all(axis=1).astype(jnp.int32), 1)
+            of_groups = jax.ops.segment_min(own, group, num_segments=count[0])
+            scales = jnp.where((of_groups[group] == 1)[:, None], scales, nan)
+        scales = _in_fours(scales.T) if ordered(q.format) else scales
+        return cls(q.codes, scales, tensor_scale, q.format, q.columns, q.dtype, False)
 
     @classmethod
     def turned(cls, q: QuantizedArray, tiles: Tiles, cast: Cast, scaling: Scaling) -> GroupCodes | None:
         """Makes the columnwise form of such rows (`blockfp.definition.recoding`)."""
         if cast.format is not None and keeps_codes(q.format, cast.format, cast.rotate):
             return cls.of_tiles(turn_tiles(q, tiles, cast, scaling), tiles, columnwise=True)
-        values = q.dequantize(value_dtype(q.dtype.name))
-        return quantize_groups(values, tiles, cast, scaling, rows=False, columns=True)[1]
+        return quantize_groups(q.dequantize(value_dtype(q.dtype.name)), tiles, (None, cast), scaling)[1]
 
-    def tiles(self, tiles: Tiles) -> QuantizedArray:
+    def tiles(self, tiles: Tiles) -> QuantizedArray | jax.Array:
         """Undoes `of_tiles`."""
         count = tiles.group.shape[0]
-        if self.columnwise:
-            codes = _filled(self.codes.reshape(self.codes.shape[0], -1, UNIT).swapaxes(0, 1), count)
-        else:
-            codes = tiles.split(self.codes)
+
+        def apart(x: jax.Array, unit: int) -> jax.Array:
+            if not self.columnwise:
+                return tiles.split(x)
+            return _filled(x.reshape(x.shape[0], -1, unit).swapaxes(0, 1), count)
+
+        if self.format is None:
+            return apart(self.codes, UNIT)
+        assert self.scales is not None
         if self.format.per_tensor:
             scales = self.scales[tiles.group][:, None, None]
-        elif self.columnwise:
-            scales = _filled(self.scales[:, : self.codes.shape[0], None], count)
         else:
-            scales = tiles.split(self.scales[:, : self.codes.shape[0]].T)
-        return QuantizedArray(codes, scales, None, self.format, codes.shape[-1], self.dtype)
+            assert self.format.block is not None
+            scales = self.scales[:, : self.codes.shape[0]].T if ordered(self.format) else self.scales
+            scales = apart(scales, UNIT // self.format.block[1])
+        tensor_scale = None if self.tensor_scale is None else self.tensor_scale[tiles.group]
+        codes = apart(self.codes, packed_columns(UNIT, self.format.element.bits))
+        columns = UNIT if self.columnwise else self.columns
+        return QuantizedArray(codes, scales, tensor_scale, self.format, columns, self.dtype)
 
 
 def _in_fours(scales: jax.Array) -> jax.Array:
@@ -118,88 +141,87 @@ def _filled(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, ((0, max(count - x.shape[0], 0)), (0, 0), (0, 0)))[:count]
 
 
-def kernels_do(recipe: Recipe) -> bool:
-    """Returns True where the CUDA library quantizes and multiplies all groups at once, in all three products of a recipe."""
-    if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
-        return False
-    casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
-    x, x_columns, g, g_columns = (cast.format for cast in casts)
-    whole_rows = all(format is None or format.block in (None, (1, 128)) for format in (x, g))
-    if x is not x_columns or g is not g_columns or not whole_rows or any(cast.rotate or cast.stochastic for cast in casts):
-        return False
-    if any(format is not None and format.per_row for format in (recipe.weight.format, recipe.weight_columnwise.format)):
-        return False
-    products = ((x, recipe.weight.format), (g, recipe.weight_columnwise.format), (g, x))
-    return all(route(*formats, platform="cuda", capability=HOPPER).mode in ("tensor", "block") for formats in products)
-
-
 def quantize_groups(
-    x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, *, rows: bool, columns: bool
+    x: jax.Array, tiles: Tiles, casts: tuple[Cast | None, Cast | None], scaling: Scaling
 ) -> tuple[GroupCodes | None, GroupCodes | None]:
-    """Quantizes groups of rows x [tokens, size] along the rows and the columns; None for what isn't asked for."""
-    format, multiplier = cast.format, scaling.multiplier
+    """Quantizes groups of rows x [tokens, size] along the rows and the columns, by a cast each; None for none."""
+    row, column = casts
+    if (
+        row is not None
+        and column is not None
+        and row.format is column.format
+        and _has_kernel(row, scaling, columnwise=False)
+        and _has_kernel(column, scaling, columnwise=True)
+    ):
+        return _by_kernel(x, tiles, casts, scaling)
+    return _one_direction(x, tiles, row, scaling, columnwise=False), _one_direction(x, tiles, column, scaling, columnwise=True)
+
+
+def _has_kernel(cast: Cast, scaling: Scaling, *, columnwise: bool) -> bool:
+    """Returns True where the library has a kernel for a cast of all groups."""
+    format = cast.format
+    if format is None or format.scale.four_over_six or cast.eden or (cast.rotate and not (columnwise and cuda_rotates(format))):
+        return False
+    # The library measures the amaxes of what is here, and counts random bytes from here.
+    of_all = cast.stochastic or (format.has_tensor_scale and scaling.multiplier is None)
+    return scaling.cut is None or not of_all
+
+
+def _one_direction(x: jax.Array, tiles: Tiles, cast: Cast | None, scaling: Scaling, *, columnwise: bool) -> GroupCodes | None:
+    if cast is None:
+        return None
+    if _has_kernel(cast, scaling, columnwise=columnwise):
+        return _by_kernel(x, tiles, (None, cast) if columnwise else (cast, None), scaling)[columnwise]
+    if cast == HIGH_PRECISION and not columnwise:
+        return GroupCodes(x, None, None, None, x.shape[1], np.dtype(x.dtype), False)
+    return _by_tiles(x, tiles, cast, scaling, columnwise=columnwise)
+
+
+def _by_tiles(x: jax.Array, tiles: Tiles, cast: Cast, scaling: Scaling, *, columnwise: bool) -> GroupCodes:
+    q = quantize_tiles(x, tiles, cast, scaling, COLUMNWISE if columnwise else ROWWISE)
+    return GroupCodes.of_tiles(q, tiles, columnwise=columnwise)
+
+
+def _by_kernel(
+    x: jax.Array, tiles: Tiles, casts: tuple[Cast | None, Cast | None], scaling: Scaling
+) -> tuple[GroupCodes | None, GroupCodes | None]:
+    """Quantizes directions of the same format by the library's kernel; by tiles on other devices."""
+    (format,) = {cast.format for cast in casts if cast is not None}
     assert format is not None
-    directions = [columnwise for columnwise, wanted in ((False, rows), (True, columns)) if wanted]
-    if not directions:
-        return None, None
+    tokens, count = x.shape[0], tiles.sizes.shape[0]
+    keyed = tuple(cast is not None and cast.stochastic for cast in casts)
+    rotate = casts[1] is not None and casts[1].rotate
+    arrays = scaling.multiplier, scaling.key if any(keyed) else None, scaling.coordinate, scaling.first_group
 
-    def kernel(x, tiles, multiplier):
-        words = cuda.group_rows(jnp.cumsum(tiles.sizes), x.shape[0])
-        options = {"format": format, "count": tiles.sizes.shape[0], "eps": eps_for(format, scaling.eps)}
-        made = cuda.quantize_groups(x, words, multiplier, rows=rows, columns=columns, **options)
-        return [made[columnwise] for columnwise in directions]
+    def given(multiplier, key, coordinate, first) -> Scaling:
+        return scaling._replace(multiplier=multiplier, key=key, coordinate=coordinate, first_group=first)
 
-    def definition(x, tiles, multiplier):
-        one = scaling._replace(multiplier=multiplier)
-        made = []
-        for columnwise in directions:
-            q = quantize_tiles(x, tiles, cast, one, COLUMNWISE if columnwise else ROWWISE)
-            laid = GroupCodes.of_tiles(q, tiles, columnwise=columnwise)
-            made.append([laid.codes, laid.scales])
-        return made
+    def kernel(x, tiles, multiplier, *rest):
+        keys = None
+        if any(keyed):
+            one = given(multiplier, *rest)
+            each = [jax.vmap(lambda group, way=way: one.key_of(group, way))(jnp.arange(count)) for way in (ROWWISE, COLUMNWISE)]
+            keys = jnp.stack(each, axis=1).astype(jnp.uint32)
+        words = cuda.group_rows(jnp.cumsum(tiles.sizes), tokens)
+        wanted = {"rows": casts[0] is not None, "columns": casts[1] is not None, "keyed": keyed, "rotate": rotate}
+        options = {"format": format, "count": count, "eps": eps_for(format, scaling.eps), **wanted}
+        return [parts for parts in cuda.quantize_groups(x, words, keys, multiplier, **options) if parts is not None]
 
-    made = _on_device(kernel, definition, x, tiles, multiplier)
-    found = {
-        columnwise: GroupCodes(codes, scales, format, np.dtype(x.dtype), columnwise)
-        for columnwise, (codes, scales) in zip(directions, made, strict=True)
-    }
-    return found.get(False), found.get(True)
+    def definition(x, tiles, *rest):
+        made = [_by_tiles(x, tiles, cast, given(*rest), columnwise=bool(i)) for i, cast in enumerate(casts) if cast is not None]
+        return [Quantized(each.codes, each.scales, each.tensor_scale) for each in made]
 
-
-def multiply_rows(x: GroupCodes, weight: QuantizedArray, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
-    """[tokens, n]: rows times their group's matrix of weight [groups, n, k], transposed; zeros for rows beyond all groups."""
-
-    def kernel(x, weight, tiles):
-        scales = weight.scales.reshape(-1) if weight.format.per_tensor else weight.scales
-        formats = x.format, weight.format
-        ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
-        y = cuda.multiply_groups((x.codes, x.scales), (weight.codes, scales), formats, ends, dtype, **options)
-        return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
-
-    def definition(x, weight, tiles):
-        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast, exact=True), tiles.target)
-
-    return _on_device(kernel, definition, x, weight, tiles)
+    made = iter(on_device(kernel, definition, x, tiles, *arrays))
+    columns = x.shape[1], columns_for(tokens, count)
+    found: list[GroupCodes | None] = [None, None]
+    for i, cast in enumerate(casts):
+        if cast is not None:
+            codes, scales, tensor_scale = next(made)
+            found[i] = GroupCodes(codes, scales, tensor_scale, format, columns[i], np.dtype(x.dtype), bool(i))
+    return found[0], found[1]
 
 
-def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool) -> jax.Array:
-    """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
-
-    def kernel(a, b, tiles):
-        # Of an empty group they may be anything, and a sum of nothing is multiplied with them.
-        filled = tiles.sizes > 0
-        left, right = ((x.codes, jnp.where(filled, x.scales, 1) if x.format.per_tensor else x.scales) for x in (a, b))
-        formats = a.format, b.format
-        options = {"capability": capability(), "along_k": True, "fast": fast}
-        return cuda.multiply_groups(left, right, formats, jnp.cumsum(tiles.sizes), dtype, **options)
-
-    def definition(a, b, tiles):
-        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)
-
-    return _on_device(kernel, definition, a, b, tiles)
-
-
-def _on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
+def on_device(kernel: Callable[..., Any], definition: Callable[..., Any], *operands: Any) -> Any:
     """Runs the kernel on CUDA devices and the definition elsewhere; what they give varies as the operands do."""
     over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
 

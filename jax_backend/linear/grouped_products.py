@@ -1,120 +1,181 @@
-"""The products of `grouped_linear`: spans of a group's rows go through `products.product`.
+"""The products of `grouped_linear` for all groups at once, by the CUDA library on Hopper; the groups' ends stay on the device.
 
-How many rows a group has is known only at run time, and XLA on NVIDIA GPUs multiplies ragged groups by masking: all rows with
-every weight. Here a loop goes over spans of so many tiles as the shapes alone say. A group's last span reaches beyond it:
-into rows that the next group's first span writes again, or, where rows are summed over, that are made zeros.
+    rows       y [tokens, n]             rows of a group times its own weight       forward, dgrad
+    columns    weight [groups, n, k]     what a group's rows contract to            wgrad
+
+FP8 per tensor and in blocks is multiplied on codes, and so is MX once it is aligned. All else is dequantized, all groups in one
+launch, to bfloat16, and multiplied by the same kernel; scales of whole groups multiply its sums, in fp32. What stands in on
+other devices are the spans of `grouped_spans`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+
+from blockfp.definition import alignment
+from blockfp.definition.groups import ordered
+from blockfp.definition.numerics import Quantized
+from blockfp.formats import Format
+from blockfp.kernels.products import HOPPER
+from blockfp.kernels.routes import Mode, exact_in_bfloat16, route
+from blockfp.recipes import Recipe
 
 from ..arrays.array import QuantizedArray
-from ..implementations import replication
-from ..params.params import shares_scale
-from .products import Matrix, product
-from .tiles import Tiles
+from ..implementations import choice, cuda, ops
+from .grouped_codes import GroupCodes, on_device
+from .grouped_spans import by_columns, by_rows
+from .products import Matrix, capability
+from .tiles import Tiles, gather_rows
+
+_Pair = tuple[jax.Array, jax.Array]  # codes and scales, or values and the scales of groups
 
 
-class _Span(NamedTuple):
-    first: jax.Array  # of its tiles
-    own: jax.Array  # how many of them are its group's
+def all_at_once(recipe: Recipe, dtype: np.dtype, weight_dtype: np.dtype) -> bool:
+    """Returns True where the CUDA library multiplies all groups at once, in all three products of a recipe.
 
-
-def by_rows(x: Matrix, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
-    """[tiles * rows, n]: each tile of x [tiles, rows, k] times its group's matrix of weight [groups, n, k], transposed."""
-    vary = _varying(x, weight, tiles)
-    of_groups = _of_groups(tiles)
-
-    def of_group(group, y: jax.Array) -> jax.Array:
-        matrix = _matrix(weight, group)
-
-        def of_span(i, y: jax.Array) -> jax.Array:
-            span = _span(of_groups, tiles, group, i)
-            each = product(_side_by_side(x, span, tiles, axis=0), matrix, dtype, fast=fast, exact=exact)
-            return vary(lax.dynamic_update_slice_in_dim(y, each, span.first * tiles.rows, 0))
-
-        return lax.fori_loop(0, -(-of_groups.own[group] // tiles.spare), of_span, y)
-
-    y = jnp.zeros((x.shape[0] * tiles.rows, weight.shape[1]), dtype)
-    return lax.fori_loop(0, tiles.sizes.shape[0], of_group, vary(y))
-
-
-def by_columns(a: Matrix, b: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
-    """[groups, m, n]: the sum over each group's tiles of a [tiles, m, rows] times b [tiles, n, rows], transposed."""
-    vary = _varying(a, b, tiles)
-    of_groups = _of_groups(tiles)
-
-    def of_group(_, group):
-        def of_span(i) -> jax.Array:
-            span = _span(of_groups, tiles, group, i)
-            left, right = (_side_by_side(each, span, tiles, axis=1) for each in (a, b))
-            return vary(product(left, right, jnp.float32, fast=fast, exact=exact))
-
-        # The first, zeros if the group is empty, spares an addition to zeros.
-        count = -(-of_groups.own[group] // tiles.spare)
-        total = lax.fori_loop(1, count, lambda i, total: total + of_span(i), of_span(0))
-        return None, total.astype(dtype)
-
-    return lax.scan(of_group, None, jnp.arange(tiles.sizes.shape[0]))[1]
-
-
-def _varying(*operands: Any):
-    """Returns a function that makes an array vary over the mesh axes of all of these."""
-    over = frozenset().union(*(replication.varying(leaf) for leaf in jax.tree.leaves(operands)))
-    return lambda x: replication.vary(x, over)
-
-
-def _of_groups(tiles: Tiles) -> _Span:
-    """All tiles of each group, [groups]."""
-    own = tiles.filled // tiles.rows
-    return _Span(jnp.cumsum(own) - own, own)
-
-
-def _span(of_groups: _Span, tiles: Tiles, group: jax.Array, number: jax.Array) -> _Span:
-    before = number * tiles.spare
-    return _Span(of_groups.first[group] + before, of_groups.own[group] - before)
-
-
-def _side_by_side(x: Matrix, span: _Span, tiles: Tiles, axis: int) -> Any:
-    """Joins the tiles of a span to one matrix, side by side along an axis.
-
-    Those of other groups are zeros where their rows would be summed over.
+    Args:
+        recipe: the recipe.
+        dtype: of x and the gradient.
+        weight_dtype: of the weight, if its values are multiplied.
     """
-    kept = jnp.arange(tiles.spare, dtype=jnp.int32)[:, None, None] < span.own
+    if not choice.has_gpu() or choice.would_be_partitioned() or choice.missing("ffi") is not None or capability() != HOPPER:
+        return False
+    casts = (recipe.input, recipe.input_columnwise, recipe.gradient, recipe.gradient_columnwise)
+    x, x_columns, g, g_columns = (cast.format for cast in casts)
+    weights = recipe.weight.format, recipe.weight_columnwise.format
+    if any(format is not None and format.per_row for format in (x, x_columns, g, g_columns, *weights)):
+        return False
+    if any(format is not None and format.block and format.block[0] > 1 for format in (x, x_columns, g, g_columns)):
+        return False
+    w, w_dtype = recipe.weight.format, weight_dtype
+    if w is not None and not w.square:
+        # dgrad takes the values (`arguments.transposed_weight`).
+        w_dtype = np.dtype("bfloat16" if exact_in_bfloat16(w) and not w.has_tensor_scale else "float32")
+        w = None
+    products = (
+        (x, dtype, recipe.weight.format, weight_dtype),
+        (g, dtype, weights[1] if w is None and recipe.weight.format is None else w, w_dtype),
+        (g_columns, dtype, x_columns, dtype),
+    )
+    return all(
+        _mode(a, b, exact=recipe.exact_products) is not None
+        or all(exact_in_bfloat16(f) if f is not None else d.name == "bfloat16" for f, d in ((a, a_dtype), (b, b_dtype)))
+        for a, a_dtype, b, b_dtype in products
+    )
 
-    def taken(part: jax.Array) -> jax.Array:
-        some = lax.dynamic_slice_in_dim(part, span.first, tiles.spare)
-        return jnp.where(kept, some, jnp.zeros((), part.dtype)) if axis else some
 
-    def joined(part: jax.Array) -> jax.Array:
-        some = taken(part)
-        return some.swapaxes(0, 1).reshape(some.shape[1], -1) if axis else some.reshape(-1, some.shape[-1])
+def _mode(a: Format | None, b: Format | None, *, exact: bool) -> Mode | None:
+    """The mode of `kernels.routes` in which Hopper multiplies codes of groups; None where it doesn't."""
+    if a is None or b is None or a.per_tensor != b.per_tensor:
+        # A scale for each group and one for each block don't go together.
+        return None
+    mode = route(a, b, platform="cuda", capability=HOPPER, exact=exact).mode
+    return mode if mode in ("tensor", "block", "aligned") else None
 
+
+def multiply_rows(
+    x: GroupCodes, weight: Matrix, tiles: Tiles, dtype, *, fast: bool, exact: bool, turned: bool = False
+) -> jax.Array:
+    """Multiplies rows with their group's weight; zeros for rows beyond all groups.
+
+    Args:
+        x: [tokens, k].
+        weight: [groups, n, k]; or with `turned` stored as [groups, k, n], in square blocks.
+        tiles: where groups lie.
+        dtype: of the product, [tokens, n].
+        fast, exact: as for `products.product`.
+        turned: see `weight`.
+    """
+    mode = _mode(x.format, weight.format if isinstance(weight, QuantizedArray) else None, exact=exact)
+
+    def kernel(x, weight, tiles):
+        weight = _turned(weight) if turned and mode != "aligned" else weight
+        ends, options = jnp.cumsum(tiles.sizes), {"capability": capability(), "fast": fast}
+        if mode is None:
+            formats, left, right = None, _values(x), _values_of_weight(weight)
+        elif mode == "aligned":
+            formats = alignment.aligned_format(x.format), alignment.aligned_format(weight.format)
+            left, right = _aligned(x), _aligned(weight, turned=turned)
+            options |= {"ordered": True, "bands": weight.format.square}
+        else:
+            formats, left = (x.format, weight.format), (x.codes, x.scales)
+            right = weight.codes, weight.scales.reshape(-1) if weight.format.per_tensor else weight.scales
+        y = cuda.multiply_groups(left, right, formats, ends, dtype, **options)
+        return jnp.where((jnp.arange(y.shape[0]) < ends[-1])[:, None], y, jnp.zeros((), y.dtype))
+
+    def definition(x, weight, tiles):
+        weight = weight.mT if turned else weight
+        return gather_rows(by_rows(x.tiles(tiles), weight, tiles, dtype, fast=fast, exact=True), tiles.target)
+
+    return on_device(kernel, definition, x, weight, tiles)
+
+
+def multiply_columns(a: GroupCodes, b: GroupCodes, tiles: Tiles, dtype, *, fast: bool, exact: bool) -> jax.Array:
+    """[groups, m, n]: the products of each group's columns of a [m, columns] and b [n, columns], transposed."""
+    mode = _mode(a.format, b.format, exact=exact)
+
+    def kernel(a, b, tiles):
+        if mode is None:
+            operand, formats = _values, None
+        elif mode == "aligned":
+            operand, formats = _aligned, (alignment.aligned_format(a.format), alignment.aligned_format(b.format))
+        else:
+            operand, formats = _codes, (a.format, b.format)
+
+        def of_filled(x: GroupCodes) -> _Pair:
+            codes, scales = operand(x)
+            # Of an empty group they may be anything, and a sum of nothing is multiplied with them.
+            return codes, jnp.where(tiles.sizes > 0, scales, 1) if scales.ndim == 1 else scales
+
+        options = {"capability": capability(), "along_k": True, "fast": fast}
+        return cuda.multiply_groups(of_filled(a), of_filled(b), formats, jnp.cumsum(tiles.sizes), dtype, **options)
+
+    def definition(a, b, tiles):
+        return by_columns(a.tiles(tiles), b.tiles(tiles), tiles, dtype, fast=fast, exact=True)
+
+    return on_device(kernel, definition, a, b, tiles)
+
+
+def _codes(x: GroupCodes) -> _Pair:
+    assert x.scales is not None
+    return x.codes, x.scales
+
+
+def _turned(weight: QuantizedArray) -> QuantizedArray:
+    codes, rows = cuda.transpose(weight.codes, weight.format, weight.columns), weight.codes.shape[-2]
+    return weight.replace(codes=codes, scales=weight.scales.swapaxes(-1, -2), columns=rows)
+
+
+def _aligned(x: GroupCodes | QuantizedArray, *, turned: bool = False) -> _Pair:
+    """MX codes with a scale for 128 elements; blocks begin with a group, so each row is shifted by itself."""
+    assert x.format is not None
+    assert x.scales is not None
+    made = cuda.align(Quantized(x.codes, x.scales, None), x.format, x.columns, turned=turned)
+    return made.codes, made.scales
+
+
+def _values(x: GroupCodes) -> _Pair:
+    """The values in bfloat16, and the scales of whole groups, or 1."""
+    if x.format is None:
+        return x.codes.astype(jnp.bfloat16), jnp.ones(1, jnp.float32)
+    assert x.scales is not None
+    scales = x.scales[:, : x.codes.shape[0]].T if ordered(x.format) else x.scales
+    return _dequantized(x.codes, scales, x.tensor_scale, x.format, x.columns)
+
+
+def _values_of_weight(x: Matrix) -> _Pair:
     if not isinstance(x, QuantizedArray):
-        return joined(x)
-    scales, tensor_scale = x.scales, x.tensor_scale
-    if not x.format.per_tensor:
-        scales = joined(scales)
-    else:
-        # One of all groups, or one of each, which all its tiles have.
-        scales = scales[0] if scales.shape[0] == 1 else taken(scales)[0]
-    if tensor_scale is not None:
-        tensor_scale = taken(tensor_scale[:, None, None])[0, 0, 0]
-    columns = x.columns * (tiles.spare if axis else 1)
-    return x.replace(codes=joined(x.codes), scales=scales, tensor_scale=tensor_scale, columns=columns)
+        return x.astype(jnp.bfloat16), jnp.ones(1, jnp.float32)
+    return _dequantized(x.codes, x.scales, x.tensor_scale, x.format, x.columns)
 
 
-def _matrix(weight: Matrix, group: jax.Array) -> Matrix:
-    """Takes one matrix of a stack, whose scale per tensor may be that of all."""
-    if not isinstance(weight, QuantizedArray):
-        return weight[group]
-    shared, tensor_scale = shares_scale(weight), weight.tensor_scale
-    if tensor_scale is not None and not shared:
-        tensor_scale = tensor_scale[group]
-    scales = weight.scales[0 if shared and weight.format.per_tensor else group]
-    return weight.replace(codes=weight.codes[group], scales=scales, tensor_scale=tensor_scale)
+def _dequantized(codes, scales, tensor_scale, format: Format, columns: int) -> _Pair:
+    """Dequantizes all but the scales of whole groups or tensors, float32 [groups] or [1], which stay apart."""
+    factors = jnp.ones(1, jnp.float32)
+    if format.per_tensor:
+        factors, scales = scales.reshape(-1), jnp.ones((1,) * codes.ndim, jnp.float32)
+    elif tensor_scale is not None:
+        factors, tensor_scale = tensor_scale.reshape(-1), jnp.ones((), jnp.float32)
+    return ops.dequantize(codes, scales, tensor_scale, format=format, dtype="bfloat16", columns=columns), factors

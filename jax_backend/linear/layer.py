@@ -92,7 +92,11 @@ class Layer(ABC):
 
     @abstractmethod
     def multiply_rows(self, operand: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
-        """Multiplies a rowwise operand with the weight, transposed: y of x, dx of the gradient."""
+        """Multiplies a rowwise operand with the weight, transposed: y of x."""
+
+    def multiply_rows_back(self, gradient: Matrix, weight: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
+        """Multiplies the rowwise gradient with the weight as it is stored: dx."""
+        return self.multiply_rows(gradient, transposed_weight(weight, self.recipe), tiles, fast=fast)
 
     @abstractmethod
     def multiply_columns(self, gradient: Matrix, x: Matrix, tiles: Any, *, fast: bool) -> jax.Array:
@@ -261,8 +265,8 @@ def _cotangents(layer: Layer, wanted: LayerInputs, watched: bool, kept: Residual
     dx = dw = db = ds = None
     if gradient_row is not None:
         summed = (placement.tensor,) if placement.kind == "column" and placement.tensor and not placement.sequence else ()
-        weight = transposed_weight(layer.gathered(kept.weight), recipe)
-        dx = layer.multiply_rows(gradient_row, weight, tiles, fast="dgrad" in recipe.fast_accum)
+        weight = layer.gathered(kept.weight)
+        dx = layer.multiply_rows_back(gradient_row, weight, tiles, fast="dgrad" in recipe.fast_accum)
         dx = replication.sum_like(placement.sum_input(dx), types.x, summed)
     if gradient_column is not None:
         dw = layer.multiply_columns(gradient_column, column, tiles, fast="wgrad" in recipe.fast_accum)

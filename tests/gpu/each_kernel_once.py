@@ -10,6 +10,8 @@ from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
 from blockfp.formats import FORMATS, Format
+from blockfp.kernels import cuda_library
+from blockfp.kernels.products import plan_values
 
 
 def main():
@@ -37,6 +39,7 @@ def main():
     if torch.cuda.get_device_capability() == (9, 0):
         each_product()
         each_aligned()
+        each_product_of_values()
     torch.cuda.synchronize()
     print("each kernel ran")
 
@@ -77,6 +80,26 @@ def each_product():
             b = products.Matrix(bfp.quantize(torch.randn(130, k, device="cuda"), right).parts, right)
             for other in (a, b):
                 products.multiply_parts(a, other, other.parts[0].shape[0], k, None, torch.bfloat16, False, None)
+
+
+def each_product_of_values():
+    """Dense and ragged, of groups of rows, and of groups along k."""
+    ends, one = torch.tensor([100, 100, 200], dtype=torch.int32, device="cuda"), torch.ones(1, device="cuda")
+
+    def run(a, b, out):
+        planned = plan_values(a.shape[0], b.shape[-2], a.shape[1], matrices=b.shape[0] if b.ndim == 3 else 1)
+        workspace = torch.empty(planned.workspace, dtype=torch.uint8, device="cuda")
+        grouped = ends if 3 in (b.ndim, out.ndim) else None
+        cuda_library.library().product(a, b, one, one, grouped, None, out, workspace, *planned.numbers)
+
+    def random(*shape):
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    for k in (384, 75):
+        for dtype in (torch.float32, torch.bfloat16):
+            run(random(200, k), random(136, k), torch.empty((200, 136), device="cuda", dtype=dtype))
+            run(random(200, k), random(3, 136, k), torch.empty((200, 136), device="cuda", dtype=dtype))
+    run(random(72, 512), random(136, 512), torch.empty((3, 72, 136), device="cuda"))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 import blockfp.jax as bfp
 from blockfp import recipes
-from blockfp.definition import groups
+from blockfp.definition import groups, rotation
+from blockfp.definition.numerics import Quantized
 from blockfp.definition.rounding import gradient_key
 from blockfp.formats import Format
 from blockfp.recipes import RECIPES, Cast
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 operands = pytest.importorskip("blockfp.jax_backend.linear.operands")
+grouped = pytest.importorskip("blockfp.jax_backend.linear.grouped")
 grouped_codes = pytest.importorskip("blockfp.jax_backend.linear.grouped_codes")
+grouped_products = pytest.importorskip("blockfp.jax_backend.linear.grouped_products")
 tiles = pytest.importorskip("blockfp.jax_backend.linear.tiles")
 
 SIZES = (150, 0, 70, 131)
@@ -65,36 +68,137 @@ def test_each_group_is_a_layer_of_its_own(recipe, monkeypatch):
         assert new.input_amax_history[0] == jnp.abs(x[: sum(SIZES)]).max().astype(jnp.float32)
 
 
-def hopper(*names):
-    if not all(grouped_codes.kernels_do(recipes.parse(name)) for name in names):
+BF16 = np.dtype("bfloat16")
+
+
+def hopper(recipe):
+    if not grouped_products.all_at_once(recipes.parse(recipe), BF16, BF16):
         pytest.skip("the kernels for groups are Hopper's, and of programs that XLA doesn't split over devices")
 
 
-@pytest.mark.parametrize("sizes", [SIZES, (1, 0, 2000, 999), (0, 0, 0, 0)], ids=str)
-@pytest.mark.parametrize(("name", "multiplier"), [("fp8_e4m3_1x128", None), ("fp8_e5m2", None), ("fp8_e4m3", 37.5)])
-def test_all_groups_are_quantized_to_the_bits_of_each(name, multiplier, sizes):
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *((name, None) for name in ("fp8_e4m3_1x128", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "nvfp4")),
+        *(("fp8_e4m3", 37.5), ("mxfp4_e2m1", "rotate"), ("nvfp4", "rotate"), ("nvfp4", "keys"), ("nvfp4", "both")),
+        *(("fp8_e5m2", "keys"), ("mxfp4_e2m1", "keys"), ("nvfp4_4over6", None)),
+    ],
+)
+def test_all_groups_are_quantized_to_the_bits_of_each(name, option):
+    """By the kernels, or by tiles where there is none for a cast."""
     hopper("fp8_block")
-    tokens, format, features = max(sum(sizes) + 33, 40), Format.parse(name), 300
-    rows = np.random.default_rng(0).standard_normal((tokens, features)) * np.exp2(np.arange(features) % 9)
-    x = jnp.asarray(rows, "bfloat16")
+    tokens, format, features = 1100, Format.parse(name), 300
+    stochastic, rotate = option in ("keys", "both"), option in ("rotate", "both")
+    casts = Cast(format, stochastic=stochastic), Cast(format, stochastic=stochastic, rotate=rotate)
+    multiplier = option if isinstance(option, float) else None
 
     @jax.jit
     def run(x, sizes):
         places = tiles.Tiles.of(sizes, tokens, groups.UNIT)
-        scaling = tiles.Scaling(0.0, None if multiplier is None else jnp.float32(multiplier))
-        return grouped_codes.quantize_groups(x, places, Cast(format), scaling, rows=True, columns=True)
+        scaling = tiles.Scaling(0.0, None if multiplier is None else jnp.float32(multiplier), jnp.asarray(KEY), None, 3)
+        return grouped_codes.quantize_groups(x, places, casts, scaling)
 
-    filled = sum(-(-size // groups.UNIT) * groups.UNIT for size in sizes)
-    given = None if multiplier is None else np.float32([[multiplier]])
-    for columnwise, got in enumerate(run(x, jnp.asarray(sizes, jnp.int32))):
-        want = groups.quantize_groups(np.asarray(x), np.cumsum(sizes), format, columnwise=bool(columnwise), multiplier=given)
-        lines, length = (features, filled) if columnwise else (sum(sizes), features)
-        np.testing.assert_array_equal(got.codes[:lines, :length], want.codes[:lines, :length])
-        own = np.array(sizes) > 0 if format.per_tensor else (slice(-(-length // 128)), slice(lines))
-        np.testing.assert_array_equal(np.asarray(got.scales)[own], want.scales[own])
+    rows = np.random.default_rng(0).standard_normal((tokens, features)) * np.exp2(np.arange(features) % 9)
+    x = jnp.asarray(rows, "bfloat16")
+    for sizes in (SIZES, (1, 0, 700, 390), (0, 0, 0, 0)):
+        ends = np.cumsum(sizes)
+        for columnwise, got in enumerate(run(x, jnp.asarray(sizes, jnp.int32))):
+            options = {"columnwise": bool(columnwise)}
+            if stochastic:
+                options["keys"] = np.array(
+                    [gradient_key(tuple(KEY.tolist()), columnwise, None, 3 + i) for i in range(len(sizes))]
+                )
+            if rotate and columnwise:
+                options["turn"] = rotation.rotate
+            if multiplier is not None:
+                options["multiplier"] = np.float32([[multiplier]])
+            want = groups.quantize_groups(np.asarray(x), ends, format, **options)
+            parts = Quantized(
+                *(None if part is None else np.asarray(part) for part in (got.codes, got.scales, got.tensor_scale))
+            )
+            each = (groups.group_parts(of, ends, tokens, features, format, columnwise=bool(columnwise)) for of in (parts, want))
+            for size, one, other in zip(sizes, *each, strict=True):
+                for a, b in zip(one, other, strict=True):
+                    assert a is b is None or not size or np.array_equal(a, b), (columnwise, size)
+            if columnwise:
+                last = list(groups.groups_of(ends, tokens))[-1].end_column * format.element.bits // 8
+                np.testing.assert_array_equal(parts.codes[:, :last], want.codes[:, :last])
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current"])
+def in_turn(monkeypatch):
+    """Has groups multiplied one after another; JAX would take the function that it has traced."""
+    jax.clear_caches()
+    monkeypatch.setattr(grouped, "all_at_once", lambda *_: False)
+
+
+QAT = recipes.qat("nvfp4_16x16", "mxfp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "features", "out", "dtype"),
+    [
+        *((recipe, 256, 384, "bfloat16") for recipe in ("fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4_eden", QAT)),
+        *((recipe, 200, 136, "float32") for recipe in ("fp8_current", "mxfp6", "nvfp4", recipes.mxfp8(exact_products=True))),
+    ],
+    ids=str,
+)
+def test_at_once_and_one_after_another(recipe, features, out, dtype, monkeypatch):
+    hopper(recipe)
+    recipe, rng = recipes.parse(recipe), np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.standard_normal((TOKENS, size)), dtype) for size in (features, out))
+    q = bfp.quantize_params(jnp.asarray(rng.standard_normal((len(SIZES), out, features)), dtype), recipe)
+    state = bfp.DelayedState(jnp.zeros(4), jnp.float32(60), jnp.zeros(4), jnp.float32(900)) if recipe.delayed else None
+
+    def run(x, q, sizes):
+        def loss(x, q):
+            y = bfp.grouped_linear(x, q, sizes, recipe=recipe, key=KEY, state=state)
+            y = y if state is None else y[0]
+            return (y * g).sum().astype(jnp.float32), y
+
+        (_, y), gradients = bfp.value_and_grad(loss, (0, 1), has_aux=True)(x, q)
+        return y, *gradients
+
+    for sizes in (SIZES, (0, 0, 384, 0), (0, 0, 0, 0)):
+        got = jax.jit(run)(x, q, jnp.asarray(sizes))
+        with monkeypatch.context() as patched:
+            in_turn(patched)
+            wants = jax.jit(run)(x, q, jnp.asarray(sizes))
+        jax.clear_caches()
+        for a, b in zip(got, wants, strict=True):
+            a, b = (np.asarray(part, np.float64) for part in (a, b))
+            assert np.isfinite(a).all()
+            assert np.linalg.norm(a - b) <= NEAR * np.linalg.norm(b)
+        assert not got[0][sum(sizes) :].any()
+        assert not got[1][sum(sizes) :].any()
+        assert not got[2][np.array(sizes) == 0].any()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_inside_tensor_parallelism(recipe):
+    """On one device: amaxes and random bytes are those of all features then, which the kernels for groups don't know."""
+    hopper(recipe)
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.standard_normal((TOKENS, size)), "bfloat16") for size in (IN, OUT))
+    q = bfp.quantize_params(jnp.asarray(rng.standard_normal((len(SIZES), OUT, IN)), "bfloat16"), recipe)
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+
+    def run(x, q, g):
+        loss = lambda x, q: (bfp.grouped_linear(x, q, jnp.asarray(SIZES), recipe=recipe, key=KEY) * g).sum().astype(jnp.float32)  # noqa: E731
+        return bfp.grad(loss, (0, 1))(x, q)
+
+    wants = jax.jit(run)(x, q, g)
+    for spec in (P(None, "tp"), P(None, None, "tp")):
+        placed = bfp.shard_params(q, mesh, spec)
+        specs = (P(), bfp.partition_specs(placed), P())
+        body = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(P(), spec), check_vma=False)
+        for a, b in zip(jax.jit(body)(x, placed, g), wants, strict=True):
+            a, b = (np.asarray(part, np.float64) for part in (a, b))
+            assert np.linalg.norm(a - b) <= NEAR * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp6", "mxfp4", "nvfp4", recipes.mxfp8(exact_products=True)], ids=str
+)
 def test_an_inf_is_its_groups_alone_and_nothing_asks_the_host(recipe):
     hopper(recipe)
     rng = np.random.default_rng(0)
@@ -102,8 +206,9 @@ def test_an_inf_is_its_groups_alone_and_nothing_asks_the_host(recipe):
     q = bfp.quantize_params(jnp.asarray(rng.standard_normal((len(SIZES), OUT, IN)), "bfloat16"), recipe)
 
     def run(x, q, sizes):
-        loss = lambda x, q: (bfp.grouped_linear(x, q, sizes, recipe=recipe) * g).sum().astype(jnp.float32)  # noqa: E731
-        return bfp.grouped_linear(x, q, sizes, recipe=recipe), *bfp.grad(loss, (0, 1))(x, q)
+        layer = partial(bfp.grouped_linear, group_sizes=sizes, recipe=recipe, key=KEY)
+        loss = lambda x, q: (layer(x, q) * g).sum().astype(jnp.float32)  # noqa: E731
+        return layer(x, q), *bfp.grad(loss, (0, 1))(x, q)
 
     compiled = jax.jit(run).lower(x, q, jnp.asarray(SIZES)).compile()
     assert " while(" not in compiled.as_text()
@@ -122,7 +227,7 @@ def test_an_inf_is_its_groups_alone_and_nothing_asks_the_host(recipe):
         assert not dw[np.array(sizes) == 0].any()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_current", "mxfp8", "mxfp4", "nvfp4"])
 def test_tokens_travel_to_experts_on_all_gpus(recipe):
     """Against all experts on one."""
     ranks, experts = jax.device_count(), 4 * jax.device_count()
@@ -135,7 +240,7 @@ def test_tokens_travel_to_experts_on_all_gpus(recipe):
     def run(x, chosen, weights, q, g, axis):
         def loss(x, weights, q):
             received = bfp.dispatch(x, chosen, experts, recipe=recipe, axis=axis)
-            y = bfp.grouped_linear(received.tokens, q, received.counts, recipe=recipe, expert_axis=axis)
+            y = bfp.grouped_linear(received.tokens, q, received.counts, recipe=recipe, key=KEY, expert_axis=axis)
             y = bfp.combine(y, received, weights)
             return (y.astype(jnp.float32) * g).sum(), y
 

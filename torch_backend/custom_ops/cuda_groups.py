@@ -111,7 +111,7 @@ def quantize_groups(
         scale, scale_t = (x.new_empty(groups, dtype=torch.float32) if one is None else one[2] for one in (by_row, by_column))
     eps_bits, largest = limits(format, eps_for(format, eps), bits.dtype_name(x))
     library().quantize_groups(
-        x.detach(), words, amaxes, recorded, overflows, keys, *(by_row or (None, None))[:2], scale,
+        x.detach(), words, keys, amaxes, recorded, overflows, *(by_row or (None, None))[:2], scale,
         *(by_column or (None, None))[:2], scale_t, groups, row_keyed, column_keyed, *format_numbers(format),
         multiplier is None, eps_bits, largest, rotate,
     )  # fmt: skip

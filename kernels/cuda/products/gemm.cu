@@ -128,13 +128,12 @@ int64_t tiles_of(const GemmArguments& p, int columns) {
 template <class A, class B, class Tile>
 cudaError_t launch(GemmArguments p, const GemmOperand& a, const GemmOperand& b, cudaStream_t stream) {
   const auto kernel = gemm_kernel<A, B, Tile>;
-  constexpr bool kScaled = Tile::kScaling != Scaling::kTensor;
   const int64_t blocks = ceil_div(p.k, kBlockK), matrices = p.along_k ? 1 : p.groups;
   CUtensorMap codes_a, codes_b, scales_a{}, scales_b{};
   const bool mapped =
       map_of(box_of_codes(a, p.m, p.k, kTileRows), &codes_a) &&
       map_of(box_of_codes(b, matrices * p.n, p.k, Tile::kColumns), &codes_b) &&
-      (!kScaled || map_of(box_of_scales(a, 1, p.m, p.a_step ? blocks : 1, Tile::kSpan), &scales_a)) &&
+      (!Tile::kScaled || map_of(box_of_scales(a, 1, p.m, p.a_step ? blocks : 1, Tile::kSpan), &scales_a)) &&
       (!Tile::kRowsOfB ||
        map_of(box_of_scales(b, matrices, p.n, p.b_step ? blocks : 1, Tile::kColumns), &scales_b));
   if (!mapped) return cudaErrorInvalidValue;
@@ -156,7 +155,7 @@ template <class A, class B, Scaling S>
 cudaError_t launch_shape(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, TileShape shape, cudaStream_t stream) {
   if (shape == TileShape::kAny) shape = shape_for(p);
   if (shape == TileShape::k128x192) return launch<A, B, GemmTile<192, false, S>>(p, a, b, stream);
-  if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<128, true, S>>(p, a, b, stream);
+  if (shape == TileShape::kWide128x128) return launch<A, B, GemmTile<128, S != Scaling::kValues, S>>(p, a, b, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -180,6 +179,7 @@ cudaError_t launch_scaling(const GemmArguments& p, const GemmOperand& a, const G
 cudaError_t launch_gemm(const GemmArguments& p, const GemmOperand& a, const GemmOperand& b, Scaling scaling, TileShape shape,
                         cudaStream_t stream) {
   if (multiprocessors() == 0) return cudaErrorNotSupported;
+  if (scaling == Scaling::kValues) return launch_shape<Values, Values, Scaling::kValues>(p, a, b, shape, stream);
 #ifdef BLOCKFP_ONLY_E4M3  // to compile a quarter while the kernel is worked on
   return launch_scaling<E4M3, E4M3>(p, a, b, scaling, shape, stream);
 #else

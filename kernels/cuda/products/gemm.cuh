@@ -1,4 +1,5 @@
-// Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k.
+// Products of FP8 codes and scales on Hopper: out [m, n] = a [m, k] b [n, k]^T, fp32 sums promoted with their scales every 128 of k. Of
+// bfloat16 values too, whose sums stay in the matrix units; k counts bytes then, as everywhere below.
 //
 // A persistent grid: each block draws one tile of out after another, so that none waits for a block that other kernels (NCCL's) keep
 // from starting. One thread draws and loads by the copy engine; two warpgroups multiply, and share the tensor cores: while one promotes
@@ -21,14 +22,17 @@ template <int Columns, bool Wide, Scaling S>
 struct GemmTile {
   static constexpr Scaling kScaling = S;
   static constexpr bool kRowsOfB = S == Scaling::kRows || S == Scaling::kBands;
+  static constexpr bool kScaled = S != Scaling::kTensor && S != Scaling::kValues;
   static constexpr bool kWide = Wide;
+  // Blocks of k that 128 columns of a group are.
+  static constexpr int kBlocksOfUnit = S == Scaling::kValues ? 2 : 1;
   static constexpr int kColumns = Columns, kSums = Columns / 2;
   static constexpr int kBytesA = kTileRows * kBlockK, kCodes = kBytesA + Columns * kBlockK;
   // Scales of a stage: those of a, then those of b. The copy engine reads from multiples of 16 bytes only: those of a begin up to three
   // rows early. It writes to multiples of 128 bytes.
   static constexpr int kSpan = kTileRows + 4, kScalesB = 160;
-  static constexpr int kScales = S == Scaling::kTensor ? 0 : kScalesB + (kRowsOfB ? Columns : 0);
-  static constexpr int kLoaded = kCodes + (S == Scaling::kTensor ? 0 : 4 * (kSpan + (kRowsOfB ? Columns : 0)));
+  static constexpr int kScales = !kScaled ? 0 : kScalesB + (kRowsOfB ? Columns : 0);
+  static constexpr int kLoaded = kCodes + (!kScaled ? 0 : 4 * (kSpan + (kRowsOfB ? Columns : 0)));
   static constexpr int kStages = 225 * 1024 / (kCodes + kScales * 4);
   static constexpr int kScalesAt = kStages * kCodes, kBarriersAt = kScalesAt + kStages * kScales * 4;
   static constexpr int kTilesAt = kBarriersAt + kStages * 16;  // which tile begins with a stage
@@ -56,7 +60,7 @@ class Tiles {
       const int entries = end_of_group_ - before;
       if (p_.along_k) {
         first_block += blocks;
-        blocks = min((entries - 1) / kBlockK + (entries > 0), p_.k / kBlockK - first_block);
+        blocks = min(((entries - 1) / kBlockK + (entries > 0)) * Tile::kBlocksOfUnit, p_.k / kBlockK - first_block);
       } else {
         first_row_ = before, end_row = end_of_group_;
       }
@@ -181,13 +185,13 @@ __device__ __forceinline__ void promote(float (&total)[Sums], const float (&sums
   }
 }
 
-// sums = 64 rows of a times the tile's columns of b, over one block of k; not finished when this returns.
+// sums = 64 rows of a times the tile's columns of b, over one block of k, added to what is there if `more`; not finished when this returns.
 template <class A, class B, int Sums>
-__device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, uint32_t b) {
+__device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, uint32_t b, bool more = false) {
   hopper::begin_products();
 #pragma unroll
   for (int i = 0; i < kBlockK / 32; ++i) {
-    hopper::multiply<A, B>(sums, hopper::describe(a + 2 * i), hopper::describe(b + 2 * i), i > 0);
+    hopper::multiply<A, B>(sums, hopper::describe(a + 2 * i), hopper::describe(b + 2 * i), i > 0 || more);
   }
   hopper::end_products();
 }
@@ -195,7 +199,7 @@ __device__ __forceinline__ void multiply_block(float (&sums)[Sums], uint32_t a, 
 // What becomes of a warpgroup's 64 rows of sums.
 template <Scaling S, int Sums>
 __device__ __forceinline__ void finish_rows(const GemmArguments& p, float (&sums)[Sums], int group, Place at) {
-  if constexpr (S == Scaling::kTensor) {
+  if constexpr (S == Scaling::kTensor || S == Scaling::kValues) {
     const float by_a = p.a_factor[group * p.a_factor_step], by_b = p.b_factor[group * p.b_factor_step];
 #pragma unroll
     for (int i = 0; i < Sums; ++i) sums[i] = sums[i] * by_a * by_b;
@@ -255,7 +259,7 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
           hopper::arrive_expecting(barrier, Tile::kLoaded);
           hopper::load_box(codes, codes_a, block * kBlockK, tile.row, barrier);
           hopper::load_box(codes + Tile::kBytesA, codes_b, block * kBlockK, row_b, barrier);
-          if constexpr (kScaling != Scaling::kTensor) {
+          if constexpr (Tile::kScaled) {
             hopper::load_box(scales, scales_a, tile.row & ~3, block * p.a_step, barrier);
           }
           if constexpr (Tile::kRowsOfB) {
@@ -275,16 +279,16 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
     const uint32_t codes_at = __shfl_sync(~0u, (shared & 0x3FFFF) / 16, 0);
     const uint32_t rows_at = shared + Tile::kScalesAt + (first_row + warp % 4 * 16 + lane / 4) * 4;
     const uint32_t columns_at = shared + Tile::kScalesAt + (Tile::kScalesB + lane % 4 * 2) * 4;
-    const auto multiply = [&](float(&sums)[kSums], int stage) {
+    const auto multiply = [&](float(&sums)[kSums], int stage, bool more = false) {
       const uint32_t codes = codes_at + stage * (Tile::kCodes / 16);
-      multiply_block<A, B>(sums, codes + first_row * (kBlockK / 16), codes + Tile::kBytesA / 16);
+      multiply_block<A, B>(sums, codes + first_row * (kBlockK / 16), codes + Tile::kBytesA / 16, more);
     };
     const auto scales_of = [](int stage) { return static_cast<uint32_t>(stage * Tile::kScales * 4); };
-    float total[kSums];
     const auto release = [&](int stage) {
       __syncwarp();
       if (lane == 0) hopper::arrive(empty(stage));
     };
+    float total[kSums];
     const auto finish = [&](float(&sums)[kSums], int stage, const Factors& by) {
       if (!Tile::kRowsOfB) release(stage);
       promote<kScaling>(total, sums, by, columns_at + scales_of(stage));
@@ -309,7 +313,18 @@ gemm_kernel(const GemmArguments p, const __grid_constant__ CUtensorMap codes_a, 
         const float first = squares.first, second = squares.second, middle = squares.border_at_64 ? second : first;
         return Factors{{upper * first, upper * middle, upper * second}, {lower * first, lower * middle, lower * second}};
       };
-      if constexpr (Tile::kWide) {
+      if constexpr (kScaling == Scaling::kValues) {
+        int before = -1;
+        for (int block = 0; block < blocks; ++block, turn.advance()) {
+          hopper::wait(full(turn.stage), turn.parity);
+          multiply(total, turn.stage, block > 0);
+          hopper::wait_products<1>();
+          if (block > 0) release(before);
+          before = turn.stage;
+        }
+        hopper::wait_products<0>(total);
+        if (blocks > 0) release(before);
+      } else if constexpr (Tile::kWide) {
         float first[kSums] = {}, second[kSums] = {};
         int block = 0;
         for (; block + 1 < blocks; block += 2) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "blockfp/elements.h"
+#include "gemm.h"
 
 namespace blockfp {
 namespace cuda {
@@ -129,57 +130,65 @@ __device__ __forceinline__ void wait_products(float (&sums)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : BLOCKFP_64(sums) : "n"(Pending) : "memory");
 }
 
+// The same, of products that add to the same sums: those are read once all is finished.
+template <int Pending>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
 template <int Pending>
 __device__ __forceinline__ void wait_products(float (&sums)[96]) {
   asm volatile("wgmma.wait_group.sync.aligned %96;" : BLOCKFP_96(sums) : "n"(Pending) : "memory");
 }
 
-#define BLOCKFP_MULTIPLY_128(a_type, b_type)                                                                                  \
+#define BLOCKFP_MULTIPLY_128(kinds, transposed)                                                                               \
   asm volatile(                                                                                                               \
       "{\n.reg .pred more;\nsetp.ne.b32 more, %66, 0;\n"                                                                      \
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32." a_type "." b_type                                                        \
+      "wgmma.mma_async.sync.aligned.m64n128" kinds                                                                            \
       " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                              \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                      \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                      \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                                     \
-      "%64, %65, more, 1, 1;\n}"                                                                                              \
+      "%64, %65, more, 1, 1" transposed ";\n}"                                                                                \
       : BLOCKFP_64(sums)                                                                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(more)))
 
-#define BLOCKFP_MULTIPLY_192(a_type, b_type)                                                                                  \
+#define BLOCKFP_MULTIPLY_192(kinds, transposed)                                                                               \
   asm volatile(                                                                                                               \
       "{\n.reg .pred more;\nsetp.ne.b32 more, %98, 0;\n"                                                                      \
-      "wgmma.mma_async.sync.aligned.m64n192k32.f32." a_type "." b_type                                                        \
+      "wgmma.mma_async.sync.aligned.m64n192" kinds                                                                            \
       " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                              \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                      \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                                      \
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                                      \
       "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                                      \
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "                                     \
-      "%96, %97, more, 1, 1;\n}"                                                                                              \
+      "%96, %97, more, 1, 1" transposed ";\n}"                                                                                \
       : BLOCKFP_96(sums)                                                                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(more)))
 
-// sums [64, N] = a [64, 32] b [N, 32]^T, added to what is there if `more`. A thread of lane l in warp w of its group holds, of rows
-// 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
+// sums [64, N] = a [64, 32] b [N, 32]^T of codes, or of 16 values each, added to what is there if `more`. A thread of lane l in warp w of its
+// group holds, of rows 16 w + l / 4 (+ 8 for i & 2), columns 8 (i / 4) + 2 (l % 4) + (i & 1).
 template <class A, class B, int Sums>
 __device__ __forceinline__ void multiply(float (&sums)[Sums], uint64_t a, uint64_t b, bool more) {
-#define BLOCKFP_MULTIPLY(a_type, b_type)      \
+#define BLOCKFP_MULTIPLY(kinds, transposed)   \
   if constexpr (Sums == 64) {                 \
-    BLOCKFP_MULTIPLY_128(a_type, b_type);     \
+    BLOCKFP_MULTIPLY_128(kinds, transposed);  \
   } else {                                    \
-    BLOCKFP_MULTIPLY_192(a_type, b_type);     \
+    BLOCKFP_MULTIPLY_192(kinds, transposed);  \
   }
-  if constexpr (A::kId == E4M3::kId) {
+  if constexpr (A::kId == Values::kId) {
+    BLOCKFP_MULTIPLY("k16.f32.bf16.bf16", ", 0, 0")
+  } else if constexpr (A::kId == E4M3::kId) {
     if constexpr (B::kId == E4M3::kId) {
-      BLOCKFP_MULTIPLY("e4m3", "e4m3")
+      BLOCKFP_MULTIPLY("k32.f32.e4m3.e4m3", "")
     } else {
-      BLOCKFP_MULTIPLY("e4m3", "e5m2")
+      BLOCKFP_MULTIPLY("k32.f32.e4m3.e5m2", "")
     }
   } else if constexpr (B::kId == E4M3::kId) {
-    BLOCKFP_MULTIPLY("e5m2", "e4m3")
+    BLOCKFP_MULTIPLY("k32.f32.e5m2.e4m3", "")
   } else {
-    BLOCKFP_MULTIPLY("e5m2", "e5m2")
+    BLOCKFP_MULTIPLY("k32.f32.e5m2.e5m2", "")
   }
 }
 

@@ -1,4 +1,4 @@
-// The library's products of FP8 matrices, callable as exports.cu says.
+// The library's products of FP8 and bfloat16 matrices, callable as exports.cu says.
 //
 //   product(a, b, a_scales, b_scales, ends?, bias?, out, workspace?, a_element, a_block_rows, b_element, b_block_rows, a_ordered,
 //           b_ordered, own, tile, fast, accumulate)
@@ -6,6 +6,7 @@
 //       ends (int32, on the device) makes it a product of groups, in one of two ways:
 //         out [m, n], b [groups, n, k], bias [groups, n]: rows of group g of a by the g-th of b; rows past the last end stay as they are;
 //         out [groups, m, n], a [m, k], b [n, k]: columns of group g of a by those of b, which lie as blockfp/exports.h says.
+//       element: of FP8 codes as exports.cu says; or 6 on both sides, of values in bfloat16, which go to the own kernel, with block_rows 0.
 //       block_rows: 0 (one scale for the tensor; or one for each group), 1 (1x128, or one for each row), 32 (32x128) or 128 (128x128).
 //       Scales are as they are stored, [.., rows, blocks]; those of 1x128 and 32x128 may be `ordered` for the product, [.., blocks,
 //       rows of codes filled up to a multiple of 4]; those of b of 128x128 may have any strides.
@@ -58,8 +59,9 @@ struct Side {
   int element;
   int64_t block_rows;
   bool ordered;
-  int64_t matrices, rows, k;
+  int64_t matrices, rows, k;  // k: bytes of a row
 
+  bool values() const { return element == Values::kId; }
   int64_t blocks() const { return ceil_div(k, 128); }
   // Rows of the grid of scales.
   int64_t grid_rows() const { return block_rows == 0 ? 1 : ceil_div(rows, block_rows); }
@@ -73,12 +75,16 @@ struct Side {
 
 Side side_of(const char* name, const char* scales_name, const TensorView& codes, const TensorView& scales, int64_t element,
              int64_t block_rows, bool ordered, int64_t groups, DLDevice device) {
-  check_array(codes, name, device, codes.numel(), 8, "FP8 codes");
-  check(element == E4M3::kId || element == E5M2::kId, name, "_element must be that of E4M3 (", E4M3::kId, ") or E5M2 (", E5M2::kId,
-        "), and is ", element);
+  const bool values = element == Values::kId;
+  check_array(codes, name, device, codes.numel(), values ? 16 : 8, values ? "bfloat16" : "FP8 codes");
+  check(values || element == E4M3::kId || element == E5M2::kId, name, "_element must be that of E4M3 (", E4M3::kId, "), E5M2 (",
+        E5M2::kId, ") or values (", Values::kId, "), and is ", element);
+  check(!values || (block_rows == 0 && dtype_of(codes, name) == Bf16::kId), name, " must be bfloat16 with a scale for all of it; it is ",
+        describe(codes), " in blocks of ", block_rows, " rows");
   check(block_rows == 0 || block_rows == 1 || block_rows == 32 || block_rows == 128, name,
         "'s blocks must be 1x128, 32x128, 128x128 or the whole tensor: 1, 32, 128 or 0 rows; they have ", block_rows);
-  Side side{name, scales_name, codes, scales, static_cast<int>(element), block_rows, ordered, 1, codes.size(-2), codes.size(-1)};
+  Side side{name, scales_name, codes, scales, static_cast<int>(element), block_rows, ordered, 1, codes.size(-2),
+            codes.size(-1) * (values ? 2 : 1)};
   if (codes.ndim() == 3) side.matrices = codes.size(0);
   check(!ordered || side.can_be_ordered(), "only scales of 1x128 and 32x128 come in the product's order, and ", name, "'s blocks have ",
         block_rows, " rows");
@@ -144,11 +150,11 @@ void by_own_kernel(const OnDevice& on, const Side& a, const Side& b, GemmArgumen
         ", and is ", tile);
   const bool tensors = a.block_rows == 0 && b.block_rows == 0;
   const Scaling of_blocks = b.block_rows == 128 ? Scaling::kSquares : (b.block_rows == 32 ? Scaling::kBands : Scaling::kRows);
-  const Scaling scaling = tensors ? Scaling::kTensor : of_blocks;
+  const Scaling of_all = a.values() ? Scaling::kValues : Scaling::kTensor, scaling = tensors ? of_all : of_blocks;
   const bool whole = (a.block_rows != 0 || a.scales.numel() == 1) && (b.block_rows != 0 || b.scales.numel() == 1 || !p.along_k);
   check(tensors || whole, "a scale for each group of one side and blocks of the other don't multiply here: a_scales is ",
         describe(a.scales), " and b_scales ", describe(b.scales));
-  check(!p.along_k || p.k % 128 == 0, "columns of groups come in blocks of 128, and a and b have ", p.k);
+  check(!p.along_k || a.codes.size(-1) % 128 == 0, "columns of groups come in blocks of 128, and a is ", describe(a.codes));
   Laid left{}, right{};
   place_codes(a, memory, left);
   place_codes(b, memory, right);
@@ -189,6 +195,7 @@ const float* scales_for_cublas(const Side& x, Workspace& memory, Laid& laid) {
 }
 
 void by_cublas(const OnDevice& on, const Side& a, const Side& b, const GemmArguments& of, Workspace& memory, bool fast) {
+  check(!a.values(), "cuBLASLt multiplies FP8 here, and a is ", describe(a.codes));
   check(of.groups == 1 && !of.along_k && a.k % 16 == 0 && b.rows % 16 == 0 && a.block_rows != 32 && b.block_rows != 32,
         "cuBLASLt takes single products with n and k multiples of 16, not in blocks of 32x128; a is ", describe(a.codes), " and b ", describe(b.codes));
   Laid left{}, right{};
@@ -220,14 +227,15 @@ void product(TensorView a, TensorView b, TensorView a_scales, TensorView b_scale
   check(a.ndim() == 2 && (b.ndim() == 2 || (b.ndim() == 3 && !along_k)) && b.size(-1) == a.size(1),
         "a must be [m, k], and b [n, k] or for groups of a's rows [groups, n, k]; a is ", describe(a), " and b ", describe(b));
   const int64_t groups = along_k ? out.size(0) : (b.ndim() == 3 ? b.size(0) : 1), m = a.size(0), n = b.size(-2), k = a.size(1);
-  check(m * n * k * groups > 0 && m <= INT32_MAX && groups * n <= INT32_MAX && k <= INT32_MAX - 16,
+  check(m * n * k * groups > 0 && m <= INT32_MAX && groups * n <= INT32_MAX && k * (a.dtype().bits / 8) <= INT32_MAX - 16,
         "a and b must have elements, and less than 2^31 rows and columns; a is ", describe(a), " and b ", describe(b));
   check(has(ends) || groups == 1, "ends must be there for more than one group, and there are ", groups);
   check_array(ends, "ends", on.device, groups, 32, "an int32 for each group");
   const Side left = side_of("a", "a_scales", a, a_scales, a_element, a_block_rows, a_ordered, groups, on.device);
   const Side right = side_of("b", "b_scales", b, b_scales, b_element, b_block_rows, b_ordered, groups, on.device);
+  check(left.values() == right.values(), "a and b must both be codes or both bfloat16; they are ", describe(a), " and ", describe(b));
   GemmArguments p{};
-  p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(k), p.groups = static_cast<int>(groups);
+  p.m = static_cast<int>(m), p.n = static_cast<int>(n), p.k = static_cast<int>(left.k), p.groups = static_cast<int>(groups);
   p.ends = data_of<const int32_t>(ends), p.along_k = along_k;
   p.dtype = dtype_of(out, "out");
   check_array(out, "out", on.device, (along_k ? groups : 1) * m * n, 8 * dtype_bytes(p.dtype), along_k ? "[groups, m, n]" : "[m, n]");

@@ -5,12 +5,12 @@
 //       padded_ends, then tiles. What follows takes them.
 //   group_words(tokens, groups) -> how many
 //   group_columns(tokens, groups) -> columns of the codes along the columns
-//   quantize_groups(x, words, amax?, recorded?, overflows?, keys?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?,
+//   quantize_groups(x, words, keys?, amax?, recorded?, overflows?, codes?, scales?, tensor_scale?, codes_t?, scales_t?, tensor_scale_t?,
 //                   groups, rows_keyed, columns_keyed, FORMAT, measure, eps_bits, largest_bits, rotate_t)
-//       x: [tokens, features]. amax: int32 [groups], with rotate_t [groups, 2], of formats with one scale or two levels; with `measure` it is
-//       computed first; a float32 is one multiplier for all. recorded: int32 [groups], raised to the amaxes. overflows: int32 [groups], for
-//       formats without amax, which this clears and uses. keys: [groups, 2, 2] words, as of fold_keys; rows_keyed and columns_keyed say
-//       which directions round with them. Scales of groups that hold an Inf are NaN.
+//       x: [tokens, features]. keys: [groups, 2, 2] words, as of fold_keys; rows_keyed and columns_keyed say which directions round with
+//       them. amax: int32 [groups], with rotate_t [groups, 2], of formats with one scale or two levels; with `measure` it is computed
+//       first; a float32 is one multiplier for all. recorded: int32 [groups], raised to the amaxes. overflows: int32 [groups], for formats
+//       without amax, which this clears and uses. Scales of groups that hold an Inf are NaN.
 //   quantize_groups_aligned(x, words, overflows, codes?, scales?, codes_t?, scales_t?, stored_t?, stored_scales_t?, groups, FORMAT)
 //       As `quantize_aligned` (aligned_exports.cu), group by group. codes: [tokens, features filled up], codes_t: [features, columns].
 //   sum_groups(x, words, out)
@@ -37,7 +37,7 @@ void group_rows(TensorView ends, TensorView words, int64_t tokens) {
   on.done(launch_group_rows(data_of<const int32_t>(ends), tokens, ends.numel(), data_of<int32_t>(words), on.stream));
 }
 
-void quantize_groups(TensorView x, TensorView words, MaybeTensor amax, MaybeTensor recorded, MaybeTensor overflows, MaybeTensor keys,
+void quantize_groups(TensorView x, TensorView words, MaybeTensor keys, MaybeTensor amax, MaybeTensor recorded, MaybeTensor overflows,
                      MaybeTensor codes, MaybeTensor scales, MaybeTensor tensor_scale, MaybeTensor codes_t, MaybeTensor scales_t,
                      MaybeTensor tensor_scale_t, int64_t groups, bool rows_keyed, bool columns_keyed,
                      int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool measure, int64_t eps_bits,
