@@ -18,7 +18,7 @@ _FUNCTIONS = (
     *("amax", "amax_blocks", "record_amax", "quantize", "encode", "dequantize", "product", "cublas_version"),
     *("transpose", "align", "interleave", "fold_keys", "adamw", "adamw_codes", "addresses", "count_steps"),
     *("group_rows", "group_words", "group_columns", "quantize_groups", "sum_groups", "clear_groups"),
-    *("quantize_gated", "activation", "activation_gradient"),
+    *("quantize_gated", "activation", "activation_gradient", "quantize_normed", "rms_norm"),
 )
 
 

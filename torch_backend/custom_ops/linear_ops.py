@@ -123,6 +123,7 @@ def forward(
     keep: bool,
     origin: tuple[int, int] = (0, 0),
     shared: SharedCast | None = None,
+    found: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -136,6 +137,8 @@ def forward(
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
         shared: casts of x that other layers made, or will ask for.
+        found: the parts of the input, rowwise and columnwise, and with a multiplier its amax, where a kernel has cast what it
+            made of x, of which nothing but shape, strides and dtype are read then.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
@@ -147,7 +150,8 @@ def forward(
     if plan is None:
         plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep)
     quantize, row, count, format, fast, exact, cast, multiply = plan
-    found = None if shared is None else shared.parts.get(cast)
+    if found is None and shared is not None:
+        found = shared.parts.get(cast)
     if found is None:
         found = [] if quantize is None else quantize(x, None, multiplier, None)
         if shared is not None and multiplier is None:
