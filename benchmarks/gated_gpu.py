@@ -4,7 +4,7 @@
 
 Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; the activation's gradients; and the cast
 of an RMSNorm of `hidden` features, both ways and rowwise alone, also beside the norm as torch.compile makes it (with its amax,
-where the cast wants one) and the cast behind that. The share is that of a copy's bandwidth which the fused kernels reach, by the
+where the cast wants one) and the cast behind that. The share is that of a copy's bandwidth which fused kernels reach, by the
 bytes that they have to read and write. Figures are medians of rounds that take turns.
 """
 
