@@ -10,7 +10,7 @@ if torch.cuda.is_available():
     import torch.nn.functional as F
     from blockfp.torch_backend.custom_ops import norm_kernels
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
-    from blockfp.torch_backend.modules import layernorm_linear, multihead_attention
+    from blockfp.torch_backend.modules import fused_sequential, layernorm_linear, multihead_attention
 
     import blockfp.torch as bfp
 
@@ -255,3 +255,30 @@ def test_nothing_waits_for_the_device(waiting_raises):
     layer(x).backward(gradient)
     with waiting_raises():
         layer(x).backward(gradient)
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
+def test_models_that_convert_knows(name, monkeypatch):
+    """`torch.nn.Sequential` with a norm before a layer."""
+    found, taken = [], []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(
+            torch.nn.RMSNorm(256, eps=EPS), torch.nn.Linear(256, 512), torch.nn.SiLU(), torch.nn.Linear(512, 256)
+        )
+        model = bfp.convert(plain.to("cuda", torch.bfloat16), name)
+        product = fused_sequential.fused_norm_product
+
+        def counted(*arguments, product=product):
+            y = product(*arguments)
+            taken.append(y is not None)
+            return y
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_sequential, "fused_norm_product", counted if fused else lambda *_: None)
+            x = tensors((512, 256), "bfloat16")[0].view(2, 256, 256).requires_grad_()
+            y = model(x)
+            y.backward(tensors((512, 256), "bfloat16", 3)[0].view(2, 256, 256))
+        found.append([y.detach(), *([] if name == "nvfp4" else [x.grad, *(p.grad for p in model.parameters())])])
+    assert taken == [True]
+    assert_same(*found, name)
