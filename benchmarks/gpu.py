@@ -52,6 +52,8 @@ CASES = (
     ("NVFP4, amax given", "nvfp4", "r", True, None),
     ("NVFP4, amax given", "nvfp4", "rc", False, 0.75),
     ("NVFP4 16x16, amax given", "nvfp4_16x16", "rc", False, 0.70),
+    ("NVFP4 4-over-6, amax given", "nvfp4_4over6", "r", False, 0.60),
+    ("NVFP4 4-over-6 16x16, amax given", "nvfp4_4over6_16x16", "rc", False, 0.60),
     ("NVFP4 rotated column", "nvfp4", "rp", False, 0.60),
     ("NVFP4 rotated column", "nvfp4", "rp", True, 0.42),
     ("MXFP6 E3M2", "mxfp6_e3m2", "r", False, 0.75),

@@ -72,7 +72,9 @@ def make_model(contender: str, device: torch.device, options: argparse.Namespace
     )
     # PEFT casts to float32 what it adds; what it is added to stays.
     model = get_peft_model(model, register(adapters) if contender not in ("bf16", "bitsandbytes") else adapters)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    # Older versions of transformers know the second name alone.
+    checkpoint = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    checkpoint({"use_reentrant": False})
     return model.train()
 
 

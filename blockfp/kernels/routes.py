@@ -240,7 +240,7 @@ def table() -> list[tuple[str, str, str]]:
     run, compiled = (", ".join(f"{major}.{minor}" for major, minor in some) for some in (RUN, COMPILED))
     lines.append(("any CUDA device", f"casts, compute capability {run}", "the CUDA library's kernels"))
     lines.append(("any CUDA device", f"casts, compute capability {compiled}", "the same, compiled and never run there"))
-    lines.append(("any CUDA device", "casts by 4-over-6 (nvfp4_4over6..)", "the definition, in array operations"))
+    lines.append(("any CUDA device", "4-over-6 (nvfp4_4over6..) in blocks of 16x1", "the definition, in array operations"))
     lines.append(("any CUDA device", "others, values exact in bfloat16", "dequantize to bfloat16, matmul"))
     lines.append(
         ("any CUDA device", "the same of experts, where Hopper has no codes", "dequantize to bfloat16, torch's grouped_mm")

@@ -82,8 +82,8 @@ class CudaLibrary(Backend):
     def refusal(self, operation: str, *, format: Format, **options: Any) -> str | None:
         if format.per_row and operation.startswith("quantize"):
             return f"the CUDA library finds no scale for each row in one pass, of {format}"
-        if format.scale.four_over_six and operation.startswith("quantize"):
-            return f"the CUDA library has no kernel that chooses between two scales of a block, as {format} does"
+        if format.scale.four_over_six and not format.square and operation in ("quantize_columnwise", "quantize_both"):
+            return f"the CUDA library chooses between two scales of a block along the rows alone, of {format}"
         return refusal_of_amax(operation, format)
 
     def amax(self, x, *, format: Format) -> Amax:

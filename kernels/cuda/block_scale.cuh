@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "arguments.h"
+#include "blockfp/four_over_six.h"
 #include "codes.cuh"
 #include "eight_elements.cuh"
 
@@ -15,7 +16,7 @@ namespace cuda {
 // What all blocks of a tensor share.
 struct TensorScale {
   float multiplier;  // per tensor: of the elements; two levels: G
-  float factor;      // two levels: what a block's amax is multiplied with
+  float factor;      // two levels: what a block's amax is multiplied with; of 4-over-6 the tensor's amax
   float decode;      // per tensor: the stored scale; two levels: tensor_scale
 };
 
@@ -35,8 +36,10 @@ __device__ __forceinline__ TensorScale tensor_scale(const QuantizeArguments& a, 
       t.decode = from_bits<float>(s.stored);
     }
   } else if constexpr (Block == 16) {
-    t.multiplier = tensor_multiplier<E>(__ldg(tensor_amax));
-    t.factor = multiply(t.multiplier, element_max_reciprocal<E>());
+    const int32_t amax = __ldg(tensor_amax);
+    const bool chooses = a.format.four_over_six();
+    t.multiplier = tensor_multiplier<E>(amax, chooses ? four_over_six_bound(a.format.rule) : E4M3::kMax);
+    t.factor = chooses ? from_bits<float>(amax) : multiply(t.multiplier, element_max_reciprocal<E>());
     t.decode = divide(1.0f, t.multiplier);
   }
   return t;

@@ -104,7 +104,9 @@ void quantize(TensorView x, MaybeTensor amax, MaybeTensor recorded, MaybeTensor 
   const OnDevice on(x, "x");
   QuantizeArguments a{};
   a.x = matrices_of(x, "x");
-  a.format = checked_format(element, block_rows, block_columns, rule);
+  a.format = checked_format(element, block_rows, block_columns, rule, false, true);
+  check(!a.format.four_over_six() || !has(codes_t) || a.format.square(),
+        "blocks of 1x16 choose between scales (4-over-6) along the rows alone: ask for codes of x.mT");
   check(a.x.column_stride == 1 || x.numel() == 0, "the columns of x must be adjacent, and their stride is ", a.x.column_stride,
         ": pass x.contiguous(), or ask for codes_t of x.mT");
   a.window = window_of(a.format, a.x.rows, a.x.columns, row, column, rows, columns);

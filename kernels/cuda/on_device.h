@@ -46,8 +46,9 @@ class OnDevice {
 };
 
 // The format that four numbers stand for, of those that this library has; `any_row`: also FP8 with a scale for each row of any length.
-inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool any_row = false) {
-  const Format f = format_of(element, block_rows, block_columns, rule);
+inline Format checked_format(int64_t element, int64_t block_rows, int64_t block_columns, int64_t rule, bool any_row = false,
+                             bool chooses = false) {
+  const Format f = format_of(element, block_rows, block_columns, rule, chooses ? ScaleRule::kFourOverSix448Mse : ScaleRule::kE4m3);
   const bool fp8 = element <= E5M2::kId && f.rule <= ScaleRule::kPow2;
   const bool mx = f.rule == ScaleRule::kE8m0Ceil || f.rule == ScaleRule::kE8m0Floor;
   const bool known = (fp8 && (block_columns == 0 || block_columns == 128 || (any_row && f.per_row()))) || (mx && block_columns == 32) ||

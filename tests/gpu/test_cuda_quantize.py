@@ -65,7 +65,7 @@ def test_dequantize(format):
 
 @pytest.mark.parametrize("format", [format for format in FORMATS if format.scale.four_over_six], ids=str)
 def test_blocks_that_choose_between_scales(format):
-    """No kernel chooses: array operations do, on a GPU too, whatever of the blocks is on other ranks."""
+    """Kernels choose where blocks are whole on a rank, and array operations do elsewhere: the bits are the same."""
     for kind in KINDS:
         for dtype in DTYPES:
             x = sample(kind, (45, 72), dtype)
@@ -86,8 +86,27 @@ def test_blocks_that_choose_between_scales(format):
             codes = cuda.encode(g, format, to_gpu(expected.scales), t)
             again = numerics.encode(x, format, expected.scales, expected.tensor_scale)
             assert_same((codes, None, None), (again, None, None), f"{format} {kind} {dtype} encode")
-    with pytest.raises(ValueError, match="does not know"):
-        cuda.quantize_both(g, format)
+    if not format.square:
+        with pytest.raises(ValueError, match="along the rows alone"):
+            cuda.quantize_both(g, format)
+
+
+CHOOSING = [format for format in FORMATS if format.scale.four_over_six]
+
+
+@pytest.mark.parametrize("format", CHOOSING, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_that_choose_between_scales(format, dtype):
+    """Rows of every length, both ways of rounding, and of square blocks the transposed direction too."""
+    for kind in KINDS:
+        for shape, keys in (((37, 150), (None, 3)), ((64, 256), (None, 3)), ((3, 40, 72), (None,)), ((33, 8), (3,))):
+            x = sample(kind, shape, dtype)
+            for key in keys:
+                if format.square:
+                    check(x, format, key=key)
+                else:
+                    what = f"{format} {kind} {dtype} {shape} {key}"
+                    assert_same(cuda.quantize(to_gpu(x), format, key=key), numerics.quantize(x, format, key=key), what)
 
 
 @BY_NAME

@@ -8,10 +8,12 @@ import math
 import pytest
 import threaded
 import torch
+import torch.distributed as dist
 from resumed import MESHES, model_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import blockfp.torch as bfp
@@ -43,6 +45,10 @@ def converted(folder, model, layout):
     return found, json.loads((folder / "out" / "config.json").read_text())
 
 
+def sha256(tensor):
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def streamed(model, layout, **options):
     """The same of the buckets, and their sizes."""
     stream = bfp.stream_weights(model, layout=layout, **options)
@@ -54,7 +60,7 @@ def streamed(model, layout, **options):
         for name, tensor in bucket:
             assert type(tensor) is torch.Tensor
             assert stream.shapes[name] == (tensor.dtype, tuple(tensor.shape))
-            digest = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            digest = sha256(tensor)
             assert bucket.sha256[name] == digest
             found[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest
     return found, stream, sizes
@@ -191,3 +197,29 @@ def test_a_model_without_values_is_refused():
         bfp.stream_weights(model, layout="compressed-tensors")
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
         bfp.stream_weights(3, layout="compressed-tensors")
+
+
+def test_a_bucket_is_one_collective_where_rows_are_cut_evenly():
+    """Codes, scales and biases together, with the bytes that come one by one."""
+    sent = [[], []]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "_c10d_functional" and "wait" not in str(function):
+                sent[dist.get_rank()].append(function._overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def rank(rank):
+        with threaded.seeded(0):
+            model = nn.Sequential(*(bfp.Linear(256, 64, recipe="mxfp8") for _ in range(3)))
+            nn.init.normal_(model[1].bias)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        whole = model[1].bias.full_tensor().detach()
+        with Watch():
+            (bucket,) = bfp.stream_weights(model, layout="compressed-tensors")
+        if rank == 0:
+            assert torch.equal(bucket.tensors["1.bias"], whole)
+            assert all(bucket.sha256[name] == sha256(x) for name, x in bucket)
+
+    threaded.run(2, rank)
+    assert sent == [["all_gather_into_tensor_coalesced"]] * 2

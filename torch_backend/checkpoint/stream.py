@@ -1,14 +1,16 @@
 """`stream_weights`: a model's weights on their way to a server, gathered as codes, in the layout that the server loads.
 
 Names, shapes and buckets follow from the model alone (`files.layouts`), so every rank knows them beforehand and goes through
-the same collectives in the same order. Each part of a weight is gathered once, when its bucket's turn comes.
+the same collectives in the same order. Each part of a weight is gathered once, when its bucket's turn comes, and where rows are
+cut evenly all of a bucket's in one collective.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,12 @@ from ..weights.cast_weight import CastWeight
 from ..weights.module_state import InParts, state_names
 from ..weights.state_dict import gathered, stored_parts
 from . import ranks
+from .rows import Key, Rows, gather_rows, rows_of
 from .taken_apart import Apart, split, split_weight, turned
 from .uneven import full_tensor
+
+_HASHING = 8
+"""Threads that make digests. One makes 1 to 2 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class WeightStream(Iterator[WeightBucket]):
         self.shapes = {e.name: (getattr(torch, e.dtype.name), e.shape) for entries in units.values() for e in entries}
         self.configs = known.configs(Contents(Path(), found.weights, found.others))
         self.tied = found.tied
-        self._buckets = _gather(units, bucket_bytes, found.device, keeps, sha256)
+        self._buckets = _gather(units, found, bucket_bytes, keeps, sha256)
 
     def __next__(self) -> WeightBucket:
         with torch.no_grad():
@@ -159,6 +165,8 @@ class _Found:
         weights, others: by the server's name.
         local: the quantized weights by the model's name, which read this rank's part.
         tied: further names, with the first.
+        rows: by the model's name and the part's, of tensors that are gathered a bucket at a time.
+        gathered: those of the bucket at hand; what is read is taken out.
         device: of what is no tensor of torch's yet.
     """
 
@@ -167,6 +175,8 @@ class _Found:
     local: dict[str, Weight]
     others: dict[str, Entry]
     tied: dict[str, str]
+    rows: dict[Key, Rows]
+    gathered: dict[Key, Tensor]
     device: torch.device
 
     def describe(self, name: str) -> str:
@@ -176,7 +186,7 @@ class _Found:
 
 
 def _found(model: nn.Module, apart: Apart | None) -> _Found:
-    found = _Found({}, {}, {}, {}, {}, torch.device("cpu"))
+    found = _Found({}, {}, {}, {}, {}, {}, {}, torch.device("cpu"))
     plain = model_names.plain_module(model)
     experts = [module for module in plain.modules() if isinstance(module, Experts) and module.transposed]
     lie_turned = {id(module.get_parameter(name)) for module in experts for name in quantized_names(module)}
@@ -193,7 +203,7 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
             raise ValueError(f"{name} is on the meta device and has no values")
         device = local.device
         if isinstance(local, QuantizedTensor):
-            weight, found.local[name] = (_weight(name, tensor, local, whole=whole) for whole in (True, False))
+            weight, found.local[name] = (_weight(name, tensor, local, one) for one in (found, None))
             if id(tensor) in lie_turned:
                 if apart is None:
                     raise ValueError(
@@ -204,11 +214,11 @@ def _found(model: nn.Module, apart: Apart | None) -> _Found:
             made = {name: weight} if apart is None else split_weight(weight, apart)
             found.weights.update(made)
         else:
-            entry = _plain(name, tensor, local)
+            entry = _plain(name, tensor, local, found)
             made = {name: entry} if apart is None else split(entry, apart)
             found.others.update(made)
         found.names[name] = list(made)
-    return _Found(found.names, found.weights, found.local, found.others, found.tied, device)
+    return replace(found, device=device)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -225,16 +235,27 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield clean(prefix + name), tensor
 
 
-def _weight(name: str, param: Tensor, local: QuantizedTensor, *, whole: bool) -> Weight:
-    """A quantized parameter, whose parts are gathered when they are read, or which are this rank's."""
+def _weight(name: str, param: Tensor, local: QuantizedTensor, found: _Found | None) -> Weight:
+    """A quantized parameter, whose parts are gathered when they are read, or are this rank's where nothing else is `found`."""
     stored = {SUFFIXES[part.name]: part for part in stored_parts(param)}
     dtype = dtype_of(dtype_name(local))
     _, *entries = quantized_entries(name, tuple(param.shape), dtype, local.format)
 
     def reader(part: Part):
+        def own() -> Tensor:
+            return getattr(local, part.name).detach()
+
+        key = name, part.name
+        if found is not None and part.sharded:
+            _note_rows(found, key, param, part.shape, own)
+
         def read() -> Any:
-            found = _whole(param, local, part) if whole else getattr(local, part.name).detach()
-            return found.cpu().numpy() if part.name == "tensor_scale" else found
+            if found is None:
+                value = own()
+            else:
+                value = found.gathered.pop(key, None)
+                value = _whole(param, local, part) if value is None else value
+            return value.cpu().numpy() if part.name == "tensor_scale" else value
 
         return read
 
@@ -252,11 +273,24 @@ def _whole(param: Tensor, local: QuantizedTensor, part: Part) -> Tensor:
     return full_tensor(placed(param, own, part.shape)) if part.sharded else gathered(param, local, part)
 
 
-def _plain(name: str, tensor: Tensor, local: Tensor) -> Entry:
+def _note_rows(found: _Found, key: Key, param: Tensor, shape: tuple[int, ...], own: Callable[[], Tensor]) -> None:
+    rows = rows_of(param, shape, own)
+    if rows is not None:
+        found.rows[key] = rows
+
+
+def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
     if local.layout is not torch.strided:
         raise ValueError(f"{name} must be dense, got layout {local.layout}")
-    values = placed(tensor, local.values.detach()) if isinstance(local, CastWeight) else tensor.detach()
-    return Entry(name, dtype_of(dtype_name(values)), tuple(tensor.shape), lambda: full_tensor(values))  # pyright: ignore
+    own = (local.values if isinstance(local, CastWeight) else local).detach()
+    shape, key = tuple(tensor.shape), (name, "values")
+    _note_rows(found, key, tensor, shape, lambda: own)
+
+    def read() -> Any:
+        value = found.gathered.pop(key, None)
+        return full_tensor(placed(tensor, own, shape)) if value is None else value
+
+    return Entry(name, dtype_of(dtype_name(own)), shape, read)
 
 
 def _check(found: _Found, known: Layout) -> None:
@@ -279,21 +313,28 @@ def _check(found: _Found, known: Layout) -> None:
 
 
 def _gather(
-    units: Mapping[str, list[Entry]], bucket_bytes: int, device: torch.device, keeps: bool, sha256: bool
+    units: Mapping[str, list[Entry]], found: _Found, bucket_bytes: int, keeps: bool, sha256: bool
 ) -> Iterator[WeightBucket]:
     for names in saving.divided(units, bucket_bytes) if units else []:
-        tensors, digests = {}, {}
+        now = set(names)
+        found.gathered.update(gather_rows({key: rows for key, rows in found.rows.items() if key[0] in now}))
+        tensors: dict[str, Tensor] = {}
         entries = [entry for name in names for entry in units[name]]
         for entry in entries:
             value: Any = entry.read()
             if keeps:
                 if isinstance(value, np.ndarray | np.generic):
-                    value = torch.from_numpy(np.asarray(value).reshape(entry.shape)).to(device)
-                tensors[entry.name] = value = value.contiguous()
-                if sha256:
-                    digests[entry.name] = _digest(value)
-        yield WeightBucket(tensors, digests, sum(entry.nbytes for entry in entries))
+                    value = torch.from_numpy(np.asarray(value).reshape(entry.shape)).to(found.device)
+                tensors[entry.name] = value.contiguous()
+        # Not every layout has every part.
+        found.gathered.clear()
+        yield WeightBucket(tensors, _digests(tensors) if sha256 else {}, sum(entry.nbytes for entry in entries))
 
 
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    # Hashing goes on without the interpreter; copies are this thread's, which knows the stream that tensors are made on.
+    with ThreadPoolExecutor(max_workers=_HASHING) as pool:
+        sums = [
+            pool.submit(hashlib.sha256, tensor.cpu().reshape(-1).view(torch.uint8).numpy().data) for tensor in tensors.values()
+        ]
+        return {name: made.result().hexdigest() for name, made in zip(tensors, sums, strict=True)}

@@ -132,13 +132,22 @@ def quantize(
     if out is not None:
         check_beside(x, "x", **{f"out.{field}": part for field, part in out._asdict().items()})
     format = Format.parse(format)
-    if format.scale.four_over_six:
+    if format.scale.four_over_six and not _chooses(x, format, origin, amax):
         return _by_definition(x, format, key, origin, shape, amax, out)
     return _quantize(x, format, key, eps, nominal, origin, shape, amax, columns=False, rotate=False, out=out).row
 
 
+def _chooses(x: Array, format: Format, origin: Origin, amax: Amax | None) -> bool:
+    """Says whether the kernels find blocks' scales by 4-over-6: of adjacent columns, and of blocks that are whole in x."""
+    assert format.block is not None
+    phase = [at % size for at, size in zip(origin, format.block, strict=True)]
+    whole = phase == [0, 0] and all(size % one == 0 for size, one in zip(x.shape[-2:], format.block, strict=True))
+    adjacent = x.shape[-1] == 1 or x.stride(-1) == 1 or x.numel() == 0
+    return adjacent and not any(at % 8 for at in phase) and (amax is None or whole)
+
+
 def _by_definition(x, format: Format, key, origin, shape, amax: Amax | None, out: Quantized | None) -> Quantized:
-    """Quantizes in a format whose blocks choose between scales: no CUDA kernel does, array operations do, slowly."""
+    """Quantizes in a format whose blocks choose between scales, where no CUDA kernel does: array operations do, slowly."""
     made = numerics.quantize(x.detach(), format, key=_key(key, x), origin=origin, shape=shape, amax=amax)
     if out is None:
         return made

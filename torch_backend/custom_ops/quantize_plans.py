@@ -96,7 +96,8 @@ def plan_of(
     if multiplied and len({row, column} - {None}) != 1:
         raise ValueError(f"a given scale is for one format in both directions, got {row} rowwise and {column} columnwise")
     run = kernels_for(x)
-    chooses = any(format is not None and format.scale.four_over_six for format in (row, column))
+    # The kernels choose between scales of 1x16 along the rows alone.
+    chooses = column is not None and column.scale.four_over_six and not column.square
     if run is cuda and not chooses:
         return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
     if run is native:

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
   Piece<E, T, R> piece(a, tile);
   piece.load(vectors);
   const TensorScale tensor = tensor_scales<E, Block>(a, tile.row == 0 && tile.column == 0).rows;
-  if (a.x.rows != 0) quantize_square(piece, tensor, shared);
+  if (a.x.rows != 0) quantize_square<Block, false>(piece, tensor, shared);
 }
 
 // Blocks of 1x16 and 1x32, whose scales a warp decides.

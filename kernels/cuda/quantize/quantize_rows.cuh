@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "block_scale.cuh"
+#include "four_over_six.cuh"
 #include "runs.cuh"
 #include "sources.cuh"
 #include "stochastic_e2m1.cuh"
@@ -63,6 +64,18 @@ struct RowPiece {
   }
 };
 
+// `Chooses`: 4-over-6.
+template <bool Chooses, int Block, class E, class T>
+__device__ __forceinline__ BlockScale<float> scale_of_piece(const RowPiece<E, Block, T>& piece, int32_t amax, const QuantizeArguments& a,
+                                                            const TensorScale& tensor) {
+  if constexpr (Chooses) {
+    static_assert(Block == 16, "a thread holds a block");
+    return choose_scale<E, T>(piece.x, amax, a, tensor);
+  } else {
+    return block_scale<E, Block>(amax, a, tensor);
+  }
+}
+
 // Of two levels nothing: an Inf shows in the amax of the tensor.
 template <int Block, class E, class T>
 __device__ __forceinline__ void record_row(const QuantizeArguments& a, const RowPiece<E, Block, T>& piece, int32_t amax) {
@@ -97,7 +110,7 @@ __device__ __forceinline__ TensorScale shared_tensor_scale(const QuantizeArgumen
   return shared;
 }
 
-template <class E, int Block, class T, Rounding R, int Unroll, class Source>
+template <class E, int Block, class T, Rounding R, int Unroll, class Source, bool Chooses>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_constant__ QuantizeArguments a, int64_t pieces) {
   using Piece = RowPiece<E, Block, T>;
   constexpr int kElements = 8 * Piece::kGroups;
@@ -117,7 +130,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     uint2 codes[Piece::kGroups];
     piece[u].template encode<R>(scale.multiplier, nan, tensor, a.row.key, index * kElements, codes);
     if (index >= pieces) continue;
@@ -132,7 +145,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_flat(const __grid_c
 constexpr int kRowsAtOnce = 4;
 
 // Rows of threads: 2^shift threads side by side along a row, the others on the rows below.
-template <class E, int Block, class T>
+template <class E, int Block, class T, bool Chooses>
 __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __grid_constant__ QuantizeArguments a, int shift,
                                                                      uint32_t spans, int64_t grid_columns, bool vectors) {
   using Piece = RowPiece<E, Block, T>;
@@ -189,7 +202,7 @@ __global__ void __launch_bounds__(kRowThreads) quantize_rows_general(const __gri
     bool nan;
     const int32_t amax = piece[u].amax_and_nan(nan);
     record_row<Block>(a, piece[u], amax);
-    const BlockScale<float> scale = block_scale<E, Block>(amax, a, tensor);
+    const BlockScale<float> scale = scale_of_piece<Chooses>(piece[u], amax, a, tensor);
     const int64_t batch = batch_of(row);
     const uint64_t global_row = batch * a.window.rows + a.window.row + row - batch * a.x.rows;
     uint2 codes[Piece::kGroups];

@@ -43,7 +43,7 @@ struct StagedSquare {
 };
 
 // Scale and codes of a piece, one scale for both directions: of the tensor, or of square blocks.
-template <int Block, class E, class T, Rounding R>
+template <int Block, bool Chooses, class E, class T, Rounding R>
 __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, const TensorScale& tensor, StagedSquare<E, Block, R>& shared) {
   const QuantizeArguments& a = piece.a;
   BlockScale<float> scale{0, tensor.multiplier};
@@ -52,7 +52,7 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
     if (a.recorded != nullptr) record_amax(a.recorded, piece.template amax<false>());
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
-    if constexpr (Block < 128) scale = scale_within_warp<Block>(piece, tensor, nan);
+    if constexpr (Block < 128) scale = scale_within_warp<Block, Chooses>(piece, tensor, nan);
     if constexpr (Block != 16) {
       if (kOfGroups<R> || a.recorded != nullptr) note_overflow<R>(a, piece.template amax<false>());
     }
@@ -64,14 +64,14 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
   shared.codes.columns.copy_out(piece);
 }
 
-// One scale for both directions.
-template <class E, int Block, class T, Rounding R, class Source>
+// One scale for both directions; `Chooses`: by 4-over-6.
+template <class E, int Block, class T, Rounding R, class Source, bool Chooses>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks<E, T, R>)
     quantize_one_scale(const __grid_constant__ QuantizeArguments a, uint32_t across, uint32_t down, uint32_t strip, bool vectors) {
   __shared__ __align__(16) StagedSquare<E, Block, R> shared;
   Piece<E, T, R> piece(a, tile_of_block(a.window, across, down, strip));
   Source::load(piece, vectors);
-  quantize_square(piece, tensor_scales<E, Block>(a, blockIdx.x == 0).rows, shared);
+  quantize_square<Block, Chooses>(piece, tensor_scales<E, Block>(a, blockIdx.x == 0).rows, shared);
 }
 
 // Codes of a tile and where its stored scales wait, in shared memory.

@@ -11,7 +11,7 @@ namespace cuda {
 template <int Block, bool Square>
 constexpr bool kWordALine = !Square && (Block == 32 || Block == 128);
 
-template <class E, int Block, class T, bool Square, Rounding R, class Source = AsItLies>
+template <class E, int Block, class T, bool Square, Rounding R, class Source = AsItLies, bool Chooses = false>
 cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   const int64_t across = ceil_div(a.window.column_phase + a.x.columns, kTileColumns);
   const int64_t down = ceil_div(a.window.row_phase + a.x.rows, kTileRows);
@@ -24,7 +24,7 @@ cudaError_t launch_tile_kernel(QuantizeArguments a, cudaStream_t stream) {
   }
   const bool vectors = vectors_fit(a.x);
   if constexpr (Square) {
-    quantize_one_scale<E, Block, T, R, Source><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
+    quantize_one_scale<E, Block, T, R, Source, Chooses><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
   } else if constexpr (Block == 128) {
     quantize_across_warps<E, T, R, Source><<<blocks, kTileThreads, 0, stream>>>(a, across, down, strip, vectors);
   } else {

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "four_over_six.cuh"
 #include "scales_by_tile.cuh"
 #include "tile_piece.cuh"
 
@@ -42,14 +43,20 @@ __device__ __forceinline__ TensorScales tensor_scales(const QuantizeArguments& a
   return scales;
 }
 
-// The scale of a square block that lies in a warp.
-template <int Block, class E, class T, Rounding R>
+// The scale of a square block that lies in a warp; `Chooses`: by 4-over-6.
+template <int Block, bool Chooses, class E, class T, Rounding R>
 __device__ __forceinline__ BlockScale<float> scale_within_warp(const Piece<E, T, R>& piece, const TensorScale& tensor, bool& nan) {
   constexpr int kLanesDown = Block / kDepth, kLanesAcross = Block / 8;
   const auto amax = [&](auto poison) {
     return lanes_max<kLanesDown, 8>(lanes_max<kLanesAcross>(piece.template amax<decltype(poison)::value>()));
   };
-  return block_scale<E, Block>(amax_within_warp<E>(amax, nan), piece.a, tensor);
+  const int32_t most = amax_within_warp<E>(amax, nan);
+  if constexpr (Chooses) {
+    static_assert(Block == 16, "four lanes hold a block");
+    return choose_square_scale(piece, most, tensor);
+  } else {
+    return block_scale<E, Block>(most, piece.a, tensor);
+  }
 }
 
 // The scale of the square block that is a tile, which meets in shared memory.
