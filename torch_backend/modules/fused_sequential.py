@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -49,6 +50,6 @@ def sequentials(model: nn.Module, made: Container[nn.Module]) -> Iterator[nn.Seq
         modules = list(module)
         if any(
             layer in made and (type(first) is nn.RMSNorm or activation_of(first) is not None)
-            for first, layer in zip(modules, modules[1:], strict=False)
+            for first, layer in itertools.pairwise(modules)
         ):
             yield module
