@@ -1,10 +1,11 @@
-"""Activation and cast on one GPU: from one read of gate and up, and one operation after the other.
+"""Activation or norm and cast on one GPU: of what neither writes, and one operation after the other.
 
-    python benchmarks/gated_gpu.py [--tokens 16384] [--features 14336] [--json FILE]
+    python benchmarks/gated_gpu.py [--tokens 16384] [--features 14336] [--hidden 4096] [--only norm] [--json FILE]
 
-Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; and the activation's gradients. The share
-is that of a copy's bandwidth which the fused kernels reach, by the bytes that they have to read and write. Figures are medians
-of rounds that take turns.
+Rows: the forward's cast of silu(gate) * up and of gelu (tanh), both ways, by format; the activation's gradients; and the cast
+of an RMSNorm of `hidden` features, both ways and rowwise alone, also beside the norm as torch.compile makes it (with its amax,
+where the cast wants one) and the cast behind that. The share is that of a copy's bandwidth which fused kernels reach, by the
+bytes that they have to read and write. Figures are medians of rounds that take turns.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from blockfp.torch_backend.custom_ops import norm_kernels
 from blockfp.torch_backend.custom_ops.activations import activate, gate_and_up, gradients, joined
 from blockfp.torch_backend.custom_ops.gated_ops import gated_gradient, quantize_gated
+from blockfp.torch_backend.custom_ops.operand_ops import tensor_amax
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 from blockfp.formats import Format
@@ -46,61 +50,113 @@ def copy_milliseconds(elements: int) -> float:
     return milliseconds(lambda: y.copy_(x))
 
 
+def written_bytes(f: Format, directions: int) -> float:
+    """Bytes of codes and scales for each element."""
+    return directions * (f.element.bits / 8 + (4 / f.block[1] if f.block and f.scale.dtype == "float32" else 1 / 32))
+
+
+Case = tuple[list[Callable[[], object]], float]
+"""What is compared, the fused one first and the operations one by one second, and the bytes that the first has to move."""
+
+
+def gated_cases(activation: str, layout: str, rows: int, columns: int) -> dict[str, Case]:
+    elements, inputs = rows * columns, 1 if layout == "alone" else 2
+    way = "apart" if layout == "alone" else layout
+    width = 2 * columns if layout == "pairs" else columns
+    gate = torch.randn((rows, width), device="cuda").bfloat16()
+    up = torch.randn((rows, width), device="cuda").bfloat16() if layout == "apart" else None
+    cases: dict[str, Case] = {}
+    for name in FORMATS:
+        f = Format.parse(name)
+        reads = 2 if f.has_tensor_scale else 1
+
+        def fused(f: Format = f) -> object:
+            return quantize_gated(gate, up, activation, way, f, f, None, None, False, 0.0)
+
+        def apart(f: Format = f) -> object:
+            made = activate(*gate_and_up(gate, up, way), activation)
+            return quantize_matrix(made, f, f, None, None, None, (False, False), False, 0.0)
+
+        cases[name] = [fused, apart], elements * (2 * inputs * reads + written_bytes(f, 2))
+    gradient = torch.randn((rows, columns), device="cuda").bfloat16()
+
+    def gradient_apart() -> object:
+        d_gate, d_up = gradients(gradient, *gate_and_up(gate, up, way), activation)
+        return d_gate if d_up is None or way == "apart" else joined(d_gate, d_up, way)
+
+    both = [lambda: gated_gradient(gradient, gate, up, activation, way), gradient_apart]
+    return cases | {"gradient": (both, elements * 2 * (1 + 2 * inputs))}
+
+
+def norm_cases(rows: int, columns: int) -> dict[str, Case]:
+    x, weight = torch.randn((rows, columns), device="cuda").bfloat16(), torch.randn(columns, device="cuda").bfloat16()
+    scales = torch.empty(rows, device="cuda")
+
+    def norm() -> torch.Tensor:
+        return F.rms_norm(x, [columns], weight, 1e-5)
+
+    compiled = torch.compile(norm)
+    measured = torch.compile(lambda: ((made := norm()), tensor_amax(made)))
+    cases: dict[str, Case] = {"norm": ([lambda: norm_kernels.rms_norm(x, weight, 1e-5), norm, compiled], rows * columns * 6)}
+    for name in FORMATS:
+        f = Format.parse(name)
+        for column in (f, None):
+            # The norm of NVFP4 is measured with its rotated columns, as its recipe wants them.
+            options = (None, (False, False), f.scale.two_level and column is not None, 0.0)
+            run = norm_kernels.plan_of(x, weight, 1e-5, f, column, False, options[2], 0.0)
+            assert run is not None
+
+            def fused(run=run) -> object:
+                return run((x, weight, scales), None, None)
+
+            def apart(f=f, column=column, options=options) -> object:
+                return quantize_matrix(norm(), f, column, None, None, *options)
+
+            def by_compiler(f=f, column=column, options=options) -> object:
+                made, amax = measured() if f.per_tensor else (compiled(), None)
+                return quantize_matrix(made, f, column, amax, None, *options)
+
+            reads = 3 if options[2] else 2
+            moved = rows * columns * (2 * reads + written_bytes(f, 1 if column is None else 2))
+            cases[f"{name}{' rowwise' if column is None else ''}"] = [fused, apart, by_compiler], moved
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("tokens", 16384), ("features", 14336), ("rounds", 5)):
+    for name, default in (("tokens", 16384), ("features", 14336), ("hidden", 4096), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--only", choices=[*dict.fromkeys(activation for activation, _ in CASES), "norm"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     assert cuda_library.available(), cuda_library.status()
     rows, columns = options.tokens, options.features
-    elements = rows * columns
-    copy = 4 * elements / copy_milliseconds(elements) / 1e6
+    copy = 4 * rows * columns / copy_milliseconds(rows * columns) / 1e6
     print(f"copy: {copy:.0f} GB/s")
     results = {}
-    for activation, layout in CASES:
-        way = "apart" if layout == "alone" else layout
-        width = 2 * columns if layout == "pairs" else columns
-        gate = torch.randn((rows, width), device="cuda").bfloat16()
-        up = torch.randn((rows, width), device="cuda").bfloat16() if layout == "apart" else None
-        inputs = 1 if layout == "alone" else 2
-        cases: dict[str, tuple[Callable[[], object], Callable[[], object], float]] = {}
-        for name in FORMATS:
-            f = Format.parse(name)
-            reads = 2 if f.has_tensor_scale else 1
-            written = 2 * (f.element.bits / 8 + (4 / f.block[1] if f.block and f.scale.dtype == "float32" else 1 / 32))
-
-            def fused(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
-                return quantize_gated(gate, up, activation, way, f, f, None, None, False, 0.0)
-
-            def apart(f: Format = f, gate=gate, up=up, activation=activation, way=way) -> object:
-                made = activate(*gate_and_up(gate, up, way), activation)
-                return quantize_matrix(made, f, f, None, None, None, (False, False), False, 0.0)
-
-            cases[name] = (fused, apart, elements * (2 * inputs * reads + written))
-        gradient = torch.randn((rows, columns), device="cuda").bfloat16()
-
-        def fused_gradient(gate=gate, up=up, activation=activation, way=way, gradient=gradient) -> object:
-            return gated_gradient(gradient, gate, up, activation, way)
-
-        def gradient_apart(gate=gate, up=up, activation=activation, way=way, gradient=gradient) -> object:
-            d_gate, d_up = gradients(gradient, *gate_and_up(gate, up, way), activation)
-            return d_gate if d_up is None or way == "apart" else joined(d_gate, d_up, way)
-
-        cases["gradient"] = (fused_gradient, gradient_apart, elements * 2 * (1 + 2 * inputs))
-        for name, (fused, apart, moved) in cases.items():
-            times = [(milliseconds(fused), milliseconds(apart)) for _ in range(options.rounds)]
-            ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    for kind, layout in (*CASES, ("norm", "")):
+        if options.only not in (None, kind):
+            continue
+        made = norm_cases(rows, options.hidden) if kind == "norm" else gated_cases(kind, layout, rows, columns)
+        for name, (runs, moved) in made.items():
+            times = [[milliseconds(run) for run in runs] for _ in range(options.rounds)]
+            ours, theirs, *rest = (statistics.median(column) for column in zip(*times, strict=True))
             share = moved / ours / 1e6 / copy
-            results[f"{activation} {layout} {name}"] = {"ms": ours, "apart": theirs, "share of a copy": share}
+            results[" ".join(filter(None, (kind, layout, name)))] = {
+                "ms": ours,
+                "apart": theirs,
+                "share of a copy": share,
+                **({"compiled": rest[0]} if rest else {}),
+            }
             print(
-                f"{activation:10} {layout:6} {name:16} {ours:7.3f} ms, one by one {theirs:7.3f} ms, {theirs / ours:5.2f}x, "
-                f"{share:.2f} of a copy",
+                f"{kind:10} {layout:6} {name:22} {ours:7.3f} ms, one by one {theirs:7.3f} ms, {theirs / ours:5.2f}x, "
+                f"{share:.2f} of a copy{''.join(f', compiled {c:7.3f} ms, {c / ours:5.2f}x' for c in rest)}",
                 flush=True,
             )
     if options.json:
         about = {
             "shape": [rows, columns],
+            "hidden": options.hidden,
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "python": platform.python_version(),

@@ -39,7 +39,7 @@ RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp6", "mxfp4",
 CASES = ("quantize", "faces", "layer", "modules", "fsdp", "adamw")
 FORWARD_GOAL, BOTH_GOAL = 20, 55
 """A layer's forward, and its forward and backward, in times of `torch.add`."""
-TOKENS, FEATURES, PARAMETERS, EXPERTS = 16, 128, 50, 4
+TOKENS, FEATURES, PARAMETERS, EXPERTS = 32, 128, 50, 4
 
 Call = Callable[[], Any]
 

@@ -18,7 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from blockfp.torch_backend.custom_ops import gated_kernels, products
+from blockfp.torch_backend.custom_ops import gated_kernels, norm_kernels, products
+from blockfp.torch_backend.torch_internals import rms_norm_backward
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -50,9 +51,10 @@ def launches() -> Iterator[None]:
             patches.enter_context(_class_attribute(name, value))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
-        # Kernels of activations have torch's bits on GPUs; nothing launched has any.
-        patches.enter_context(mock.patch.dict(gated_kernels._agreed, clear=True))
-        patches.enter_context(mock.patch.object(gated_kernels, "differing", return_value={}))
+        # Kernels of activations and norms have torch's bits on GPUs; nothing launched has any.
+        for kernels in (gated_kernels, norm_kernels):
+            patches.enter_context(mock.patch.dict(kernels._agreed, clear=True))
+            patches.enter_context(mock.patch.object(kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
         for target, replacement in (
@@ -60,6 +62,7 @@ def launches() -> Iterator[None]:
             (torch._scaled_mm, _scaled_mm),
             (torch._scaled_mm_v2, _scaled_mm),
             (torch.mm, _mm),
+            (rms_norm_backward, _rms_norm_backward),
         ):
             _replace(patches, target, replacement)
         yield
@@ -101,3 +104,9 @@ def _scaled_mm(a: Tensor, b: Tensor, *arguments: Any) -> Tensor:
 
 def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _rms_norm_backward(
+    gradient: Tensor, x: Tensor, shape: Any, scales: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> Any:
+    return gradient.new_empty(x.shape), None if weight is None else weight.new_empty(weight.shape)

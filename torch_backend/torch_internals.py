@@ -99,6 +99,12 @@ unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 
 # ---- operations
 
+fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._fused_rms_norm.default
+"""The norm, and one over the root mean square of each row, which no public function gives."""
+
+rms_norm_backward: Callable[..., tuple[Tensor | None, Tensor | None]] = torch.ops.aten._fused_rms_norm_backward.default
+"""The gradients of `torch.nn.functional.rms_norm` on a GPU, made with these. Autograd calls it, and nothing public does."""
+
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 """The number of a CUDA device's current stream; `torch.cuda.current_stream` makes an object of it, at ten times the cost."""
 

@@ -5,7 +5,7 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, products
+from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, norm_kernels, products
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
@@ -36,6 +36,7 @@ def main():
                 eden_ops.eden_amaxes(x, key, columnwise, [0, 0])
                 eden_ops.quantize_eden(x, None, key, "gradient", columnwise, [0, 0], None)
             cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
+    each_norm()
     if torch.cuda.get_device_capability() == (9, 0):
         each_product()
         each_aligned()
@@ -56,6 +57,21 @@ def each_aligned():
                 for aligned in ((True, True), (True, False)):
                     quantize_matrix(x, format, format, None, None, None, (False, False), False, 0.0, aligned)
                     cuda_groups.quantize_groups(x, words, 3, format, format, aligned=aligned)
+
+
+def each_norm():
+    """By itself, and cast as it is made, rowwise and both ways."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape in ((160, 384), (32, 2176)):
+            x, weight = torch.randn(shape, device="cuda").to(dtype), torch.randn(shape[1], device="cuda").to(dtype)
+            norm_kernels.rms_norm(x, weight, 1e-5)
+            for name in ("fp8_e4m3", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1", "nvfp4"):
+                f, rows = Format.parse(name), torch.empty(shape[0], device="cuda")
+                for column in (f, None):
+                    rotate = f.scale.two_level and column is not None
+                    run = norm_kernels.plan_of(x, weight, 1e-5, f, column, False, rotate, 0.0)
+                    assert run is not None
+                    run((x, weight, rows), None, None)
 
 
 def each_product():

@@ -7,34 +7,25 @@ own operations: once, on each device, kernels and the installed PyTorch compute 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockfp.definition.bits import dtype_name
-from blockfp.definition.layout import parts as parts_of
-from blockfp.definition.scaling import eps_for
 from blockfp.formats import Format
 from blockfp.kernels.cuda_library import library
-from blockfp.kernels.format_numbers import cuda_rotates, format_numbers
+from blockfp.kernels.format_numbers import format_numbers
 
-from . import cuda
+from . import cuda, made_casts
 from .activations import activate, gradients
 from .cuda_layouts import aligned_shapes
 from .kernels import kernels_for
+from .made_casts import MadeRun, measures
 from .quantize_plans import NEITHER, Aligned
-
-GatedRun = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]
-"""Quantizes what an activation makes: (gate, up, amax, multiplier) -> [row parts .., column parts .., amax of formats with one
-scale per tensor]."""
 
 NUMBERS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 """Activations as the library numbers them."""
-
-_FORMATS = {("e4m3", None), ("e4m3", 128), ("e4m3", 32), ("e3m2", 32), ("e2m1", 32), ("e2m1", 16)}
-"""Elements and lengths of 1-D blocks, None for the whole tensor (kGatedBlock in kernels/cuda/quantize/gated.cuh)."""
 
 _agreed: dict[Any, bool] = {}
 """True where the kernels have PyTorch's bits, by device, dtype, activation and the presence of an up."""
@@ -52,68 +43,26 @@ def plan_of(
     rotate: bool,
     eps: float,
     aligned: Aligned = NEITHER,
-) -> GatedRun | None:
+) -> MadeRun | None:
     """Makes the plan for gates and ups that lie as these do; None where the kernels don't take them.
 
     Args:
         gate, up: two of them, [rows, columns].
         activation, layout: see `activations`.
-        row, column: formats of the directions.
-        knows_amax: whether the amax of what the activation makes will be given, of formats with one scale per tensor.
-        multiplied: whether a multiplier will be given: delayed scaling.
-        rotate: whether the random Hadamard transform comes before the columnwise direction.
-        eps: lifts amaxes, of formats where it has a meaning.
+        row, column, knows_amax, multiplied, rotate, eps: as for `made_casts.plan_of`, of what the activation makes.
         aligned: which directions come aligned; both that are wanted, or none.
+
+    Returns:
+        The plan, which takes gate and up.
     """
-    format = row or column
-    assert format is not None
-    if rotate and column is not None and not cuda_rotates(column):
-        return None
-    if (row is not None and column is not None and row is not column) or not _takes(gate, up, layout == "pairs"):
-        return None
-    if format.scale.four_over_six:
-        return None
-    length = None if format.block is None else format.block[1]
-    if (format.element.name, length) not in _FORMATS or (format.block is not None and format.block[0] != 1):
+    # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
+    if not _takes(gate, up, layout == "pairs") or (up is None and measures(row or column, knows_amax, multiplied)):
         return None
     if any(aligned):
-        return _aligned_plan(gate, up, activation, row, column, format, aligned, rotate)
-    rows, columns = gate.shape
-    fits = rows % (32 if format.element.bits == 4 else 16) == 0 if column is not None else columns % (length or 1) == 0
-    measures = not multiplied and not knows_amax and format.has_tensor_scale
-    # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
-    if not fits or (up is None and measures) or not agrees(gate, activation, up is not None):
-        return None
-    device, run = gate.device, library().quantize_gated
-    eps_bits, largest = cuda.limits(format, eps_for(format, eps), dtype_name(gate))
-    outputs: list[Any] = []
-    for one, shape in ((row, (rows, columns)), (column, (columns, rows))):
-        found = [] if one is None else [(size, getattr(torch, name)) for size, name in parts_of(shape, one)]
-        outputs += found + [None] * (3 - len(found))
-    rotated = rotate and column is not None
-    whole = format.per_tensor
-    numbers = (NUMBERS[activation], *format_numbers(format), measures, eps_bits, largest, rotated)
-    empty, int32 = torch.empty, torch.int32
-
-    def quantize(gate: Tensor, up: Tensor | None, amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
-        known = recorded = None
-        if measures:
-            known = empty(1 + rotated, dtype=int32, device=device)
-        elif knows_amax:
-            known = amax
-        else:
-            recorded = empty(1, dtype=int32, device=device)
-        if multiplier is not None:
-            cuda.check_beside(gate, "gate", multiplier=multiplier)
-            known = multiplier.detach().view(1)
-        made = [None if one is None else empty(one[0], dtype=one[1], device=device) for one in outputs]
-        run(gate.detach(), None if up is None else up.detach(), known, recorded, *made, *numbers)
-        parts = [part for part in made if part is not None]
-        found = known if recorded is None else recorded
-        # What was given is no result of its own.
-        return [*parts, found.clone() if knows_amax else found] if whole and found is not None else parts
-
-    return quantize
+        return _aligned_plan(gate, up, activation, row, column, aligned, rotate)
+    known = (knows_amax, multiplied, rotate, eps)
+    run = made_casts.plan_of(library().quantize_gated, (NUMBERS[activation],), gate, row, column, *known)
+    return run if run is not None and agrees(gate, activation, up is not None) else None
 
 
 def _aligned_plan(
@@ -122,12 +71,14 @@ def _aligned_plan(
     activation: str,
     row: Format | None,
     column: Format | None,
-    format: Format,
     aligned: Aligned,
     rotate: bool,
-) -> GatedRun | None:
+) -> MadeRun | None:
     """`plan_of` of MX operands that come aligned, of which one kernel makes one direction or both."""
-    rows, columns = gate.shape
+    format, (rows, columns) = row or column, gate.shape
+    assert format is not None
+    if (row is not None and column is not None and row is not column) or not made_casts.known(format):
+        return None
     if aligned != (row is not None, column is not None) or rotate or rows % 8 or not agrees(gate, activation, up is not None):
         return None
     device, run, empty = gate.device, library().quantize_gated_aligned, torch.empty
@@ -135,13 +86,13 @@ def _aligned_plan(
     places = [one for shape in shapes for one in ((None, None) if shape is None else aligned_shapes(shape))]
     numbers = (NUMBERS[activation], *format_numbers(format))
 
-    def quantize(gate: Tensor, up: Tensor | None, amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+    def quantize(inputs: Sequence[Tensor | None], amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
         made = [
             None if shape is None else empty(shape, dtype=torch.float32 if place % 2 else torch.uint8, device=device)
             for place, shape in enumerate(places)
         ]
         recorded = empty(1, dtype=torch.int32, device=device)
-        run(gate.detach(), None if up is None else up.detach(), recorded, *made, *numbers)
+        run(*inputs, recorded, *made, *numbers)
         return [part for part in made if part is not None]
 
     return quantize

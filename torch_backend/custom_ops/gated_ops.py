@@ -69,7 +69,7 @@ def quantize_gated(
         if not (gate.is_cuda and torch.cuda.is_current_stream_capturing()):
             kept(_plans, key, run)
     if run is not None and gated_kernels.lies_aligned(gate, None if layout == "pairs" else up):
-        return run(gate, up, amax, multiplier)
+        return run((gate.detach(), None if up is None else up.detach()), amax, multiplier)
     made, format = activate(gate, up, activation), row or column
     assert format is not None
     if amax is None and multiplier is None and format.per_tensor:

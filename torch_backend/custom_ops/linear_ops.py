@@ -127,6 +127,7 @@ def forward(
     keep: bool,
     origin: tuple[int, int] = (0, 0),
     shared: SharedCast | None = None,
+    found: list[Tensor] | None = None,
 ) -> list[Tensor]:
     """Carries out a layer's forward.
 
@@ -140,18 +141,35 @@ def forward(
         keep: whether x is wanted columnwise.
         origin: (row, column) of the weight's first element in the matrix whose blocks are counted.
         shared: casts of x that other layers made, or will ask for.
+        found: the parts of the input, rowwise and columnwise, and with a multiplier its amax, where a kernel has cast what it
+            made of x, of which nothing but shape, strides and dtype are read then.
 
     Returns:
         y [tokens, out]; the parts of a weight that was quantized here; those of x columnwise if they are wanted and have a
         format; with a multiplier the amax of x.
     """
     added = None if bias is None else bias.dtype
-    key = (casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None, weight.shape, scales is None, origin, added)
+    own = found is None
+    key = (
+        casts,
+        keep,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        multiplier is None,
+        weight.shape,
+        scales is None,
+        origin,
+        added,
+        own,
+    )
     plan = _forwards.get(key)
     if plan is None:
-        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin)
+        plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, own)
     quantize, row, count, aligned, format, fast, exact, cast, multiply = plan
-    found = None if shared is None else shared.parts.get(cast)
+    if found is None and shared is not None:
+        found = shared.parts.get(cast)
     if found is None:
         found = [] if quantize is None else quantize(x, None, multiplier, None)
         if shared is not None and multiplier is None:
@@ -174,10 +192,11 @@ def forward(
     return [y, *made, *parts]
 
 
-def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int]) -> _Forward:
+def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origin: tuple[int, int], own: bool) -> _Forward:
     row, column = recipe.input.format, recipe.input_columnwise.format if keep else None
     weight, exact = recipe.weight.format, recipe.exact_products
-    aligned = comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
+    # What a norm's kernel has cast is not aligned.
+    aligned = own and comes_aligned(x, row, weight, exact=exact, in_order=in_order(weight, origin, False))
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate

@@ -159,7 +159,8 @@ def apply(
 _calls: dict[Any, Call] = {}
 switch.when_turned(_calls.clear)
 
-_wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+wants_grad = Tensor.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+"""Says whether a tensor wants a gradient, without a call of its class's own Python code."""
 
 
 def known_by(
@@ -177,7 +178,7 @@ def known_by(
     # A recipe lives as long as the calls that are known by its number: they hold it.
     return (
         *(id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad),
-        *(type(weight), weight.shape, weight.dtype, weight.device, _wants_grad(weight), id(getattr(weight, "format", None))),
+        *(type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None))),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,

@@ -12,6 +12,7 @@ from blockfp import recipes
 from blockfp.recipes import ByPath, Compute, Recipe
 
 from .experts import Experts
+from .fused_sequential import FusedSequential, sequentials
 from .gated_mlp import fused_class
 from .in_place import become
 from .kinds import Kind, adapter_layers, base_kind, check_layer, quantized_class, quantized_names, weight_names
@@ -49,8 +50,9 @@ def convert(
 
     MLPs whose forward is known exactly (transformers' LlamaMLP and those written like it, Phi3MLP, torchtitan's FeedForward,
     and one activation between two layers) get a class derived from theirs, too: what the activation makes, silu or gelu, is
-    quantized as it is made. No bit changes, and where somebody looks (hooks, adapters in the layer's place) it is made as
-    before.
+    quantized as it is made. So does `torch.nn.Sequential` where such a layer follows an activation, or torch's RMSNorm, whose
+    output is quantized as it is made on a GPU. No bit changes, and where somebody looks (hooks, adapters in the layer's place)
+    it is made as before.
 
     A layer whose weight another module has too (a head that is tied to an embedding) is left as it is, with a warning, where
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
@@ -103,12 +105,13 @@ def convert(
     for layer, one in chosen.items():
         check_layer(one.path, layer, one.kind)
     made = _made(chosen, weights, compute, keep_init)
-    fused = {
+    fused: dict[nn.Module, type[nn.Module]] = {
         mlp: cls for mlp in model.modules() if (cls := fused_class(mlp)) is not None and mlp._modules[cls.parts.down] in made
     }
+    fused |= dict.fromkeys(sequentials(model, made), FusedSequential)
     _commit(made)
-    for mlp, cls in fused.items():
-        become(mlp, cls)
+    for module, cls in fused.items():
+        become(module, cls)
     _leave_fast_paths(model)
     _warn(summary(model), tied)
     return model

@@ -47,7 +47,7 @@ template <class T>
 cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotated, int32_t* out, cudaStream_t stream) {
   if (also_rotated) {
     return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
-      amax_rotated<T, true><<<blocks, kRotatedThreads, 0, stream>>>(x, gated, across, groups, true, out);
+      amax_rotated<T><<<blocks, kRotatedThreads, 0, stream>>>(x, GatedEights{gated}, across, groups, out);
     });
   }
   constexpr int kUnroll = 2;
@@ -63,7 +63,7 @@ cudaError_t amax_of_gated(const Matrices& x, const Gated& gated, bool also_rotat
 cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t stream) {
   return with_dtype(x.dtype, [&](auto dtype) {
     return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
-      amax_rotated<decltype(dtype), false><<<blocks, kRotatedThreads, 0, stream>>>(x, {}, across, groups, vectors_fit(x), out);
+      amax_rotated<decltype(dtype)><<<blocks, kRotatedThreads, 0, stream>>>(x, PlainEights{vectors_fit(x)}, across, groups, out);
     });
   });
 }
@@ -71,6 +71,16 @@ cudaError_t launch_amax_rotated(const Matrices& x, int32_t* out, cudaStream_t st
 cudaError_t launch_amax_gated(const Matrices& x, const Gated& gated, bool rotated, int32_t* out, cudaStream_t stream) {
   return x.dtype == Bf16::kId ? amax_of_gated<Bf16>(x, gated, rotated, out, stream)
                               : amax_of_gated<Fp16>(x, gated, rotated, out, stream);
+}
+
+cudaError_t launch_amax_normed(const Matrices& x, const Normed& normed, int32_t* out, cudaStream_t stream) {
+  return rotated(x, out, stream, [&](int64_t blocks, int64_t across, int64_t groups) {
+    if (x.dtype == Bf16::kId) {
+      amax_rotated<Bf16><<<blocks, kRotatedThreads, 0, stream>>>(x, NormedEights{normed}, across, groups, out);
+    } else {
+      amax_rotated<Fp16><<<blocks, kRotatedThreads, 0, stream>>>(x, NormedEights{normed}, across, groups, out);
+    }
+  });
 }
 
 // Raises the newest entry of a history to an amax that is finite.

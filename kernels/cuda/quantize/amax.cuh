@@ -3,6 +3,7 @@
 
 #include "gated.cuh"
 #include "hadamard.cuh"
+#include "normed.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -62,30 +63,53 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_gated(const __grid_constant
   if (threadIdx.x == 0 && most > *static_cast<volatile int32_t*>(out)) atomicMax(out, most);
 }
 
-// The amax of x, or of what an activation makes of it (Made), and of its rotated columns: a thread takes eight columns of sixteen rows.
-template <class T, bool Made>
+// What amax_rotated reads: x as it lies, or what an activation or a norm makes of it.
+struct PlainEights {
+  bool vectors;
+
+  template <class T>
+  __device__ __forceinline__ Eight<T> at(const Matrices& x, int64_t batch, int64_t row, int64_t column) const {
+    const auto* data = static_cast<const typename T::Raw*>(x.data) + batch * x.batch_stride + row * x.row_stride + column;
+    const int count = static_cast<int>(min(x.columns - column, int64_t{8}));
+    return vectors && count == 8 ? load_vector<T>(data) : load_anywhere<T>(data, count);
+  }
+};
+
+struct GatedEights {
+  Gated gated;
+
+  template <class T>
+  __device__ __forceinline__ Eight<T> at(const Matrices& x, int64_t, int64_t row, int64_t column) const {
+    GateAndUp<T> both;
+    Eight<T> out;
+    both.load(x, gated, row, column);
+    with_activation(gated.activation, [&](auto activation) { out = both.template made<decltype(activation)::value>(gated); });
+    return out;
+  }
+};
+
+struct NormedEights {
+  Normed normed;
+
+  template <class T>
+  __device__ __forceinline__ Eight<T> at(const Matrices& x, int64_t, int64_t row, int64_t column) const {
+    return normed_of<T>(load_eight<T>(x, row, column), __ldg(normed.scales + row), norm_weights<T>(normed.weight, column));
+  }
+};
+
+// The amax of what is read, and of its rotated columns: a thread takes eight columns of sixteen rows.
+template <class T, class Eights>
 __global__ void __launch_bounds__(kRotatedThreads)
-    amax_rotated(const __grid_constant__ Matrices x, const __grid_constant__ Gated gated, int64_t across, int64_t groups, bool vectors,
-                 int32_t* out) {
+    amax_rotated(const __grid_constant__ Matrices x, const __grid_constant__ Eights eights, int64_t across, int64_t groups, int32_t* out) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRotatedThreads + threadIdx.x;
   const int64_t column = index % across * 8, group = index / across % groups, batch = index / across / groups;
   int32_t plain = 0, rotated = 0;
   if (batch < x.batches) {
-    const auto* data = static_cast<const typename T::Raw*>(x.data) + batch * x.batch_stride + column;
-    const int count = static_cast<int>(min(x.columns - column, int64_t{8}));
     Eight<T> part[16];
 #pragma unroll
     for (int r = 0; r < 16; ++r) {
       const int64_t row = group * 16 + r;
-      part[r] = zeros<T>();
-      if (row >= x.rows) continue;
-      if constexpr (Made) {
-        GateAndUp<T> both;
-        both.load(x, gated, row, column);
-        with_activation(gated.activation, [&](auto activation) { part[r] = both.template made<decltype(activation)::value>(gated); });
-      } else {
-        part[r] = vectors && count == 8 ? load_vector<T>(data + row * x.row_stride) : load_anywhere<T>(data + row * x.row_stride, count);
-      }
+      part[r] = row < x.rows ? eights.template at<T>(x, batch, row, column) : zeros<T>();
     }
 #pragma unroll
     for (int r = 0; r < 16; ++r) plain = max(plain, largest<T, false>(part[r]));

@@ -5,13 +5,10 @@
 // (torch_backend/custom_ops/activation_kernels.py), because another PyTorch may compute otherwise.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
 #include "arguments.h"
-#include "eight_elements.cuh"
+#include "rounded.cuh"
 
 namespace blockfp {
 namespace cuda {
@@ -73,23 +70,6 @@ __device__ __forceinline__ float activation_gradient_of(float dy, float x) {
   }
 }
 
-// Two floats rounded to T, the first in the low half.
-template <class T>
-__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
-  static_assert(kWords<T> == 4, "two elements in a word");
-  if constexpr (T::kId == Bf16::kId) return bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
-  return bit_cast<uint32_t>(__floats2half2_rn(low, high));
-}
-
-// Eight results of a function of an element's number, rounded to T.
-template <class T, class Value>
-__device__ __forceinline__ Eight<T> rounded(Value value_of) {
-  Eight<T> out;
-#pragma unroll
-  for (int i = 0; i < kWords<T>; ++i) out.word[i] = rounded_pair<T>(value_of(2 * i), value_of(2 * i + 1));
-  return out;
-}
-
 template <class T>
 __device__ __forceinline__ Eight<T> times(const Eight<T>& a, const Eight<T>& b) {
   return rounded<T>([&](int i) { return __fmul_rn(value<T>(a, i), value<T>(b, i)); });
@@ -131,12 +111,6 @@ struct GateAndUp {
   }
 };
 
-// Sixteen bytes for each four words.
-template <class T>
-__device__ __forceinline__ void store_vector(typename T::Raw* out, const Eight<T>& x) {
-  *reinterpret_cast<uint4*>(out) = {x.word[0], x.word[1], x.word[2], x.word[3]};
-}
-
 // As GateAndUp::load, the other way.
 template <class T>
 __device__ __forceinline__ void store_gate_and_up(const Matrices& x, const Gated& g, int64_t row, int64_t column, const Eight<T>& gate,
@@ -159,11 +133,6 @@ __device__ __forceinline__ void store_gate_and_up(const Matrices& x, const Gated
     if (g.up != nullptr) store_vector<T>(static_cast<Raw*>(const_cast<void*>(g.up)) + row * g.up_stride + column, up);
   }
 }
-
-// Whether launch_gated takes this element in blocks of this many: what recipes cast an input to.
-template <class E, int Block>
-constexpr bool kGatedBlock = (E::kId == E4M3::kId && Block != 16) || (E::kId == E3M2::kId && Block == 32) ||
-                             (E::kId == E2M1::kId && (Block == 16 || Block == 32));
 
 }  // namespace cuda
 }  // namespace blockfp

@@ -1,0 +1,96 @@
+"""`torch.nn.Sequential` after `convert`: the bits of its modules one after the other."""
+
+import copy
+import pickle
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from blockfp.torch_backend.modules import convert as convert_module  # noqa: E402
+from blockfp.torch_backend.modules import fused_sequential  # noqa: E402
+from blockfp.torch_backend.modules.fused_sequential import FusedSequential  # noqa: E402
+from torch import nn  # noqa: E402
+
+import blockfp.torch as bfp  # noqa: E402
+
+
+def model(recipe="mxfp8", activation=nn.GELU, fused=True, **options):
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 96), activation(), nn.Linear(96, 64), nn.Dropout(0.0))
+    made = made.to(torch.bfloat16)
+    if fused:
+        return bfp.convert(made, recipe, **options)
+    with mock.patch.object(convert_module, "sequentials", return_value=()):
+        return bfp.convert(made, recipe, **options)
+
+
+def results(made, run=None):
+    torch.manual_seed(1)
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16).requires_grad_()
+    y = (run or made)(x)
+    y.backward(torch.randn_like(y))
+    return [y.detach(), x.grad, *(p.grad for p in made.parameters())]
+
+
+def assert_same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU, nn.SiLU, nn.ReLU, lambda: nn.GELU("tanh")])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "fp8_block"])
+def test_bits(recipe, activation):
+    ours, theirs = model(recipe, activation), model(recipe, activation, fused=False)
+    assert type(ours) is FusedSequential
+    assert type(theirs) is nn.Sequential
+    assert_same(results(ours), results(theirs))
+
+
+def test_pairs_are_taken_at_once(monkeypatch):
+    """The norm is asked about, and called on a CPU; the activation isn't called."""
+    made, asked, called = model(), [], []
+    monkeypatch.setattr(fused_sequential, "fused_norm_product", lambda norm, layer, x: asked.append((norm, layer)))
+    for cls in (nn.RMSNorm, nn.GELU):
+        forward = cls.forward
+        monkeypatch.setattr(cls, "forward", lambda self, x, of=forward: (called.append(self), of(self, x))[1])
+    made(torch.randn(32, 64, dtype=torch.bfloat16))
+    assert asked == [(made[0], made[1])]
+    assert called == [made[0]]
+    monkeypatch.setattr(fused_sequential, "fused_norm_product", lambda norm, layer, x: layer(norm(x)) * 0 + 3)
+    assert torch.equal(made[:2](torch.randn(32, 64, dtype=torch.bfloat16)), torch.full((32, 96), 3.0, dtype=torch.bfloat16))
+
+
+def test_who_looks_sees_each_output():
+    theirs = results(model(fused=False))
+    for place in range(4):
+        made, seen = model(), []
+        made[place].register_forward_hook(lambda module, inputs, y, seen=seen: seen.append(y))
+        assert_same(results(made), theirs)
+        assert len(seen) == 1
+
+
+def test_it_is_a_sequential():
+    made = model()
+    wanted = results(made)
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        other.zero_grad()
+        assert type(other) is FusedSequential
+        assert_same(results(other), wanted)
+    assert list(made.state_dict()) == list(model(fused=False).state_dict())
+    assert [type(module) for module in made[1:3]] == [type(made[1]), nn.GELU]
+    assert type(model(filter_fn=lambda path, layer: path == "1")) is FusedSequential
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    assert type(bfp.convert(plain, "mxfp8")) is nn.Sequential
+    own = type("Own", (nn.Sequential,), {})
+    assert type(bfp.convert(own(nn.RMSNorm(64), nn.Linear(64, 64)), "mxfp8")) is own
+    assert type(bfp.convert(nn.Sequential(nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64)), "mxfp8")) is nn.Sequential
+
+
+def test_compiled_whole():
+    made = model("fp8_block")
+    theirs = results(model("fp8_block", fused=False))
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    assert_same(results(made, compiled), theirs)
