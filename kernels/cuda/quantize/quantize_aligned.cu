@@ -65,7 +65,7 @@ cudaError_t launch_aligned<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStre
 template <>
 cudaError_t launch_aligned_gated<BLOCKFP_ELEMENT>(const QuantizeArguments& a, cudaStream_t stream) {
   using E = BLOCKFP_ELEMENT;
-  if constexpr (!kGatedBlock<E, 32>) {
+  if constexpr (!kMadeBlock<E, 32>) {
     return cudaErrorInvalidValue;
   } else {
     return a.x.dtype == Bf16::kId ? whole<E, Bf16, Rounding::kNearest, false, OfActivations>(a, stream)
