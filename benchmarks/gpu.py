@@ -174,7 +174,7 @@ class EdenCase:
 
     def check(self):
         for part in self.parts:
-            part.view(torch.uint8).fill_(0xA5)
+            part.view(-1).view(torch.uint8).fill_(0xA5)
         self()
         expected = eden.quantize(eden.rotate(self.x.mT, self.key), "nvfp4", self.key)
         for name, g, e in zip(("codes", "scales"), self.parts, expected[:2], strict=False):

@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_refused():
     one = torch.ones(1, device="cuda")
     numbers = plan_values(8, 8, 64).numbers
     product = cuda_library.library().product
-    with pytest.raises(RuntimeError, match="both be codes or both bfloat16"):
+    with pytest.raises(ValueError, match="both be codes or both bfloat16"):
         product(
             a,
             torch.zeros((8, 64), dtype=torch.uint8, device="cuda"),

@@ -148,14 +148,14 @@ def test_gradients(activation, layout, dtype):
         found = gated_kernels.gradient_of(gradient, *views, activation, way(layout))
         if layout == "alone":
             assert found is None, "PyTorch's own kernel is the faster one"
-            found = gated_ops.gated_gradient(gradient, gate, up, activation, layout)
+            found = gated_ops.gated_gradient(gradient, gate, up, activation, way(layout))
         assert found is not None
         assert_same(found, wanted, f"{activation} {layout} {dtype} {shape}")
         # As autograd hands them on: of a sum, of a transpose.
         for other in (gradient[:1].expand(shape), gradient.new_ones(()).expand(shape), gradient.mT.contiguous().mT):
             d_gate, d_up = gradients(other, *views, activation)
             wanted = [d_gate] if d_up is None else [d_gate, d_up] if layout == "apart" else [joined(d_gate, d_up, layout)]
-            assert_same(gated_ops.gated_gradient(other, gate, up, activation, layout), wanted, f"strides {other.stride()}")
+            assert_same(gated_ops.gated_gradient(other, gate, up, activation, way(layout)), wanted, f"strides {other.stride()}")
 
 
 @pytest.mark.parametrize("shape", [(77, 130), (1, 16), (0, 64), (48, 64), (256, 20)])

@@ -244,7 +244,8 @@ def test_what_the_norm_makes_is_not_there():
     torch.cuda.reset_peak_memory_stats()
     y = layer(x)
     one = tokens * features
-    assert torch.cuda.max_memory_allocated() - before < 2.3 * one + y.numel() * 2
+    workspace = 34 << 20  # cuBLASLt's
+    assert torch.cuda.max_memory_allocated() - before < 2.3 * one + y.numel() * 2 + workspace
     assert torch.cuda.memory_allocated() - before < 1.3 * one + y.numel() * 2
 
 

@@ -55,7 +55,7 @@ class NormFunction(torch.autograd.Function):
         kept = made[call.quantizes_weight :]
         parts = [weight] if needs_x else []
         ctx.call, ctx.eps, ctx.kept, ctx.parts, ctx.again = call, eps, len(kept), len(parts), None
-        ctx.counts, ctx.shape, ctx.dtype = None, weight.shape, weight.dtype
+        ctx.counts, ctx.shape, ctx.dtype, ctx.x_aligned = None, weight.shape, weight.dtype, False
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The last two are what gradients of gradients go to.
         ctx.save_for_backward(*kept, *parts, x, norm_weight, rows, weight, bias)

@@ -76,6 +76,16 @@ int multiprocessors() {
 constexpr int kCounters = 1 << 16;
 __device__ int32_t counters[kCounters];
 
+// Calls that would end a capture, of this thread's or another's, don't end it while this is there.
+class Relaxed {
+ public:
+  Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The counter of a product that is about to be launched: a stream's products run one after another and share one. Each product of a
 // CUDA graph has its own, because the graph may run beside the stream that it was captured on. Null if there is none left, or in doubt.
 int32_t* counter_for(cudaStream_t stream) {
@@ -86,27 +96,28 @@ int32_t* counter_for(cudaStream_t stream) {
   };
   static std::mutex mutex;
   static std::map<int, OfDevice> devices;
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;  // of no other stream, even of one that is gone
   int device = 0;
-  if (cudaStreamIsCapturing(stream, &capturing) != cudaSuccess || cudaStreamGetId(stream, &id) != cudaSuccess ||
-      cudaGetDevice(&device) != cudaSuccess) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaStreamIsCapturing(stream, &capturing) != cudaSuccess) {
     cudaGetLastError();
     return nullptr;
   }
+  const bool captured = capturing != cudaStreamCaptureStatusNone;
+  const Relaxed relaxed;
   const std::lock_guard<std::mutex> lock(mutex);
   OfDevice& own = devices[device];
   void* first = own.first;
-  if (first == nullptr && cudaGetSymbolAddress(&first, counters) != cudaSuccess) {
+  unsigned long long id = 0;  // of no other stream, even of one that is gone
+  if ((first == nullptr && cudaGetSymbolAddress(&first, counters) != cudaSuccess) ||
+      (!captured && cudaStreamGetId(stream, &id) != cudaSuccess)) {
     cudaGetLastError();
     return nullptr;
   }
   own.first = static_cast<int32_t*>(first);
-  if (capturing != cudaStreamCaptureStatusNone) return own.taken < kCounters ? own.first + own.taken++ : nullptr;
-  const auto known = own.of_streams.find(id);
+  const auto known = captured ? own.of_streams.end() : own.of_streams.find(id);
   if (known != own.of_streams.end()) return own.first + known->second;
   if (own.taken == kCounters) return nullptr;
-  own.of_streams.emplace(id, own.taken);
+  if (!captured) own.of_streams.emplace(id, own.taken);
   return own.first + own.taken++;
 }
 

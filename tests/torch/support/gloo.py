@@ -33,8 +33,11 @@ def run(world, file, function, timeout=LIMIT, backend="gloo"):
     """
     with tempfile.TemporaryDirectory() as folder:
         place = (dict(os.environ), os.getcwd(), folder)
+        # What is imported beforehand may look at a GPU, which no fork can use then.
+        context = multiprocessing.get_context("spawn") if backend == "nccl" else _FORKS
         ranks = [
-            _FORKS.Process(target=_rank_main, args=(rank, world, str(file), function, backend, *place)) for rank in range(world)
+            context.Process(target=_rank_main, args=(rank, world, str(file), function, backend, *place))
+            for rank in range(world)
         ]
         for rank in ranks:
             rank.start()
