@@ -1,13 +1,18 @@
 """Plans of products on FP8 codes: who multiplies, and the scratch memory."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from blockfp.definition.groups import columns_for
 from blockfp.formats import Format
 from blockfp.kernels import products
+from blockfp.kernels.format_numbers import ELEMENTS
 from blockfp.kernels.product_table import MEASURED
 
 ROWS, SQUARES, TENSOR, GRADIENT = (Format.parse(f"fp8_{name}") for name in ("e4m3_1x128", "e4m3_128x128", "e4m3", "e5m2"))
+GEMM = Path(__file__).parents[2] / "kernels/cuda/products/gemm.h"
 HOPPER, CUBLAS = (9, 0), 130100
 
 
@@ -79,3 +84,14 @@ def test_bands_are_the_own_kernels():
         assert chosen.workspace == 0
         assert chosen.numbers[:6] == (0, 1, 0, 32, 1, 1)
         assert plan(rows, rows, m, n, k, **options).numbers[:4] == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize(("k", "row"), [(64, 0), (1, 16), (75, 160)])
+def test_bfloat16_is_the_own_kernels(k, row):
+    """Rows whose bytes are no multiple of 16 are copied first, those of both operands."""
+    found = products.plan_values(30, 50, k, matrices=2)
+    assert found.own
+    assert found.workspace == sum(-(-rows * row // 256) * 256 for rows in (30, 2 * 50))
+    (number,) = re.findall(r"struct Values \{\s*static constexpr int kId = (\d+);", GEMM.read_text())
+    assert found.numbers[0] == found.numbers[2] == int(number)
+    assert int(number) not in ELEMENTS.values()

@@ -229,24 +229,33 @@ def test_inference_and_graphs():
         graph.replay()
         assert_same([captured], [layer.linear(layer.norm(x))], "captured")
         compiled = torch.compile(layer, fullgraph=True)(x)
-        torch.testing.assert_close(compiled, captured, rtol=0.1, atol=0.1)
+        # A compiler's norm has bits of its own.
+        assert (compiled - captured).float().norm() < 0.1 * captured.float().norm()
 
 
 def test_what_the_norm_makes_is_not_there():
-    """The forward allocates codes, scales and the output alone."""
+    """The cast allocates codes, scales and a number for each row alone, and the backward keeps the columnwise ones."""
     tokens, features = 4096, 4096
     layer = bfp.LayerNormLinear(
         features, 256, bias=False, recipe="fp8_block", norm="rms_norm", device="cuda", dtype=torch.bfloat16
     )
     x = tensors((tokens, features), "bfloat16")[0].requires_grad_()
     layer(x)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before, one = torch.cuda.memory_allocated(), tokens * features
     y = layer(x)
-    one = tokens * features
-    workspace = 34 << 20  # cuBLASLt's
-    assert torch.cuda.max_memory_allocated() - before < 2.3 * one + y.numel() * 2 + workspace
-    assert torch.cuda.memory_allocated() - before < 1.3 * one + y.numel() * 2
+    kept = torch.cuda.memory_allocated() - before
+    assert kept < 1.3 * one + y.numel() * 2, kept / one
+    for name, bytes_each in (("fp8_e4m3", 2), ("fp8_e4m3_1x128", 2), ("nvfp4", 1)):
+        f = Format.parse(name)
+        run = norm_kernels.plan_of(x, layer.norm.weight, EPS, f, f, False, False, 0.0)
+        assert run is not None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        rows = torch.empty(tokens, device="cuda")
+        parts = run((x.detach(), layer.norm.weight.detach(), rows), None, None)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert len(parts) in (4, 5, 6)
+        assert peak < (bytes_each + 0.2) * one, (name, peak / one)
 
 
 def test_nothing_waits_for_the_device(waiting_raises):

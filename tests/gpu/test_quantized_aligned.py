@@ -31,19 +31,7 @@ if torch.cuda.is_available():
 
 MX = [f for f in FORMATS if alignment.can_align(f) and not f.square]
 MAIN = [f for f in MX if "floor" not in f.name]
-SHAPES = (
-    (256, 512),
-    (64, 384),
-    (16, 8),
-    (8, 136),
-    (520, 264),
-    (130, 200),
-    (77, 33),
-    (1, 300),
-    (300, 1),
-    (200, 130),
-    (33, 4096),
-)
+SHAPES = ((256, 512), (16, 8), (8, 136), (520, 264), (130, 200), (77, 33), (1, 300), (300, 1), (200, 130), (33, 4096))
 KINDS = ("gaussian", "columns", "blocks", "tiny", "nan")
 
 
@@ -68,11 +56,35 @@ def data(kind, rows, columns, dtype, seed=0):
     return x.to(dtype)
 
 
+def forget():
+    with switch.definition_only():
+        pass
+
+
+CALLS = []
+"""Names of the library's functions that align, as they are called."""
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    real = library()
+    for name in ("align", "quantize_aligned", "quantize_groups_aligned", "quantize_gated_aligned"):
+        run = getattr(real, name)
+        monkeypatch.setattr(real, name, lambda *a, run=run, name=name: (CALLS.append(name), run(*a))[1])
+    forget()
+    CALLS.clear()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
 def direct_and_after(x, format, row, column, aligned):
     """What the kernel makes of x, and what quantizing and aligning make of it."""
     options = (None, None, None, (False, False), False, 0.0)
+    CALLS.clear()
     found = quantize_plans.quantize_matrix(x, format if row else None, format if column else None, *options, aligned)
     plain = quantize_plans.quantize_matrix(x, format if row else None, format if column else None, *options)
+    assert CALLS == ["quantize_aligned"]
     wanted, rows, columns = [], *x.shape[-2:]
     for wants, aligns, length in ((row, aligned[0], columns), (column, aligned[1], rows)):
         if wants:
@@ -175,9 +187,9 @@ def test_what_an_activation_makes(format, activation, dtype):
             for row, column, aligned in WANTED[:3]:
                 formats = [format if wanted else None for wanted in (row, column)]
                 options = (None, None, False, 0.0, aligned)
-                plan = gated_kernels.plan_of(gate, up, activation, "apart", *formats, False, False, False, 0.0, aligned)
-                assert plan is not None
+                CALLS.clear()
                 found = gated_ops.quantize_gated(gate, up, activation, "apart", *formats, *options)
+                assert CALLS == ["quantize_gated_aligned"]
                 assert_same(found, direct_and_after(made, format, row, column, aligned)[1], (rows, columns, alone, row, column))
 
 
@@ -206,7 +218,9 @@ def test_groups(format, dtype):
             )
             for row, column, aligned in WANTED:
                 formats = [format if wanted else None for wanted in (row, column)]
+                CALLS.clear()
                 found = cuda_groups.quantize_groups(x, words, count, *formats, aligned=aligned)
+                assert CALLS == ["quantize_groups_aligned"]
                 what = (features, kind, row, column, aligned)
                 if row:
                     codes, scales = found.row
@@ -263,22 +277,6 @@ def apart(monkeypatch):
     yield turn_off
     monkeypatch.undo()
     forget()
-
-
-def forget():
-    with switch.definition_only():
-        pass
-
-
-def counted(monkeypatch):
-    """Names of the library's calls, as they come."""
-    calls, real = [], library()
-    for name in ("align", "quantize_aligned", "quantize_groups_aligned", "quantize_gated_aligned"):
-        run = getattr(real, name)
-        monkeypatch.setattr(real, name, lambda *a, run=run, name=name: (calls.append(name), run(*a))[1])
-    forget()
-    cuda_layouts._aligned.cache_clear()
-    return calls
 
 
 RECIPES = ("mxfp8", "mxfp6", "mxfp4", "mxfp4_rotated")
@@ -357,25 +355,21 @@ def test_grouped_layers_have_the_same_bits(recipe, apart):
     assert_same_values(direct, step())
 
 
-def test_what_is_aligned_in_a_pass_of_its_own(monkeypatch):
-    """Weights, and codes that are kept for the backward; of exact products and of a CPU's nothing."""
-    calls = counted(monkeypatch)
+def test_what_is_aligned_in_a_pass_of_its_own():
+    """Weights, and codes that are kept for the backward; of exact products nothing is aligned."""
     layer = bfp.Linear(256, 128, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
     # The weight, twice, and x columnwise.
-    assert sorted(calls) == ["align"] * 3 + ["quantize_aligned"] * 2
-    calls.clear()
+    assert sorted(CALLS) == ["align"] * 3 + ["quantize_aligned"] * 2
+    CALLS.clear()
     experts = bfp.GroupedLinear(2, 256, 128, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
     experts(x, torch.tensor([30, 34], device="cuda")).sum().backward()
-    assert sorted(calls) == ["align"] * 3 + ["quantize_groups_aligned"] * 2
-    calls.clear()
+    assert sorted(CALLS) == ["align"] * 3 + ["quantize_groups_aligned"] * 2
+    CALLS.clear()
     exact = recipes.mxfp8(exact_products=True)
     bfp.linear(x, torch.randn(128, 256, device="cuda", dtype=torch.bfloat16), recipe=exact).sum().backward()
-    assert calls == []
-    monkeypatch.undo()
-    cuda_layouts._aligned.cache_clear()
-    forget()
+    assert CALLS == []
 
 
 def test_an_aligned_operand_is_refused_elsewhere():

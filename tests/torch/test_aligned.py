@@ -154,19 +154,20 @@ def test_an_infinity_in_an_operand_reaches_its_row(library):
 
 @pytest.fixture
 def passes(monkeypatch, library):
-    """How often codes are aligned as they are quantized, and how often by a product."""
+    """How many operands come aligned from their casts, and how many products align."""
     counts = {"cast": 0, "product": 0}
-    run = cuda_layouts.align
+    in_product, in_cast = cuda_layouts.align, quantize_plans.align_parts
 
-    def counted(who):
-        def align(*arguments, **options):
-            counts[who] += 1
-            return run(*arguments, **options)
+    def align(*arguments, **options):
+        counts["product"] += 1
+        return in_product(*arguments, **options)
 
-        return align
+    def align_parts(parts, plans):
+        counts["cast"] += len(plans)
+        in_cast(parts, plans)
 
-    monkeypatch.setattr(quantize_plans, "align", counted("cast"))
-    monkeypatch.setattr(cuda_layouts, "align", counted("product"))
+    monkeypatch.setattr(cuda_layouts, "align", align)
+    monkeypatch.setattr(quantize_plans, "align_parts", align_parts)
     return counts
 
 
@@ -197,6 +198,26 @@ def test_where_codes_are_aligned_changes_no_bit(name, passes, monkeypatch):
     for one, other in zip(direct, both(), strict=True):
         assert torch.equal(one, other)
     assert passes == {"cast": 4, "product": 8}
+
+
+def test_directions_have_formats_of_their_own(passes, monkeypatch):
+    """Of a gradient that is NVFP4 rowwise, in three parts, the columns alone are aligned."""
+    recipe = recipes.mxfp8().replace(gradient=recipes.Cast("nvfp4"), gradient_columnwise=recipes.Cast("mxfp8_e4m3"))
+    direct = step(recipe)
+    assert passes == {"cast": 2, "product": 2}
+    monkeypatch.setattr(linear_ops, "comes_aligned", lambda *_, **__: False)
+    forget_plans()
+    for one, other in zip(direct, step(recipe), strict=True):
+        assert torch.equal(one, other)
+    assert passes == {"cast": 2, "product": 6}
+
+
+def test_layers_of_one_input_align_it_once(passes):
+    layers, x = [bfp.Linear(64, 32, recipe="mxfp8") for _ in range(3)], values((8, 64), 5).requires_grad_()
+    shared = x * 2
+    for layer in layers:
+        layer(shared)
+    assert passes == {"cast": 1, "product": 3}
 
 
 def test_of_exact_products_nothing_comes_aligned(passes):

@@ -85,19 +85,9 @@ def quantize_groups(
         return GroupedParts(first.row, second.column, first.amaxes)
     format = row or column
     assert format is not None
-    shifts = (row is not None and aligned[0], column is not None and aligned[1])
-    if any(shifts):
-        plain = not (row_keyed or column_keyed or rotate)
-        if plain and shifts[0] == (row is not None) and x.numel():
-            return _aligned(x, words, groups, format, shifts[0], None if column is None else shifts[1])
-        options = {"keys": keys, "row_keyed": row_keyed, "column_keyed": column_keyed, "rotate": rotate, "eps": eps}
-        made = quantize_groups(x, words, groups, row, column, **options)
-        widths = (x.shape[1], columns_for(x.shape[0], groups))
-        by_row, by_column = (
-            list(align(part[0], part[1], format, columns=width)) if part is not None and shift else part
-            for part, shift, width in zip((made.row, made.column), shifts, widths, strict=True)
-        )
-        return GroupedParts(by_row, by_column, None)
+    wanted = (row is not None and aligned[0], column is not None and aligned[1])
+    if any(wanted) and wanted[0] == (row is not None) and not (row_keyed or column_keyed or rotate) and x.numel():
+        return _aligned(x, words, groups, format, wanted[0], None if column is None else wanted[1])
     by_row, by_column = (_empty(x, groups, one, columnwise) for one, columnwise in ((row, False), (column, True)))
     amaxes = overflows = recorded = None
     if multiplier is not None:
@@ -115,6 +105,10 @@ def quantize_groups(
         *(by_column or (None, None))[:2], scale_t, groups, row_keyed, column_keyed, *format_numbers(format),
         multiplier is None, eps_bits, largest, rotate,
     )  # fmt: skip
+    if by_row is not None and aligned[0]:
+        by_row = list(align(by_row[0], by_row[1], format, columns=x.shape[1]))
+    if by_column is not None and aligned[1]:
+        by_column = list(align(by_column[0], by_column[1], format, columns=columns_for(x.shape[0], groups)))
     return GroupedParts(by_row, by_column, recorded)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from blockfp.definition.bits import Array
+from blockfp.definition.layout import codes_shape
 from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
@@ -55,6 +56,49 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int, tr
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
     run(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
     return out, powers
+
+
+class AlignPlan(NamedTuple):
+    """The plan by which one direction of an operand that was just quantized is aligned.
+
+    Attributes:
+        first: index of its codes among the parts; its scales come next.
+        run: the library's function.
+        codes, scales: shape and strides of what it writes.
+        numbers: its last arguments.
+    """
+
+    first: int
+    run: Any
+    codes: tuple[tuple[int, ...], tuple[int, ...]]
+    scales: tuple[tuple[int, ...], tuple[int, ...]]
+    numbers: tuple[Any, ...]
+
+
+def align_plans(shape: Sequence[int], row: Format | None, column: Format | None, aligned: tuple[bool, bool]) -> list[AlignPlan]:
+    """Plans `align` for the directions of a matrix [.., rows, columns] that come aligned; None stands for no format."""
+    *leading, rows, columns = shape
+    behind_row = 0 if row is None else 3 if row.scale.two_level else 2
+    plans: list[AlignPlan] = []
+    for first, format, lines, wanted in (
+        (0, row, (rows, columns), aligned[0]),
+        (behind_row, column, (columns, rows), aligned[1]),
+    ):
+        if format is not None and wanted:
+            made = codes_shape((*leading, *lines), format)
+            run, codes, scales, numbers = _aligned(torch.Size(made), format, lines[1], False)
+            plans.append(AlignPlan(first, run, (codes, strides_of(codes)), (scales, strides_of(scales)), numbers))
+    return plans
+
+
+def align_parts(parts: list[Any], plans: Sequence[AlignPlan]) -> None:
+    """Puts aligned codes and scales in the place of those that the plans name."""
+    for first, run, codes, scales, numbers in plans:
+        device = parts[first].device
+        out = torch.empty_strided(*codes, dtype=torch.uint8, device=device)
+        powers = torch.empty_strided(*scales, dtype=torch.float32, device=device)
+        run(parts[first], parts[first + 1], out, powers, *numbers)
+        parts[first : first + 2] = out, powers
 
 
 @lru_cache(maxsize=4096)

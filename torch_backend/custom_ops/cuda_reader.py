@@ -15,12 +15,21 @@ from blockfp.kernels.format_numbers import format_numbers
 
 from . import cuda
 from .cuda import check_beside, check_input_on_device, limits, strides_of
-from .cuda_layouts import aligned_shapes
+from .cuda_layouts import align_parts, align_plans, aligned_shapes
 from .overflow import marker
 
 
 def reader(
-    x: Tensor, format: Format, *, rows: bool, columns: bool, rotate: bool, eps: float, given: bool, random: bool
+    x: Tensor,
+    format: Format,
+    *,
+    rows: bool,
+    columns: bool,
+    rotate: bool,
+    eps: float,
+    given: bool,
+    random: bool,
+    aligned: tuple[bool, bool] = (False, False),
 ) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
     """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
 
@@ -34,6 +43,7 @@ def reader(
         eps: as for `quantize`.
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
         random: whether both directions are rounded stochastically.
+        aligned: which directions come aligned, of MX in blocks of 1x32.
 
     Returns:
         A function of a matrix, its amax, int32 [1], a multiplier, float32 of one element, and keys, int32 [2, 2]; each None
@@ -46,6 +56,9 @@ def reader(
     *leading, height, width = x.shape
     if format.per_row:
         return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
+    wanted = (rows and aligned[0], columns and aligned[1])
+    if any(wanted) and wanted[0] == rows and not (random or rotate) and x.numel():
+        return _aligned_reader(x, format, rows, wanted[1] if columns else None)
     outputs: list[Any] = []
     for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
         found = [(size, strides_of(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
@@ -56,6 +69,8 @@ def reader(
     words = (2 if rotate and measures else 1,)
     numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
     empty, int32 = torch.empty_strided, torch.int32
+    # In a pass of its own, where the kernel that aligns doesn't quantize so.
+    shifts = align_plans(x.shape, format if rows else None, format if columns else None, aligned)
 
     def read(x, amax=None, multiplier=None, keys=None):
         known = recorded = None
@@ -75,6 +90,8 @@ def reader(
         run(x, known, recorded, keys if random else None, *parts, *numbers)
         for place in absent:
             del parts[place]
+        if shifts:
+            align_parts(parts, shifts)
         if multiplier is not None:
             parts.append(recorded)
         return parts
@@ -82,7 +99,7 @@ def reader(
     return read
 
 
-def aligned_reader(
+def _aligned_reader(
     x: Tensor, format: Format, row: bool, column: bool | None
 ) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
     """Plans to quantize matrices that lie as x does straight to aligned codes, rounded to nearest; otherwise as `reader`.
@@ -95,7 +112,6 @@ def aligned_reader(
         row: whether codes along the rows are wanted, aligned.
         column: whether those of the transposed matrix are aligned, or stay those of the format; None where they aren't wanted.
     """
-    check_input_on_device(x)
     device, run, empty = x.device, library().quantize_aligned, torch.empty_strided
     *leading, height, width = x.shape
     turned = (*leading, width, height)

@@ -19,7 +19,7 @@ from blockfp.kernels.format_numbers import format_numbers
 
 from . import cuda, made_casts
 from .activations import activate, gradients
-from .cuda_layouts import aligned_shapes
+from .cuda_layouts import align_parts, align_plans, aligned_shapes
 from .kernels import kernels_for
 from .made_casts import MadeRun, measures
 from .quantize_plans import NEITHER, Aligned
@@ -50,7 +50,7 @@ def plan_of(
         gate, up: two of them, [rows, columns].
         activation, layout: see `activations`.
         row, column, knows_amax, multiplied, rotate, eps: as for `made_casts.plan_of`, of what the activation makes.
-        aligned: which directions come aligned; both that are wanted, or none.
+        aligned: which directions come aligned.
 
     Returns:
         The plan, which takes gate and up.
@@ -58,11 +58,23 @@ def plan_of(
     # A gate alone is activated as fast as it is read for an amax: two kernels read no more than one after the other.
     if not _takes(gate, up, layout == "pairs") or (up is None and measures(row or column, knows_amax, multiplied)):
         return None
-    if any(aligned):
-        return _aligned_plan(gate, up, activation, row, column, aligned, rotate)
+    direct = _aligned_plan(gate, up, activation, row, column, aligned, rotate) if any(aligned) else None
+    if direct is not None:
+        return direct
     known = (knows_amax, multiplied, rotate, eps)
     run = made_casts.plan_of(library().quantize_gated, (NUMBERS[activation],), gate, row, column, *known)
-    return run if run is not None and agrees(gate, activation, up is not None) else None
+    if run is None or not agrees(gate, activation, up is not None):
+        return None
+    shifts = align_plans(gate.shape, row, column, aligned)
+    if not shifts:
+        return run
+
+    def quantize(inputs: Sequence[Tensor | None], amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
+        parts = run(inputs, amax, multiplier)
+        align_parts(parts, shifts)
+        return parts
+
+    return quantize
 
 
 def _aligned_plan(
@@ -74,7 +86,7 @@ def _aligned_plan(
     aligned: Aligned,
     rotate: bool,
 ) -> MadeRun | None:
-    """`plan_of` of MX operands that come aligned, of which one kernel makes one direction or both."""
+    """`plan_of` of MX operands that come aligned from one kernel; None where it doesn't make the directions that are wanted."""
     format, (rows, columns) = row or column, gate.shape
     assert format is not None
     if (row is not None and column is not None and row is not column) or not made_casts.known(format):

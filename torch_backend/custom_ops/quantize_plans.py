@@ -22,8 +22,8 @@ from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
 from . import cuda, kernels
-from .cuda_layouts import align
-from .cuda_reader import aligned_reader, reader
+from .cuda_layouts import align_parts, align_plans
+from .cuda_reader import reader
 from .kernels import kernels_for
 from .overflow import mark, marker
 
@@ -114,7 +114,7 @@ def plan_of(
         plan = _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
     else:
         plan = _definition_plan(row, column, random, rotate, eps)
-    return _aligned_after(plan, x.shape, row, column, aligned)
+    return _aligned_after(plan, x.shape, row, column, aligned) if any(aligned) else plan
 
 
 def part_count(format: Format) -> int:
@@ -139,12 +139,7 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, alig
         given = multiplied or (knows_amax and format.per_tensor)
         options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic}
         own = x.contiguous() if strided else x
-        shifts = (rows and aligned[0], columns and aligned[1])
-        if any(shifts) and shifts[0] == rows and not (stochastic or options["rotate"]) and x.numel():
-            reads.append(aligned_reader(own, format, rows, shifts[1] if columns else None))
-            continue
-        read = reader(own, format, rows=rows, columns=columns, given=given, **options)
-        reads.append(_aligned_after(read, x.shape, format if rows else None, format if columns else None, shifts))
+        reads.append(reader(own, format, rows=rows, columns=columns, given=given, aligned=aligned, **options))
     if len(reads) == 1 and not strided:
         return reads[0]
 
@@ -163,17 +158,12 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, alig
 
 
 def _aligned_after(run: Run, shape: Sequence[int], row: Format | None, column: Format | None, aligned: Aligned) -> Run:
-    """`run`, with the directions aligned in a pass of its own over their codes, where they can't be quantized so."""
-    if not any(aligned):
-        return run
-    places = [(0, row, shape[-1])] if row is not None and aligned[0] else []
-    if column is not None and aligned[1]:
-        places.append((0 if row is None else part_count(row), column, shape[-2]))
+    """`run`, whose directions are aligned behind it."""
+    plans = align_plans(shape, row, column, aligned)
 
     def after(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
         parts = run(x, amax, multiplier, keys)
-        for first, format, columns in places:
-            parts[first : first + 2] = align(parts[first], parts[first + 1], format, columns=columns)
+        align_parts(parts, plans)
         return parts
 
     return after

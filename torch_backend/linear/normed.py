@@ -13,7 +13,7 @@ from ..custom_ops import norm_kernels
 from ..custom_ops.library import runs_now
 from ..custom_ops.made_casts import MadeRun
 from ..custom_ops.quantize_plans import kept
-from ..torch_internals import unsafe_view, unwrap_if_dead
+from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .gated import takes
 from .linear import LinearState, call_of, check_tensors, known_by, wants_grad
@@ -25,9 +25,10 @@ _calls: dict[Any, Call] = {}
 
 
 def cast_of(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, recipe: Recipe) -> MadeRun | None:
-    """Returns the cast of what an RMSNorm makes of x for a linear layer; None where no kernel has it.
+    """Returns the cast of what an RMSNorm makes of x for a linear layer; None where no kernel has it, or it isn't to run.
 
-    That is where the format or a length isn't one of the kernels', and where these don't have PyTorch's bits.
+    No kernel has it where the format or a length isn't one of the kernels', and where these don't have PyTorch's bits. It isn't
+    to run under autocast and modes, and in transforms of torch.func.
 
     Args:
         x: [.., in], on a GPU.
@@ -35,6 +36,8 @@ def cast_of(x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, r
         eps: the norm's.
         weight, recipe: as for `linear.apply`.
     """
+    if not runs_now(x) or torch.is_autocast_enabled("cuda") or functorch_is_active():
+        return None
     row = recipe.input
     column = recipe.input_columnwise if wants_grad(weight) and torch.is_grad_enabled() else HIGH_PRECISION
     if row.format is None or (norm_weight is not None and type(norm_weight) not in (Tensor, torch.nn.Parameter)):
@@ -64,10 +67,10 @@ def normed(
         weight, bias, recipe, state: as for `linear.apply`.
 
     Returns:
-        [.., out]; None where norm and cast have to run one after the other: under autocast and modes, in transforms, and where
-        `observe` wants the values.
+        [.., out]; None where norm and cast have to run one after the other: where `observe` wants the values, and where the
+        weight isn't codes or a plain tensor.
     """
-    if not runs_now(x) or torch.is_autocast_enabled("cuda") or not takes(x, None, weight, recipe, state):
+    if not takes(x, None, weight, recipe, state):
         return None
     if norm_weight is not None and norm_weight.requires_grad and not x.requires_grad and torch.is_grad_enabled():
         # The layer's gradient is wanted for the norm's weight alone, which its `Call` doesn't tell.

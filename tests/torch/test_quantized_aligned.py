@@ -1,0 +1,144 @@
+"""What casts ask of the CUDA library where MX operands come aligned, with its functions carried out by the definition."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from blockfp.torch_backend.custom_ops import cuda_groups, cuda_layouts, cuda_reader, gated_kernels
+from blockfp.torch_backend.custom_ops.activations import activate
+
+from blockfp.definition import alignment, groups, numerics
+from blockfp.formats import FORMATS, Format
+from blockfp.kernels.format_numbers import format_numbers
+
+WANTED = ((True, False, (True, False)), (False, True, (False, True)), (True, True, (True, True)), (True, True, (True, False)))
+"""Rows, columns, which of them are aligned."""
+
+
+def format_of(*numbers):
+    return next(f for f in FORMATS if format_numbers(f) == numbers)
+
+
+def aligned(q, format, columns):
+    """Codes and scales as the library's product takes them."""
+    made, rows = alignment.align(q.codes, q.scales, format, columns=columns), q.codes.shape[0]
+    codes, scales = (torch.zeros(shape) for shape in cuda_layouts.aligned_shapes((rows, columns)))
+    codes[:, :columns], scales[:, :rows] = made.codes, made.scales.mT
+    return [codes.to(torch.uint8), scales]
+
+
+def write(outputs, made):
+    for out, new in zip(outputs, made, strict=True):
+        assert (out.shape, out.dtype) == (new.shape, new.dtype)
+        assert out.is_contiguous()
+        out.copy_(new)
+
+
+class Library:
+    """As kernels/cuda/quantize/aligned_exports.cu, gated_exports.cu and group_exports.cu say."""
+
+    def __init__(self):
+        self.calls = []
+
+    def quantize(self, x, amax, recorded, keys, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, *rest):
+        format = format_of(*rest[:4])
+        write((codes, scales), numerics.quantize(x, format)[:2])
+        write((codes_t, scales_t), numerics.quantize(x.mT.contiguous(), format)[:2])
+        self.calls.append("quantize")
+
+    def quantize_aligned(self, x, recorded, codes, scales, codes_t, scales_t, stored_t, stored_scales_t, *numbers):
+        assert (recorded.shape, recorded.dtype) == ((1,), torch.int32)
+        assert x.stride(1) == 1
+        self.calls.append("matrix")
+        format, (rows, columns) = format_of(*numbers), x.shape
+        assert codes_t is None or stored_t is None
+        if codes is not None:
+            write((codes, scales), aligned(numerics.quantize(x, format), format, columns))
+        if codes_t is not None:
+            write((codes_t, scales_t), aligned(numerics.quantize(x.mT.contiguous(), format), format, rows))
+        if stored_t is not None:
+            write((stored_t, stored_scales_t), numerics.quantize(x.mT.contiguous(), format)[:2])
+
+    def quantize_gated_aligned(self, gate, up, recorded, codes, scales, codes_t, scales_t, activation, *numbers):
+        made = activate(gate, up, next(name for name, number in gated_kernels.NUMBERS.items() if number == activation))
+        self.quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *numbers)
+        self.calls[-1] = "activation"
+
+    def quantize_groups_aligned(self, x, words, overflows, *arguments):
+        # One group, which is as long as x, and a multiple of 128.
+        *parts, count, element, rows, columns, rule = arguments
+        assert (overflows.shape, overflows.dtype, count, words) == ((1,), torch.int32, 1, None)
+        self.quantize_aligned(x, overflows, *parts, element, rows, columns, rule)
+        self.calls[-1] = "groups"
+
+    def align(self, codes, scales, out, out_scales, element, block_rows, columns, transposed):
+        format = next(f for f in FORMATS if f.scale.e8m0 and format_numbers(f)[:2] == (element, block_rows))
+        write((out, out_scales), aligned(SimpleNamespace(codes=codes, scales=scales), format, columns))
+        self.calls.append("align")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    stand_in = Library()
+    for module in (cuda_reader, cuda_groups, cuda_layouts, gated_kernels):
+        monkeypatch.setattr(module, "library", lambda: stand_in)
+    monkeypatch.setattr(cuda_reader, "check_input_on_device", lambda x: None)
+    monkeypatch.setattr(gated_kernels, "agrees", lambda *_: True)
+    monkeypatch.setattr(gated_kernels, "_takes", lambda *_: True)
+    cuda_layouts._aligned.cache_clear()
+    yield stand_in
+    cuda_layouts._aligned.cache_clear()
+
+
+def wanted_parts(x, format, row, column, shifts):
+    parts = []
+    for wants, shift, lines in ((row, shifts[0], x), (column, shifts[1], x.mT.contiguous())):
+        if wants:
+            q = numerics.quantize(lines, format)
+            parts += aligned(q, format, lines.shape[1]) if shift else q[:2]
+    return parts
+
+
+def assert_same(found, wanted):
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp6_e2m3_floor", "mxfp4_e2m1"])
+@pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
+def test_one_call_makes_all_directions(library, name, row, column, shifts):
+    format, x = Format.parse(name), torch.randn(40, 200).bfloat16()
+    options = {"rotate": False, "eps": 0.0, "given": False, "random": False}
+    run = cuda_reader.reader(x, format, rows=row, columns=column, aligned=shifts, **options)
+    assert_same(run(x, None, None, None), wanted_parts(x, format, row, column, shifts))
+    assert library.calls == ["matrix"]
+
+
+@pytest.mark.parametrize(("row", "column", "shifts"), WANTED[:3])
+@pytest.mark.parametrize("alone", [True, False])
+def test_of_an_activation(library, row, column, shifts, alone):
+    format, gate, up = Format.parse("mxfp6_e3m2"), torch.randn(16, 72).bfloat16(), torch.randn(16, 72).bfloat16()
+    up, formats = None if alone else up, [format if wanted else None for wanted in (row, column)]
+    run = gated_kernels.plan_of(gate, up, "silu", "apart", *formats, False, False, False, 0.0, shifts)
+    made = activate(gate, up, "silu")
+    assert_same(run(gate, up, None, None), wanted_parts(made, format, row, column, shifts))
+    assert library.calls == ["activation"]
+
+
+@pytest.mark.parametrize(("row", "column", "shifts"), WANTED)
+def test_of_groups(library, row, column, shifts):
+    format, x = Format.parse("mxfp8_e4m3"), torch.randn(256, 40).bfloat16()
+    assert groups.columns_for(256, 1) == 256
+    found = cuda_groups.quantize_groups(x, None, 1, *(format if wanted else None for wanted in (row, column)), aligned=shifts)
+    assert_same([*(found.row or []), *(found.column or [])], wanted_parts(x, format, row, column, shifts))
+    assert library.calls == ["groups"]
+
+
+def test_columns_alone_beside_stored_rows_take_a_pass_of_their_own(library):
+    """No product asks for them; the plan gives them."""
+    format, x = Format.parse("mxfp8_e4m3"), torch.randn(32, 64)
+    options = {"rotate": False, "eps": 0.0, "given": False, "random": False}
+    run = cuda_reader.reader(x, format, rows=True, columns=True, aligned=(False, True), **options)
+    assert_same(run(x, None, None, None), wanted_parts(x, format, True, True, (False, True)))
+    assert library.calls == ["quantize", "align"]
