@@ -122,7 +122,7 @@ def test_of_an_activation(library, row, column, shifts, alone):
     up, formats = None if alone else up, [format if wanted else None for wanted in (row, column)]
     run = gated_kernels.plan_of(gate, up, "silu", "apart", *formats, False, False, False, 0.0, shifts)
     made = activate(gate, up, "silu")
-    assert_same(run(gate, up, None, None), wanted_parts(made, format, row, column, shifts))
+    assert_same(run((gate, up), None, None), wanted_parts(made, format, row, column, shifts))
     assert library.calls == ["activation"]
 
 
