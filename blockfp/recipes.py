@@ -23,7 +23,7 @@ from .definition.recipe import (
     Product,
     Recipe,
 )
-from .formats import Format
+from .formats import NAMES, Format
 
 __all__ = [
     "HIGH_PRECISION",
@@ -222,7 +222,12 @@ def parse(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe or its name, got {type(recipe).__name__}: {recipe!r}")
     if recipe not in RECIPES:
-        raise ValueError(f"recipe {recipe!r} is not known; choose one of {', '.join(RECIPES)}")
+        hint = ""
+        if recipe in NAMES:
+            hint = f"; it is a format, for which recipes.qat({recipe!r}) fine-tunes"
+        elif recipe.startswith("qat("):
+            hint = "; give the Recipe that recipes.qat(..) returns"
+        raise ValueError(f"recipe {recipe!r} is not known; choose one of {', '.join(RECIPES)}{hint}")
     return _NAMED[recipe]
 
 

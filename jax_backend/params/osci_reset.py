@@ -47,7 +47,8 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
         settings: those of OsciReset; the published ones by default.
 
     Raises:
-        TypeError, ValueError: settings that mean nothing; at `init`, an optimizer without masters.
+        TypeError, ValueError: settings that mean nothing; at `init`, an optimizer without masters, or parameters of which none
+            is quantized, as `with_masters(osci_reset(..))` gives them.
 
     Example:
         >>> optimizer = bfp.osci_reset(bfp.adamw(1e-3), bfp.OsciReset(period=200, window=50, threshold=8.0))
@@ -59,6 +60,11 @@ def osci_reset(optimizer: Optimizer, settings: OsciReset | None = None) -> Optim
         if not isinstance(inner, MasterState):
             raise TypeError(
                 f"osci_reset wraps adamw, adam or with_masters(..), whose state has masters, got {type(inner).__name__}"
+            )
+        if not any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))):
+            raise ValueError(
+                "params holds no quantized array, and osci_reset would do nothing: quantize_params makes some; "
+                "with_masters goes inside, osci_reset(with_masters(..)); leave it out where all parameters are plain"
             )
         master_paths, quantized_paths = (map_with_path(_new_path, params, inner.masters) for _ in range(2))
         return OsciResetState(jnp.zeros((), jnp.int32), master_paths, quantized_paths, inner)

@@ -142,6 +142,16 @@ def test_what_is_refused():
             recipes.mxfp8().cast(*where)
 
 
+def test_names_that_are_no_recipes():
+    for name, hint in (
+        ("nvfp4_4over6_448", r"; it is a format, for which recipes\.qat\('nvfp4_4over6_448'\) fine-tunes$"),
+        (recipes.qat("nvfp4").name, r"; give the Recipe that recipes\.qat\(\.\.\) returns$"),
+        ("mxfp9", "nvfp4_eden$"),
+    ):
+        with pytest.raises(ValueError, match=hint):
+            recipes.parse(name)
+
+
 def test_a_recipe_by_path():
     choose = {"layers.0": "mxfp8", "layers.1": recipes.nvfp4(), "layers.2": "mxfp9", "layers.3": 3}.get
     assert recipes.resolve(choose, "layers.0") == recipes.resolve("mxfp8", "layers.0") == recipes.mxfp8()

@@ -87,6 +87,13 @@ def test_what_it_refuses():
     plain = bfp.Optimizer(lambda params: (), lambda *_: ((), ()))
     with pytest.raises(TypeError, match="whose state has masters, got tuple"):
         bfp.osci_reset(plain).init({"w": jnp.ones((4, 4))})
+    inside = bfp.with_masters(bfp.osci_reset(bfp.adamw(0.1)))
+    quantized = {"w": bfp.quantize(jnp.ones((32, 32)), "mxfp8_e4m3_32x32"), "gain": jnp.ones(7)}
+    with pytest.raises(ValueError, match=r"no quantized array.*osci_reset\(with_masters\(..\)\)"):
+        inside.init(quantized)
+    with pytest.raises(ValueError, match=r"no quantized array.*quantize_params"):
+        bfp.osci_reset(bfp.adamw(0.1)).init({"w": jnp.ones((32, 32))})
+    jax.eval_shape(bfp.osci_reset(bfp.with_masters(bfp.adam(0.1))).init, quantized)
 
 
 @pytest.mark.parametrize("name", ["FSDP 8", "FSDP 4 x TP 2, row"])
