@@ -1,6 +1,7 @@
 """Experts that transformers holds in 3-D parameters, converted: products by hand, families, saving, compiling."""
 
 import copy
+import importlib
 import pickle
 import warnings
 
@@ -14,6 +15,22 @@ from torch import nn
 import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
+
+GATES = {
+    "Aria": "aria", "Beam": "beam", "DeepseekV4": "deepseek_v4", "HYV4": "hy_v4", "GptOss": "gpt_oss", "Inkling2": "inkling2",
+    "MiniMaxM3VL": "minimax_m3_vl", "MuseSpark": "muse_spark", "NemotronH": "nemotron_h",
+    "OpenAIPrivacyFilter": "openai_privacy_filter",
+}  # fmt: skip
+
+
+class ExpertsConfig:
+    num_experts = num_local_experts = n_routed_experts = moe_num_experts = 4
+    hidden_size = moe_hidden_size = 64
+    intermediate_size = moe_intermediate_size = 96
+    moe_latent_size = None
+    hidden_act, mlp_hidden_act, _experts_implementation = "silu", "relu2", "eager"
+    swiglu_limit, swiglu_alpha, mlp_gate_softcap, mlp_up_softcap, post_norm_eps = 0.5, 1.7, 7.0, 7.0, 1e-5
+
 
 # Models whose routers are layers of torch's, and a piece of these layers' names.
 ROUTERS = {
@@ -106,6 +123,31 @@ def test_the_forward_is_that_of_transformers_on_the_same_weights(name):
     assert len(results[0]) == len(results[1]) > 4
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_gate_is_that_of_transformers(name):
+    """Of all classes of experts in transformers 5.23 these are the ones that compute something different from Mixtral's."""
+    module = importlib.import_module(f"transformers.models.{GATES[name]}.modeling_{GATES[name]}")
+    torch.manual_seed(0)
+    plain = getattr(module, f"{name}Experts")(ExpertsConfig)
+    for param in plain.parameters():
+        nn.init.normal_(param, std=0.2)
+    experts = bfp.convert(copy.deepcopy(plain), "mxfp8", compute="high_precision")
+    with torch.no_grad():
+        for path, weight in experts.named_parameters():
+            values = weight.dequantize() if isinstance(weight, bfp.QuantizedTensor) else weight
+            plain.get_parameter(path).copy_(values)
+    x, index, weights = routed()
+    results = []
+    for one in (experts, plain.double()):
+        dtype = torch.float64 if one is plain else torch.float32
+        given = [each.to(dtype, copy=True).requires_grad_() for each in (x, weights)]
+        y = one(given[0], index, given[1])
+        y.square().sum().backward()
+        results.append([y, *(each.grad for each in given), *(param.grad for param in one.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4"])
