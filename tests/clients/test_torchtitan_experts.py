@@ -49,6 +49,18 @@ def test_the_forward_is_that_of_torchtitan_on_the_same_weights(titan):
     assert not experts.w1_EFD.grad[1].any()
 
 
+def test_routers_stay(titan):
+    from torchtitan.models.common.linear import Linear
+
+    gate = Linear.Config(in_features=64, out_features=4)
+    model = nn.ModuleDict(
+        {"router": titan.TokenChoiceTopKRouter.Config(num_experts=4, gate=gate).build(), "up": nn.Linear(64, 64)}
+    )
+    bfp.convert(model, "mxfp8")
+    assert type(model["router"].gate) is Linear
+    assert isinstance(model["up"], bfp.Linear)
+
+
 def test_experts_with_products_of_their_own_are_left(titan):
     class Others(titan.GroupedExperts):
         def _grouped_mm(self, *, A, B_t, offs):

@@ -1,17 +1,51 @@
 """Experts that transformers holds in 3-D parameters, converted: products by hand, families, saving, compiling."""
 
 import copy
+import importlib
 import pickle
 import warnings
 
 import pytest
 import torch
-from hf_experts import FAMILIES, TOKENS, experts_of, family, routed, weights_of
+import transformers
+from blockfp.torch_backend.integrations.transformers import BlockfpConfig
+from hf_experts import COMMON, FAMILIES, TOKENS, experts_of, family, routed, weights_of
 from torch import nn
 
 import blockfp
 import blockfp.torch as bfp
 from blockfp import recipes
+
+GATES = {
+    "Aria": "aria", "Beam": "beam", "DeepseekV4": "deepseek_v4", "HYV4": "hy_v4", "GptOss": "gpt_oss", "Inkling2": "inkling2",
+    "MiniMaxM3VL": "minimax_m3_vl", "MuseSpark": "muse_spark", "NemotronH": "nemotron_h",
+    "OpenAIPrivacyFilter": "openai_privacy_filter",
+}  # fmt: skip
+
+
+class ExpertsConfig:
+    num_experts = num_local_experts = n_routed_experts = moe_num_experts = 4
+    hidden_size = moe_hidden_size = 64
+    intermediate_size = moe_intermediate_size = 96
+    moe_latent_size = None
+    hidden_act, mlp_hidden_act, _experts_implementation = "silu", "relu2", "eager"
+    swiglu_limit, swiglu_alpha, mlp_gate_softcap, mlp_up_softcap, post_norm_eps = 0.5, 1.7, 7.0, 7.0, 1e-5
+
+
+# Models whose routers are layers of torch's, and a piece of these layers' names.
+ROUTERS = {
+    "Gemma4": ({"num_experts": 4, "enable_moe_block": True, "moe_intermediate_size": 96, "top_k_experts": 2, "head_dim": 16,
+                "global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 8}, "router.proj"),
+    "Afmoe": ({"num_experts": 4, "moe_intermediate_size": 96, "head_dim": 16, "num_dense_layers": 1}, "router.gate"),
+    "HunYuanMoEV1": ({"num_experts": 4, "moe_topk": 2, "head_dim": 16}, "gate.wg"),
+}  # fmt: skip
+
+
+def linear_router(name):
+    config = {"Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**COMMON, **ROUTERS[name][0])).eval()
+
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -87,6 +121,64 @@ def test_the_forward_is_that_of_transformers_on_the_same_weights(name):
         y.square().sum().backward()
         results.append([y, *(each.grad for each in given), *(param.grad for param in module.parameters())])
     assert len(results[0]) == len(results[1]) > 4
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_gate_is_that_of_transformers(name):
+    """Of all classes of experts in transformers 5.23 these are the ones that compute something different from Mixtral's."""
+    module = importlib.import_module(f"transformers.models.{GATES[name]}.modeling_{GATES[name]}")
+    torch.manual_seed(0)
+    plain = getattr(module, f"{name}Experts")(ExpertsConfig)
+    for param in plain.parameters():
+        nn.init.normal_(param, std=0.2)
+    experts = bfp.convert(copy.deepcopy(plain), "mxfp8", compute="high_precision")
+    with torch.no_grad():
+        for path, weight in experts.named_parameters():
+            values = weight.dequantize() if isinstance(weight, bfp.QuantizedTensor) else weight
+            plain.get_parameter(path).copy_(values)
+    x, index, weights = routed()
+    results = []
+    for one in (experts, plain.double()):
+        dtype = torch.float64 if one is plain else torch.float32
+        given = [each.to(dtype, copy=True).requires_grad_() for each in (x, weights)]
+        y = one(given[0], index, given[1])
+        y.square().sum().backward()
+        results.append([y, *(each.grad for each in given), *(param.grad for param in one.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() <= 3e-6 * theirs.norm()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4"])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_no_tokens(name, recipe):
+    experts = experts_of(bfp.convert(family(name), recipe))
+    x, index, weights = routed()
+    x, weights = x[:0].requires_grad_(), weights[:0].requires_grad_()
+    y = experts(x, index[:0], weights)
+    assert y.shape == (0, 64)
+    y.sum().backward()
+    assert all(param.grad is not None and not param.grad.any() for param in experts.parameters())
+    assert x.grad.shape == (0, 64)
+
+
+def test_tokens_of_the_expert_behind_the_last_are_dropped():
+    """ZAYA's routers choose it for tokens that skip the layer."""
+    plain = experts_of(family("Mixtral"))
+    experts = bfp.convert(copy.deepcopy(plain), "mxfp8", compute="high_precision")
+    with torch.no_grad():
+        for path, weight in weights_of(experts).items():
+            plain.get_parameter(path).copy_(weight.dequantize())
+    x, index, weights = routed()
+    index[::3, 1] = 4
+    plain.config._experts_implementation = "eager"
+    results = []
+    for module in (experts, plain):
+        given = [each.clone().requires_grad_() for each in (x, weights)]
+        y = module(given[0], index, given[1])
+        y.square().sum().backward()
+        results.append([y, *(each.grad for each in given), *(param.grad for param in module.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
@@ -170,6 +262,34 @@ def test_saving_and_loading(name, recipe, tmp_path):
     third = bfp.convert(family(name), recipe)
     bfp.load_checkpoint(tmp_path / "checkpoint", third)
     assert torch.equal(third(TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_stay_whatever_class_they_have(name, tmp_path):
+    plain = linear_router(name)
+    assert (
+        type(plain.get_submodule(next(path for path, _ in plain.named_modules() if path.endswith(ROUTERS[name][1]))))
+        is nn.Linear
+    )
+    routers = {path: param for path, param in plain.named_parameters() if ROUTERS[name][1] in path}
+    assert routers
+    ways = {
+        "everything": ("mxfp8", None),
+        "a filter": ("mxfp8", lambda path, layer: True),
+        "patterns": ({ROUTERS[name][1].replace(".", "[.]"): None, "": "mxfp8"}, None),
+    }
+    for recipe, filter_fn in ways.values():
+        model = bfp.convert(copy.deepcopy(plain), recipe, filter_fn=filter_fn)
+        assert all(torch.equal(model.get_parameter(path), param) for path, param in routers.items())
+        left = {one.path: one for one in bfp.summary(model).left}
+        assert all(left[path].reason == "it chooses experts, and routers stay in high precision" for path in routers)
+        assert not any(left[path].unasked for path in routers)
+        model(TOKENS, labels=TOKENS).loss.backward()
+        assert all(model.get_parameter(path).grad.any() for path in routers)
+    plain.save_pretrained(tmp_path)
+    read = type(plain).from_pretrained(tmp_path, quantization_config=BlockfpConfig("mxfp8")).eval()
+    assert all(torch.equal(read.get_parameter(path), param) for path, param in routers.items())
+    assert torch.equal(read(TOKENS).logits, model(TOKENS).logits)
 
 
 def test_a_filter_leaves_experts_unwarned():

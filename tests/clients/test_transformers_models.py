@@ -139,7 +139,7 @@ def test_experts_that_multiply_in_their_own_way_are_named():
         bfp.convert(model, "mxfp8")
     summary = bfp.summary(model)
     experts = sum(param.numel() for name, param in model.named_parameters() if "experts" in name and param.ndim == 3)
-    assert summary.unasked - experts == 2 * 4 * 64
+    assert summary.unasked == experts
     assert summary.parameters == sum(param.numel() for param in model.parameters())
     assert 0 < summary.share < 0.5
     assert "GroupedLinear" in str(summary)

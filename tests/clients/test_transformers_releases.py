@@ -206,6 +206,24 @@ def test_gpt_oss(tmp_path):
     assert torch.equal(weight.codes, bfp.quantize(theirs.model.layers[0].mlp.experts.down_proj.detach(), weight.format).codes)
 
 
+@pytest.mark.parametrize("choice", [{}, {"requantize": True}, {"modules_to_not_convert": ["experts"]}])
+@pytest.mark.parametrize("inter", [128, 256])
+def test_gpt_oss_in_square_blocks(inter, choice, tmp_path):
+    """Files have experts [experts, out, in], of which one matrix may be as high as it is wide."""
+    model = bfp.convert(family("GptOss", **(WIDE | {"intermediate_size": inter})), "fp8_block", keep_init=False)
+    save_in_layout(model, tmp_path, "fine-grained-fp8")
+    read = load(tmp_path, quantization_config=BlockfpConfig("fp8_block", **choice))
+    for name, param in quantized(model).items():
+        ours = read.get_parameter(name).detach()
+        values = ours.dequantize() if isinstance(ours, bfp.QuantizedTensor) else ours
+        turned = values.shape != param.shape or ("experts" in name and not choice)
+        assert torch.equal(values.mT if turned else values, param.detach().dequantize()), name
+    if "modules_to_not_convert" not in choice:
+        torch.testing.assert_close(logits(read), logits(model), rtol=1e-5, atol=1e-5)
+    read.save_pretrained(tmp_path / "codes")
+    assert torch.equal(logits(load(tmp_path / "codes")), logits(read))
+
+
 def test_transformers_own_fp8(tmp_path):
     from types import SimpleNamespace
 

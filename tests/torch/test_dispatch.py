@@ -281,6 +281,24 @@ def test_a_gradient_on_its_way_through_other_operations_arrives_as_values():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_product_that_others_read_too_gets_the_sum_of_their_gradients(others):
+    (tokens,) = routed(1)
+    up, down = parameters("mxfp8")
+    gradients = []
+    for through in (lambda y: y, lambda y: y * 1.0):
+        weight = down.detach().requires_grad_()
+        received = bfp.dispatch(tokens[0], tokens[1], EXPERTS, recipe="mxfp8")
+        h = received.multiply(received.tokens, up).chunk(2, 1)[0]
+        y = received.multiply(h, weight)
+        total = bfp.combine(through(y), received, tokens[2]).sum() + bfp.combine(through(y), received).square().sum()
+        for each in ("mean", "sum")[:others]:
+            total = total + getattr(y.square(), each)() + bfp.combine(through(y), received).sum()
+        total.backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
 # Dynamo looks at the gradients of what goes into the graphs between.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_leaves_its_graph_for_them():

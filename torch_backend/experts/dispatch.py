@@ -251,6 +251,20 @@ def _send(rows: Tensor, of_row: Tensor | None, cast: Cast, eps: float, way: Rout
     return tensor_of(parted(came, cast.format, parts), cast.format, rows.shape[1], rows.dtype)
 
 
+class GradientCodes(QuantizedTensor):
+    """A gradient as codes, which autograd adds to the gradients of others that read the same product, as values."""
+
+    @classmethod
+    def of(cls, q: QuantizedTensor) -> GradientCodes:
+        return cls(q.codes, q.scales, q.tensor_scale, q.format, q.shape[-1], q.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+            return func(*(each.dequantize() if isinstance(each, QuantizedTensor) else each for each in args), **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: Route, recipe: Recipe) -> Tensor:
@@ -310,6 +324,6 @@ class _Combine(torch.autograd.Function):
                 rank = ctx.state.rank * way.group.ranks + way.group.rank
                 key = gradient_keys(ctx.state.rng_key, step=ctx.state.step, folds=(rank,))[0, 0]
             d_y = _send(slots, of_row, cast, ctx.eps, way, key)
-            if isinstance(d_y, QuantizedTensor) and not ctx.as_codes:
-                d_y = d_y.dequantize()
+            if isinstance(d_y, QuantizedTensor):
+                d_y = GradientCodes.of(d_y) if ctx.as_codes else d_y.dequantize()
         return d_y, d_weights, None, None, None, None, None

@@ -29,7 +29,7 @@ from blockfp.recipes import Cast, Compute, Delayed, Recipe
 
 from ..checkpoint.stream import WeightStream
 from ..modules.convert import convert
-from ..modules.kinds import base_kind, quantized_names, weight_names
+from ..modules.kinds import base_kind, quantized_names, router_modules, weight_names
 from ..modules.quantized_layer import Weights
 from ..modules.stateful_layer import StatefulLayer
 from ..modules.summary import tied_elsewhere
@@ -217,10 +217,10 @@ class BlockfpHfQuantizer(HfQuantizer):
             )
         config = self.quantization_config
         self.released = found = released_weights(model, checkpoint_files or [])
-        tied = tied_elsewhere(model)
+        tied, routers = tied_elsewhere(model), router_modules(model)
         takes: set[str] = set()
         for path, module in model.named_modules():
-            kind = base_kind(module)
+            kind = None if module in routers else base_kind(module)
             names = () if kind is None else tuple(f"{path}.{name}" for name in weight_names(kind, module))
             if not names or config.leaves(path) or any(name in tied for name in names):
                 continue

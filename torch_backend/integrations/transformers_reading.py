@@ -209,12 +209,28 @@ def released_weights(model: Any, files: Iterable[str]) -> Released:
     return Released(params, names, frozenset(held.others), own)
 
 
-def untranspose(module: Any, found: Sequence[FromFile]) -> None:
-    """Makes experts [experts, in, out] on the meta device [experts, out, in], where files have them so.
+def lies_turned(module: Any, found: Sequence[FromFile]) -> bool:
+    """Says whether files have quantized experts [experts, out, in] that a module has as [experts, in, out].
 
-    They do wherever blocks lie along the rows: a weight [experts, in, out] has no such format.
+    They do wherever blocks lie along the rows: a weight [experts, in, out] has no such format. Square blocks may lie either way
+    round; one of the two matrices shows it by its shape, and the other lies as it does.
     """
-    if not getattr(module, "is_transposed", False) or not found or all(one.format.square for one in found):
+    if not getattr(module, "is_transposed", False):
+        return False
+    for one in found:
+        shape = list(module.get_parameter(one.name.rpartition(".")[2]).shape)
+        (first, *others), *more = one.weights.values()
+        alone = not others and not more and len(first.shape) == 3
+        if not one.format.square or (
+            alone and list(first.shape) != shape and [shape[0], shape[2], shape[1]] == list(first.shape)
+        ):
+            return True
+    return False
+
+
+def untranspose(module: Any, found: Sequence[FromFile]) -> None:
+    """Makes experts [experts, in, out] on the meta device [experts, out, in], where files have them so."""
+    if not lies_turned(module, found):
         return
     kind = base_kind(module)
     names = () if kind is None else weight_names(kind, module)
@@ -304,8 +320,8 @@ class ReadQuantized(WeightConverter):
             # transformers moves it to its device; whether it is trained is said behind that.
             return nn.Parameter(q, requires_grad=False)
         values = found.values(model, param.dtype)
-        was_transposed = bool(getattr(module, "is_transposed", False)) and not found.format.square
-        values = values.mT.contiguous() if was_transposed else values
+        beside = [one for other, one in self.released.params.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
+        values = values.mT.contiguous() if lies_turned(module, beside) else values
         if quantized:
             return _parameter(model, name, values, self.config)
         _check_shape(name, values, param)

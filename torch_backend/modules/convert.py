@@ -15,7 +15,16 @@ from .experts import Experts
 from .fused_sequential import FusedSequential, sequentials
 from .gated_mlp import fused_class
 from .in_place import become
-from .kinds import Kind, adapter_layers, base_kind, check_layer, quantized_class, quantized_names, weight_names
+from .kinds import (
+    Kind,
+    adapter_layers,
+    base_kind,
+    check_layer,
+    quantized_class,
+    quantized_names,
+    router_modules,
+    weight_names,
+)
 from .quantized_layer import QuantizedLayer, Weights
 from .summary import Summary, summary, tied_elsewhere
 
@@ -58,7 +67,7 @@ def convert(
     there is no filter_fn. So are all that multiplies in other ways, with a warning where that is more than a tenth of the
     parameters in matrices (embeddings aside). `torch.nn.TransformerEncoderLayer` and `torch.nn.TransformerEncoder` with
     converted layers no longer take torch's fused path in evaluation, which would multiply with the weights itself.
-    The layers of PEFT's adapters stay as they are.
+    The layers of PEFT's adapters stay as they are, and so do the routers of transformers and torchtitan, which choose experts.
 
     Call it before `fully_shard`, before compiling, and before building the optimizer, which must see the new parameters.
 
@@ -126,11 +135,14 @@ def _chosen(
     taken = adapter_layers(model) | {
         child for module in model.modules() if isinstance(module, nn.MultiheadAttention) for child in module.children()
     }
+    routers = router_modules(model)
     for path, module in model.named_modules():
         kind = None if module in taken else base_kind(module)
         if kind is None:
             continue
         paths.append(path)
+        if module in routers:
+            continue
         if filter_fn is not None and not filter_fn(path, module):
             continue
         one = recipes.resolve(recipe, path)

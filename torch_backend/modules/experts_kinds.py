@@ -76,7 +76,7 @@ class TransformersExperts(Experts):
             y = self.post_expert_norm(y)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        weighted = y[back].view(tokens, k, -1) * top_k_weights.unsqueeze(-1)
+        weighted = y[back].view(tokens, k, y.shape[-1]) * top_k_weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
     def _by_ranks(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ Kind = type[Linear] | type[TransposedLinear] | type[Experts]
 HOOKS_THAT_MAKE_WEIGHTS = ("WeightNorm", "SpectralNorm", "BasePruningMethod")
 """Names of torch's hooks that compute a weight of other parameters before each forward."""
 
+ROUTERS = ("Router", "Gate", "Gating")
+"""Endings of the names of transformers' classes that choose experts."""
+
 
 def base_kind(layer: nn.Module) -> Kind | None:
     """Returns blockfp's layer that multiplies as this one does; None where there is none.
@@ -47,6 +50,30 @@ def adapter_layers(model: nn.Module) -> set[nn.Module]:
     adapted: list[Any] = [module for module in model.modules() if isinstance(module, tuner_layer)]
     held = (vars(module)["_modules"].get(name) for module in adapted for name in module.adapter_layer_names)
     return {layer for adapters in held if adapters is not None for layer in adapters.modules()}
+
+
+def router_modules(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules by which a model of transformers or torchtitan chooses experts, and theirs, which stay as they are.
+
+    They are those that transformers records router logits of, as each model's class declares, and torchtitan's routers. A
+    choice that a rounded logit turns over is another expert, and costs more than the product saves.
+    """
+    named: set[str] = set()
+    for module in model.modules():
+        recorded: Any = getattr(type(module), "_can_record_outputs", None) or {}
+        found = recorded.get("router_logits", []) if isinstance(recorded, dict) else []
+        for one in found if isinstance(found, list) else [found]:
+            cls = getattr(one, "target_class", one)
+            named.add(getattr(cls, "__name__", ""))
+    # A few declare the whole block, which returns the logits too.
+    named = {name for name in named if name.endswith(ROUTERS)}
+    theirs: Any = getattr(sys.modules.get("torchtitan.models.common.moe"), "TokenChoiceTopKRouter", ())
+    routers = [
+        module
+        for module in model.modules()
+        if isinstance(module, theirs) or any(cls.__name__ in named for cls in type(module).__mro__)
+    ]
+    return {module for router in routers for module in router.modules()}
 
 
 def weight_names(kind: Kind, layer: nn.Module) -> tuple[str, ...]:
@@ -89,6 +116,7 @@ def why_not(module: nn.Module, param: Tensor) -> str:
 
 
 EMBEDDING = "an embedding is looked up, not multiplied"
+ROUTER = "it chooses experts, and routers stay in high precision"
 
 
 def check_layer(path: str, layer: nn.Module, kind: Kind) -> None:

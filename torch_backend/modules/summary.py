@@ -17,7 +17,7 @@ from blockfp.recipes import Recipe
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import QuantizedTensor
 from .experts import Experts
-from .kinds import EMBEDDING, base_kind, bias_names, quantized_names, weight_names, why_not
+from .kinds import EMBEDDING, ROUTER, base_kind, bias_names, quantized_names, router_modules, weight_names, why_not
 from .wrapped_optimizers import optimizers_in, state_of
 
 
@@ -175,7 +175,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     optimizers = [] if optimizer is None else optimizers_in(optimizer)
-    named = tied_elsewhere(model)
+    named, routers = tied_elsewhere(model), router_modules(model)
     owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
@@ -190,7 +190,7 @@ def summary(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None 
         elif sum(length > 1 for length in sizes[0]) < 2 or path.rpartition(".")[2] in bias_names(module):
             others, other_bytes = others + sizes[1], other_bytes + sizes[2]
         else:
-            reason, unasked = _reason(param, where, named)
+            reason, unasked = (ROUTER, False) if module in routers else _reason(param, where, named)
             left.append(LeftWeight(path, type(module).__name__, reason, unasked, _stored(param), *sizes))
     local = [sharding.local_of(param) for param in owners if not is_lazy(param)]
     originals = sum(one.initial.nbytes for one in local if isinstance(one, QuantizedTensor) and one.initial is not None)
