@@ -108,7 +108,7 @@ def test_what_does_not_fit_is_refused():
             0,
             *numbers[4:],
         )
-    with pytest.raises(RuntimeError, match="a must be bfloat16"):
+    with pytest.raises(ValueError, match="a must be bfloat16"):
         product(a.half(), b, one, one, None, None, out, None, *numbers)
-    with pytest.raises(RuntimeError, match="cuBLASLt multiplies FP8 here"):
+    with pytest.raises(ValueError, match="cuBLASLt multiplies FP8 here"):
         product(a, b, one, one, None, None, out, None, *numbers[:6], False, *numbers[7:])

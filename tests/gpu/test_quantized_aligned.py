@@ -7,6 +7,10 @@ from blockfp.definition import alignment
 from blockfp.formats import FORMATS, Format
 
 torch = pytest.importorskip("torch")
+
+# torch 2.11's compiler looks at .grad of what is no leaf, and warns itself of it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops import (
         cuda_groups,

@@ -377,5 +377,5 @@ def _by_amax(
     options: dict[str, Any] = {"amax": amax, "multiplier": scaling.multiplier, "eps": scaling.eps}
     options["rotate"] = column is not None and column.cast.rotate
     if operand == "input" and formats[1] is not None and torch.compiler.is_compiling():
-        return _in_two_reads(x, formats[0], formats[1], **options)
+        return _in_two_reads(x, formats[0], formats[1], NEITHER, **options)
     return quantize_operand(x, *formats, **options)
