@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from blockfp.definition import scaling
 from blockfp.definition.bits import INFINITY
 from blockfp.formats import ElementFormat
-from blockfp.recipes import Delayed
+from blockfp.recipes import Delayed, Recipe
 
 from ..custom_ops import cuda
 from ..custom_ops.collectives import max_reduce
@@ -142,8 +142,10 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         replicas: the DDP model that they are of; by default the one that is found.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
-    operands = [one for layer, ddp in zip(layers, found, strict=True) for one in _operands(layer, ddp)]
+    operands = list(_operands(layers, found))
     for groups, members in _by(operands, lambda one: one.groups):
+        if not groups:
+            continue
         newest = torch.stack([one.history[0] for one in members])
         # Magnitudes are ordered like their bits.
         reduced = max_reduce(newest.view(torch.int32), groups).view(torch.float32)
@@ -160,16 +162,28 @@ def _write(into: list[Tensor], values: Iterable[Tensor]) -> None:
     foreach_copy_(into, list(values))
 
 
-def _operands(layer: RecipeLayer, replicas: DistributedDataParallel | None) -> Iterator[_Scaled]:
-    recipe = layer.linear_recipe
-    assert recipe.delayed is not None
-    group: Any = None if replicas is None else replicas.process_group
-    groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)
+def _operands(layers: Iterable[RecipeLayer], replicas: Iterable[DistributedDataParallel | None]) -> Iterator[_Scaled]:
+    """Yields the state of each operand that is scaled."""
+    known: dict[int, list[tuple[str, str, ElementFormat]]] = {}
+    for layer, ddp in zip(layers, replicas, strict=True):
+        recipe, group = layer.linear_recipe, None if ddp is None else cast(Any, ddp.process_group)
+        assert recipe.delayed is not None
+        groups = _groups(scale_watch.weight_of(layer)) if group is None else (group.group_name,)
+        named = known.get(id(recipe))
+        if named is None:
+            named = known[id(recipe)] = _scaled(recipe)
+        for history, scale, element in named:
+            yield _Scaled(getattr(layer, history), getattr(layer, scale), element, recipe.delayed, groups)
+
+
+def _scaled(recipe: Recipe) -> list[tuple[str, str, ElementFormat]]:
+    """Returns the names of a layer's history and scale, and the element, of each operand that is scaled."""
+    found = []
     for operand in ("input", "gradient"):
         format = recipe.cast(operand).format or recipe.cast(operand, "columnwise").format
-        history, scale = getattr(layer, f"{operand}_amax_history"), getattr(layer, f"{operand}_scale")
         if format is not None:
-            yield _Scaled(history, scale, format.element, recipe.delayed, groups)
+            found.append((f"{operand}_amax_history", f"{operand}_scale", format.element))
+    return found
 
 
 def _groups(weight: Tensor) -> tuple[str, ...]:
