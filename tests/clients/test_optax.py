@@ -168,7 +168,7 @@ def test_apply_if_finite_inside():
 @pytest.mark.parametrize("other", [bfp.osci_reset(bfp.adamw(0.1)), optax.adamw(0.1)], ids=["osci_reset", "optax"])
 def test_a_state_of_another_optimizer_is_refused(other):
     optimizer = bfp.adamw(0.1)
-    params = {"b": jnp.ones(3)}
+    params = quantized()
     with pytest.raises(TypeError, match=r"state must be the MasterState of this optimizer's init, got (OsciResetState|tuple)"):
         optimizer.update(params, other.init(params), params)
     with pytest.raises(TypeError, match="state must be the OsciResetState of this optimizer's init, got MasterState"):

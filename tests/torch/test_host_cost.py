@@ -42,7 +42,7 @@ OPERATIONS = {
     "fp8_current": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
     "fp8_block": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 11}),
     "fp8_delayed": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
-    "mxfp8": ({"empty_strided": 10, "new_empty": 1}, {"empty_strided": 15}),
+    "mxfp8": ({"empty_strided": 8, "new_empty": 1}, {"empty_strided": 11}),
 }
 
 
