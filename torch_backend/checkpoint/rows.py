@@ -67,4 +67,4 @@ def gather_rows(rows: Mapping[Key, Rows]) -> dict[Key, Tensor]:
         received = collectives.all_gather_into_tensor_coalesced(sent, rows[keys[0]].ranks, group)
         for key, one, whole in zip(keys, own, received, strict=True):
             found[key] = collectives.wait_tensor(whole).view(one.dtype).view(rows[key].shape)
-    return {key: found[key] for key in rows}
+    return found

@@ -165,7 +165,7 @@ class _Found:
         weights, others: by the server's name.
         local: the quantized weights by the model's name, which read this rank's part.
         tied: further names, with the first.
-        rows: by the model's name and the part's, of tensors that are gathered a bucket at a time.
+        rows: by the model's name, and by the part's, of tensors that are gathered a bucket at a time.
         gathered: those of the bucket at hand; what is read is taken out.
         device: of what is no tensor of torch's yet.
     """
@@ -175,7 +175,7 @@ class _Found:
     local: dict[str, Weight]
     others: dict[str, Entry]
     tied: dict[str, str]
-    rows: dict[Key, Rows]
+    rows: dict[str, dict[str, Rows]]
     gathered: dict[Key, Tensor]
     device: torch.device
 
@@ -276,7 +276,7 @@ def _whole(param: Tensor, local: QuantizedTensor, part: Part) -> Tensor:
 def _note_rows(found: _Found, key: Key, param: Tensor, shape: tuple[int, ...], own: Callable[[], Tensor]) -> None:
     rows = rows_of(param, shape, own)
     if rows is not None:
-        found.rows[key] = rows
+        found.rows.setdefault(key[0], {})[key[1]] = rows
 
 
 def _plain(name: str, tensor: Tensor, local: Tensor, found: _Found) -> Entry:
@@ -316,8 +316,8 @@ def _gather(
     units: Mapping[str, list[Entry]], found: _Found, bucket_bytes: int, keeps: bool, sha256: bool
 ) -> Iterator[WeightBucket]:
     for names in saving.divided(units, bucket_bytes) if units else []:
-        now = set(names)
-        found.gathered.update(gather_rows({key: rows for key, rows in found.rows.items() if key[0] in now}))
+        together = {(name, part): rows for name in names for part, rows in found.rows.get(name, {}).items()}
+        found.gathered.update(gather_rows(together))
         tensors: dict[str, Tensor] = {}
         entries = [entry for name in names for entry in units[name]]
         for entry in entries:

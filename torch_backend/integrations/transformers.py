@@ -246,7 +246,7 @@ class BlockfpHfQuantizer(HfQuantizer):
         recipe = self.quantization_config.recipe_of(path)
         if recipe is None or self.quantization_config.requantize:
             return recipe
-        there = [one for name, one in self.released.params.items() if name.rpartition(".")[0] == path]
+        there = self.released.of_module(path)
         formats = {one.format for one in there}
         if len(formats) > 1:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,17 @@ class Released:
     names: dict[str, str]
     buffers: frozenset[str]
     own: bool = False
+
+    @cached_property
+    def _by_module(self) -> dict[str, list[FromFile]]:
+        found: dict[str, list[FromFile]] = {}
+        for name, one in self.params.items():
+            found.setdefault(name.rpartition(".")[0], []).append(one)
+        return found
+
+    def of_module(self, path: str) -> Sequence[FromFile]:
+        """Returns the quantized parameters of a module, in the order of `params`."""
+        return self._by_module.get(path, ())
 
     def conversion(self, conversions: Sequence[Any], config: Any, state_names: set[str]) -> ReadQuantized | None:
         """Returns what puts these weights into the model, beside transformers' own conversions; None if there are none."""
@@ -320,8 +332,7 @@ class ReadQuantized(WeightConverter):
             # transformers moves it to its device; whether it is trained is said behind that.
             return nn.Parameter(q, requires_grad=False)
         values = found.values(model, param.dtype)
-        beside = [one for other, one in self.released.params.items() if other.rpartition(".")[0] == name.rpartition(".")[0]]
-        values = values.mT.contiguous() if lies_turned(module, beside) else values
+        values = values.mT.contiguous() if lies_turned(module, self.released.of_module(name.rpartition(".")[0])) else values
         if quantized:
             return _parameter(model, name, values, self.config)
         _check_shape(name, values, param)
