@@ -11,6 +11,7 @@ if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops import norm_kernels
     from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
     from blockfp.torch_backend.modules import fused_sequential, layernorm_linear, multihead_attention
+    from same_tensors import assert_same
 
     import blockfp.torch as bfp
 
@@ -35,23 +36,6 @@ def tensors(shape, dtype, seed=0):
     x, sizes = (torch.randn(shape, device="cuda", generator=generator) for _ in range(2))
     weight = torch.randn(shape[1], device="cuda", generator=generator)
     return (x * 2.0**sizes * 3).to(getattr(torch, dtype)), weight.to(getattr(torch, dtype))
-
-
-def assert_same(ours, theirs, what):
-    """Compares bits and tells where they differ."""
-    assert len(ours) == len(theirs), what
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.shape == b.shape, (what, number, a.shape, b.shape)
-        assert a.dtype == b.dtype, (what, number)
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-        differs = a.view(words) != b.view(words)
-        if a.is_floating_point():
-            differs &= ~(a.isnan() & b.isnan())
-        count = int(differs.sum())
-        where = differs.nonzero()[:5].tolist()
-        assert count == 0, (
-            f"{what}, part {number} {tuple(a.shape)}: {count} differ, first at {where}, {a[differs][:5]} for {b[differs][:5]}"
-        )
 
 
 def quantized(x, weight, row, column, multiplier=None, rotate=False, eps=EPS):

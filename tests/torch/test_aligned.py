@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products, quantize_plans
+from blockfp.torch_backend.custom_ops import cuda_layouts, linear_ops, products
 from blockfp.torch_backend.linear import linear
 
 import blockfp.torch as bfp
@@ -156,7 +156,7 @@ def test_an_infinity_in_an_operand_reaches_its_row(library):
 def passes(monkeypatch, library):
     """How many operands come aligned from their casts, and how many products align."""
     counts = {"cast": 0, "product": 0}
-    in_product, in_cast = cuda_layouts.align, quantize_plans.align_parts
+    in_product, in_cast = cuda_layouts.align, cuda_layouts.align_parts
 
     def align(*arguments, **options):
         counts["product"] += 1
@@ -167,7 +167,7 @@ def passes(monkeypatch, library):
         in_cast(parts, plans)
 
     monkeypatch.setattr(cuda_layouts, "align", align)
-    monkeypatch.setattr(quantize_plans, "align_parts", align_parts)
+    monkeypatch.setattr(cuda_layouts, "align_parts", align_parts)
     return counts
 
 

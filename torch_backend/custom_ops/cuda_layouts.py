@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -99,6 +99,17 @@ def align_parts(parts: list[Any], plans: Sequence[AlignPlan]) -> None:
         powers = torch.empty_strided(*scales, dtype=torch.float32, device=device)
         run(parts[first], parts[first + 1], out, powers, *numbers)
         parts[first : first + 2] = out, powers
+
+
+def aligned_behind(run: Callable[..., list[Any]], plans: Sequence[AlignPlan]) -> Callable[..., list[Any]]:
+    """Returns `run`, whose parts are aligned by these plans behind it."""
+
+    def aligned(*arguments: Any) -> list[Any]:
+        parts = run(*arguments)
+        align_parts(parts, plans)
+        return parts
+
+    return aligned
 
 
 @lru_cache(maxsize=4096)

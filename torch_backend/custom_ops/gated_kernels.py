@@ -19,7 +19,7 @@ from blockfp.kernels.format_numbers import format_numbers
 
 from . import cuda, made_casts
 from .activations import activate, gradients
-from .cuda_layouts import align_parts, align_plans, aligned_shapes
+from .cuda_layouts import align_plans, aligned_behind, aligned_shapes
 from .kernels import kernels_for
 from .made_casts import MadeRun, measures
 from .quantize_plans import NEITHER, Aligned
@@ -65,16 +65,7 @@ def plan_of(
     run = made_casts.plan_of(library().quantize_gated, (NUMBERS[activation],), gate, row, column, *known)
     if run is None or not agrees(gate, activation, up is not None):
         return None
-    shifts = align_plans(gate.shape, row, column, aligned)
-    if not shifts:
-        return run
-
-    def quantize(inputs: Sequence[Tensor | None], amax: Tensor | None, multiplier: Tensor | None) -> list[Tensor]:
-        parts = run(inputs, amax, multiplier)
-        align_parts(parts, shifts)
-        return parts
-
-    return quantize
+    return aligned_behind(run, align_plans(gate.shape, row, column, aligned)) if any(aligned) else run
 
 
 def _aligned_plan(

@@ -6,7 +6,7 @@ What is left for each call is memory for the results and the kernel, and on a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
 from . import cuda, kernels
-from .cuda_layouts import align_parts, align_plans
+from .cuda_layouts import align_plans, aligned_behind
 from .cuda_reader import reader
 from .kernels import kernels_for
 from .overflow import mark, marker
@@ -114,7 +114,7 @@ def plan_of(
         plan = _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
     else:
         plan = _definition_plan(row, column, random, rotate, eps)
-    return _aligned_after(plan, x.shape, row, column, aligned) if any(aligned) else plan
+    return aligned_behind(plan, align_plans(x.shape, row, column, aligned)) if any(aligned) else plan
 
 
 def part_count(format: Format) -> int:
@@ -155,18 +155,6 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, alig
         return parts
 
     return run
-
-
-def _aligned_after(run: Run, shape: Sequence[int], row: Format | None, column: Format | None, aligned: Aligned) -> Run:
-    """`run`, whose directions are aligned behind it."""
-    plans = align_plans(shape, row, column, aligned)
-
-    def after(x: Tensor, amax: Tensor | None, multiplier: Tensor | None, keys: Tensor | None) -> list[Tensor]:
-        parts = run(x, amax, multiplier, keys)
-        align_parts(parts, plans)
-        return parts
-
-    return after
 
 
 def _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned) -> Run:
