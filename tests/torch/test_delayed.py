@@ -19,6 +19,7 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import scaling
 from blockfp.formats import Format
+from blockfp.torch_backend.linear import delayed
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -49,6 +50,15 @@ def test_what_is_not_finite_counts_as_nothing():
     assert layer.input_amax_history[0] == 0
     bfp.update_scales(layer)
     assert layer.input_scale == 1
+
+
+def test_what_is_written_lies_like_the_buffers(monkeypatch):
+    # Else torch copies one buffer after the other: a launch for each.
+    pairs = []
+    monkeypatch.setattr(delayed, "foreach_copy_", lambda into, values: pairs.extend(zip(into, values, strict=True)))
+    bfp.update_scales(two_layers())
+    assert len(pairs) == 8
+    assert all((a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in pairs)
 
 
 def test_models_without_delayed_scaling_are_left_alone():

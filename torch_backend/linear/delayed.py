@@ -151,10 +151,11 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         reduced = max_reduce(newest.view(torch.int32), groups).view(torch.float32)
         _write([one.history[0] for one in members], reduced.unbind())
     for (element, options, _), members in _by(operands, lambda one: (one.element, one.options, one.history.device)):
-        histories = torch.stack([one.history for one in members], dim=1)
+        histories = torch.stack([one.history for one in members])
         scales = torch.stack([one.scale for one in members])
-        moved, new = scaling.update(histories, scales, element, margin=options.margin, algorithm=options.algorithm)
-        _write([one.history for one in members], moved.unbind(1))
+        moved, new = scaling.update(histories.t(), scales, element, margin=options.margin, algorithm=options.algorithm)
+        # Rows of one tensor, laid out as the histories: columns would be a launch each.
+        _write([one.history for one in members], moved.t().contiguous().unbind())
         _write([one.scale for one in members], new.unbind())
 
 
