@@ -43,6 +43,12 @@ class Optimizer(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
 
 
+_CALCULATED = (
+    "the update of a leaf with a master is its new value, which was calculated with: what transforms updates belongs inside, "
+    "blockfp.jax.with_masters(optax.chain(..))"
+)
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Replacement:
@@ -67,7 +73,10 @@ class Replacement:
     @classmethod
     def tree_unflatten(cls, made, leaves):
         applies, *leaves = leaves
-        return cls(jax.tree.unflatten(made, leaves), applies)
+        try:
+            return cls(jax.tree.unflatten(made, leaves), applies)
+        except TypeError:  # codes that became floats
+            raise TypeError(_CALCULATED) from None
 
 
 class MasterState(NamedTuple):
@@ -123,10 +132,7 @@ def _replaced(param, update: Replacement):
     old = param.without_carrier() if is_quantized(param) else param
     dtypes = [[jnp.result_type(part) for part in jax.tree.leaves(tree)] for tree in (old, new, applies)]
     if dtypes[0] != dtypes[1] or dtypes[2] != [jnp.bool_]:
-        raise TypeError(
-            "the update of a leaf with a master is its new value, which was calculated with: what transforms updates belongs "
-            "inside, blockfp.jax.with_masters(optax.chain(..))"
-        )
+        raise TypeError(_CALCULATED)
     return jax.tree.map(lambda old, new: jnp.where(applies, new, old), old, new)
 
 

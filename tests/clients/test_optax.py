@@ -240,7 +240,7 @@ def test_settings_that_mean_nothing(settings, error, message):
 
 @pytest.mark.parametrize("scale", [0.5, -1, 2])
 def test_new_values_can_not_be_calculated_with(scale):
-    with pytest.raises(TypeError, match=r"[hw]: the update of a leaf with a master is its new value, .*belongs inside"):
+    with pytest.raises(TypeError, match=r"the update of a leaf with a master is its new value, .*belongs inside"):
         train(optax.chain(bfp.adamw(0.01), optax.scale(scale)), steps=1)
 
 
