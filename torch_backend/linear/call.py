@@ -35,6 +35,8 @@ class Call:
         traced: whether a compiler traces the call.
         aligns: whether the input comes aligned (`products.comes_aligned`), rowwise and columnwise, if whoever multiplies it and
             the weight's origin allow it.
+        takes_axes: whether x may have any number of axes for the layer's autograd function: that of one rank, of a direct call
+            without groups. Each view outside of it would be a node of the graph.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
 
@@ -49,6 +51,7 @@ class Call:
     direct: bool = False
     traced: bool = False
     aligns: Aligned = NEITHER
+    takes_axes: bool = False
     dtype: torch.dtype | None = None
 
 

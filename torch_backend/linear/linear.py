@@ -20,7 +20,7 @@ from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import dispatch_modes, functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
@@ -123,8 +123,6 @@ def apply(
         call = _calls.get(known)
     if call is None:
         check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
-    # Not reshape: of no elements it can't infer a length.
-    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
             x,
@@ -137,14 +135,17 @@ def apply(
             offs,
             transposed,
         )
-        y = transformed(rows, weight, bias, run)
+        y = transformed(_rows(x), weight, bias, run)
     else:
         if call is None:
-            call = call_of(rows, weight, bias, recipe, state, key, grouped, shared)
+            call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
         shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
         shared_input = shared_cast(x) if shares else None
+        if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
+            return _run(x, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+        rows = x if x.ndim == 2 else _rows(x)
         y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
     if x.ndim == 2:
         return y
@@ -153,6 +154,11 @@ def apply(
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
     return unsafe_view(y, [*leading, y.shape[-1]])
+
+
+def _rows(x: Tensor) -> Tensor:
+    # Not reshape: of no elements it can't infer a length.
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 # Calls whose arguments were checked, by all that the checks look at. A dictionary: compiled code calls no cache of functools.
@@ -247,7 +253,8 @@ def call_of(
             comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, autocast)
+    takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, takes_axes, autocast)
 
 
 def _run(
