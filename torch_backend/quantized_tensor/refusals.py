@@ -15,20 +15,26 @@ from ..torch_internals import is_mutable
 aten = torch.ops.aten
 
 PRODUCTS = {
-    getattr(aten, name).default
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution",
-        "_addmm_activation", "_grouped_mm", "_scaled_mm", "_transformer_encoder_layer_fwd", "_native_multi_head_attention",
+    getattr(packet, overload)
+    for packet in (
+        aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten.linear,
+        aten.matmul, aten.convolution, aten._trilinear, aten._addmm_activation, aten._grouped_mm, aten._scaled_mm,
+        aten._transformer_encoder_layer_fwd, aten._native_multi_head_attention,
     )
+    for overload in packet.overloads()
 }  # fmt: skip
-"""Operations that multiply with a weight, torch's fused ones too."""
+"""Operations that multiply with a weight, torch's fused ones too, also into memory and in a dtype that are given."""
+
+PRODUCTS_ADDED = {getattr(aten, name).default for name in ("addmm_", "baddbmm_", "addbmm_", "addmv_")}
+"""Operations that add a product to their first argument."""
 
 _STACKS = {aten.stack.default, aten.cat.default}
 
 CALL_THE_LAYER = (
     "call the layer itself, or blockfp.torch.linear(x, weight, bias, recipe=..); where a torch module reads the weights of its "
     "layers (torch.nn.MultiheadAttention, the fused path of torch.nn.TransformerEncoderLayer in evaluation), leave them as "
-    "they are, or let blockfp.torch.convert convert that module, not its layers alone"
+    "they are, or let blockfp.torch.convert convert that module, not its layers alone; where a loss reads the weight of the head "
+    "(TRL, Liger), leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
 )
 
 _PEFT = "PEFT's LoRA give blockfp.torch_backend.integrations.peft.register its config"
@@ -52,8 +58,8 @@ _STACK = (
 )
 
 _READ = (
-    "call dequantize() on the quantized tensor first; where it isn't your own code (averages of weights, initializers of "
-    'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
+    "call dequantize() on the quantized tensor first; where it isn't your own code (optimizers, averages of weights, "
+    'initializers of several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
     f"{_PEFT}"
 )
 
