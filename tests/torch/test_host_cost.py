@@ -39,10 +39,10 @@ MOST = {
 # The operations of torch that a layer calls on the CUDA path, forward and backward: memory for what is made, and nothing else.
 # (In the forward one without elements is for gradients of gradients.)
 OPERATIONS = {
-    "fp8_current": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
-    "fp8_block": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 11}),
-    "fp8_delayed": ({"empty_strided": 7, "new_empty": 1}, {"empty_strided": 10}),
-    "mxfp8": ({"empty_strided": 8, "new_empty": 1}, {"empty_strided": 11}),
+    "fp8_current": ({"empty_like": 6, "new_empty": 1}, {"empty_like": 9}),
+    "fp8_block": ({"empty_like": 7, "new_empty": 1}, {"empty_like": 11}),
+    "fp8_delayed": ({"empty_like": 6, "new_empty": 1}, {"empty_like": 9}),
+    "mxfp8": ({"empty_like": 8, "new_empty": 1}, {"empty_like": 11}),
 }
 
 

@@ -200,7 +200,8 @@ def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origi
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
-        quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
+        known = (False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
+        quantize = plan_of(x, row, column, *known, one_scale=True)
     fast = "forward" in recipe.fast_accum
     cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps, aligned)
     return _Forward(quantize, row, _count(row), aligned, weight, fast, exact, cast)
@@ -317,7 +318,8 @@ def _plan_backward(
     if rowwise is not None or columnwise is not None:
         random = (row is not None and row.stochastic, column is not None and column.stochastic)
         rotate = column is not None and column.rotate
-        quantize = plan_of(gradient, rowwise, columnwise, knows_amax, multiplied, random, rotate, recipe.eps, aligned)
+        known = (knows_amax, multiplied, random, rotate, recipe.eps, aligned)
+        quantize = plan_of(gradient, rowwise, columnwise, *known, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,

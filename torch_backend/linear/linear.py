@@ -274,16 +274,21 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
+    at_once = not call.traced and not functorch_is_active()
+    function, arguments = SharedFunction.apply, ()
     if call.parallel is None and not call.grouped and not recipe.input_columnwise.eden:
-        function, at_once, arguments = LinearFunction.apply, run_linear, (call, shared, *tensors)
+        function, arguments = LinearFunction.apply, (call, shared, *tensors)
+        if at_once:
+            function, arguments = run_linear, (call, shared, tensors or NO_STATE)
     elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
-        function, at_once, arguments = GroupedFunction.apply, run_grouped, (call, offs, *(tensors or NO_STATE)[:-1])
+        function = run_grouped if at_once else GroupedFunction.apply
+        arguments = (call, offs, *(tensors or NO_STATE)[:-1])
     else:
-        counts = counts_of(offs, x) if counts is None and offs is not None else counts
-        function, at_once, arguments = SharedFunction.apply, None, (call, counts, *(tensors or NO_STATE))
-    if at_once is not None and not call.traced and not functorch_is_active():
-        function, x, weight = at_once, unwrap_if_dead(x), unwrap_if_dead(weight)
+        at_once, counts = False, counts_of(offs, x) if counts is None and offs is not None else counts
+        arguments = (call, counts, *(tensors or NO_STATE))
+    if at_once:
+        x, weight = unwrap_if_dead(x), unwrap_if_dead(weight)
     if dtype is None:
         outputs: Any = function(x, weight, bias, *arguments)
     else:

@@ -71,7 +71,7 @@ def layer_backward(
         formats = (None if row is None else row.format, None if column is None else column.format)
         stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
         now = call.direct and runs_now(gradient)
-        keys = keys_of_gradient(ctx, gradient, now=now)[0] if stochastic else None
+        keys = keys_of_gradient(ctx, gradient, now=now, single=True) if stochastic else None
         multiplier = None if formats == (None, None) else ctx.scale
         plain = keys is None and (column is None or not column.rotate)
         amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
@@ -97,13 +97,17 @@ def layer_backward(
 
 
 class LinearFunction(torch.autograd.Function):
-    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none."""
+    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none.
+
+    Where nothing traces or transforms them these come as one tuple: autograd looks at each argument, in both directions.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
+        state = state[0] if len(state) == 1 else state or NO_STATE
+        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
         columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         format = columnwise.format
