@@ -53,9 +53,9 @@ _STACK = (
 )
 
 _READ = (
-    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code (averages of weights, initializers of "
-    'several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
-    f"{_PEFT}"
+    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code (averages "
+    'of weights, initializers of several steps), convert with weights="high_precision", or use '
+    f"blockfp.torch.init_(parameter, function); for DoRA of {_PEFT}"
 )
 
 FLAT = (
@@ -86,8 +86,8 @@ if dist.is_available():
 
     @register_sharding(aten.dequantize.self)
     def _refuse_dtensor(x: Any) -> None:
-        """Refuses `dequantize` of a DTensor: the method is torch's own, takes no dtype, and never reaches the local tensor."""
+        """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
         raise NotImplementedError(
-            "a DTensor of quantized tensors has no dequantize(): call to_local().dequantize() for the values of this rank's part; "
-            "blockfp.torch.high_precision_state_dict(model) gathers those of whole weights"
+            "a DTensor of quantized tensors has no dequantize(): call to_local().dequantize() for the values of this rank's "
+            "part; blockfp.torch.high_precision_state_dict(model) gathers those of whole weights"
         )
