@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..torch_internals import is_mutable
 
@@ -58,9 +59,9 @@ _STACK = (
 )
 
 _READ = (
-    "call dequantize() on the quantized tensor first; where it isn't your own code (optimizers, averages of weights, "
-    'initializers of several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
-    f"{_PEFT}"
+    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code (optimizers, "
+    'averages of weights, initializers of several steps), convert with weights="high_precision", or use '
+    f"blockfp.torch.init_(parameter, function); for DoRA of {_PEFT}"
 )
 
 FLAT = (
@@ -84,3 +85,15 @@ def refusal(func: Any) -> NotImplementedError:
 
 def refused(func: Any, reason: str, remedy: str) -> NotImplementedError:
     return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
+
+
+if dist.is_available():
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(aten.dequantize.self)
+    def _refuse_dtensor(x: Any) -> None:
+        """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
+        raise NotImplementedError(
+            "a DTensor of quantized tensors has no dequantize(): call to_local().dequantize() for the values of this rank's "
+            "part; blockfp.torch.high_precision_state_dict(model) gathers those of whole weights"
+        )
