@@ -80,7 +80,14 @@ def test_what_is_mapped_over_codes(map_over, message):
 
 
 def test_what_may_be_mapped_over_codes():
-    for leaf in (lambda x: x.shape, lambda x: x.dtype, jnp.isfinite, jnp.mean, np.asarray, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)):
+    for leaf in (
+        lambda x: x.shape,
+        lambda x: x.dtype,
+        jnp.isfinite,
+        jnp.mean,
+        np.asarray,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    ):
         jax.tree.map(leaf, TREE)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), TREE, jax.tree.map(jnp.copy, TREE)))
 
