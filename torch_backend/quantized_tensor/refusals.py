@@ -94,6 +94,6 @@ if dist.is_available():
     def _refuse_dtensor(x: Any) -> None:
         """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
         raise NotImplementedError(
-            "a DTensor of quantized tensors has no dequantize(): call to_local().dequantize() for the values of this rank's "
-            "part; blockfp.torch.high_precision_state_dict(model) gathers those of whole weights"
+            "a DTensor has no dequantize(): where it is of quantized tensors, to_local().dequantize() gives the values of this "
+            "rank's part, and blockfp.torch.high_precision_state_dict(model) those of whole weights"
         )
