@@ -3,7 +3,7 @@
 Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
 such a dtype, so the handlers that it keeps for its own are registered for ours.
 
-A quantized array's flatten looks at the stack, because four callers want something else than codes and scales, and JAX
+A quantized array's flatten looks at the stack, because some callers want something else than codes and scales, and JAX
 tells a flatten nothing about them (`flattening_caller`).
 """
 
@@ -25,6 +25,7 @@ physical_aval = core.physical_aval
 unmapped_aval = core.unmapped_aval
 
 __all__ = [
+    "CALCULATING",
     "EQUINOX_FILE",
     "JAX_GRAD",
     "OPTAX_UPDATES",
@@ -99,7 +100,24 @@ OPTAX_UPDATES = ("optax._src.update", "apply_updates")
 """optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer: JAX would speak of types of trees, or codes
 be added to."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES}
+_TREE_MATH = (
+    *("add", "sub", "mul", "div", "scale", "add_scale", "vdot", "sum", "max", "min", "norm", "ones_like", "full_like", "clip"),
+    *("update_moment", "update_infinity_moment", "update_moment_per_elem_norm", "bias_correction", "allclose"),
+)
+_REDUCING = "pmean", "pmax", "pmin", "psum", "_psum", "_psum_is_async", "psum_scatter", "_psum_scatter_is_async"
+CALCULATING = frozenset(
+    {
+        ("equinox._update", "apply_updates"),
+        ("jax._src.flatten_util", "ravel_pytree"),
+        ("optax._src.update", "incremental_update"),
+        ("optax.projections._projections", None),
+        *(("jax._src.lax.parallel", name) for name in _REDUCING),
+        *(("optax.tree_utils._tree_math", f"tree_{name}") for name in _TREE_MATH),
+    }
+)
+"""Functions of trees that calculate with the leaves, by modules: codes would be taken for values."""
+
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES, *CALCULATING}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:
