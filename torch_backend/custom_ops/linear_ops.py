@@ -151,19 +151,8 @@ def forward(
     added = None if bias is None else bias.dtype
     own = found is None
     key = (
-        casts,
-        keep,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        multiplier is None,
-        weight.shape,
-        scales is None,
-        origin,
-        added,
-        own,
-    )
+        casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None, weight.shape, scales is None, origin, added, own
+    )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:
         plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, own)
@@ -245,8 +234,10 @@ def backward(
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
-    key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
-    key = (*key, amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned)
+    key = (
+        casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device,
+        amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned,
+    )  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)

@@ -181,10 +181,10 @@ def known_by(
     """All that a call of one rank without groups is checked for, and that its `Call` is made of."""
     device = x.device
     kind = device.type
-    # A recipe lives as long as the calls that are known by its number: they hold it.
+    # A recipe lives as long as the calls that are known by its number: they hold it. Nothing is unpacked: that takes a list.
     return (
-        *(id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad),
-        *(type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None))),
+        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad,
+        type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None)),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
@@ -192,7 +192,7 @@ def known_by(
         state is None or state.rng_key is None or state.step is None,
         key is None,
         transposed,
-    )
+    )  # fmt: skip
 
 
 def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
