@@ -90,8 +90,8 @@ def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
 def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
     """Returns the axes of the mesh that cut each dimension of an array, as XLA cut it.
 
-    XLA also cuts by parts of an axis (two scales over four devices, two of which have the same one). No PartitionSpec says so, and
-    JAX raises on its way there; here such an array counts as whole.
+    XLA also cuts by parts of an axis (two scales over four devices, two of which have the same one). No PartitionSpec says so,
+    and JAX raises on its way there; here such an array counts as whole.
     """
     found: Any = ()
     if sharding is not None and not mesh.empty:

@@ -152,7 +152,7 @@ def _intercept(
 
 
 def _unboxed(variable: Any) -> Any:
-    """Takes a variable out of what says its axes' names. Codes and scales lie as they were placed; plain ones are constrained."""
+    """Takes a variable out of what names its axes. Codes and scales lie as they were placed; plain ones are constrained."""
     if isinstance(variable, linen.Partitioned) and is_quantized(variable.value):
         return variable.value
     return linen.meta.unbox(variable)

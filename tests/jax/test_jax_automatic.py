@@ -114,4 +114,6 @@ def test_scales_that_lie_on_parts_of_an_axis(cut, mesh):
     gradients = jax.jit(bfp.value_and_grad(loss))
     placed = jax.device_put(q, bfp.named_shardings(q, mesh, cut))
     x = X[0, :, :64]
-    chex.assert_trees_all_close(*(jax.tree.map(np.asarray, gradients(params, x)) for params in (placed, q)), rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(
+        *(jax.tree.map(np.asarray, gradients(params, x)) for params in (placed, q)), rtol=1e-4, atol=1e-4
+    )
