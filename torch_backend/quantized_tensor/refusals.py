@@ -33,8 +33,8 @@ _STACKS = {aten.stack.default, aten.cat.default}
 CALL_THE_LAYER = (
     "call the layer itself, or blockfp.torch.linear(x, weight, bias, recipe=..); where a torch module reads the weights of its "
     "layers (torch.nn.MultiheadAttention, the fused path of torch.nn.TransformerEncoderLayer in evaluation), leave them as "
-    "they are, or let blockfp.torch.convert convert that module, not its layers alone; where a loss reads the weight of the head "
-    "(TRL, Liger), leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
+    "they are, or let blockfp.torch.convert convert that module, not its layers alone; where a loss reads the weight of the "
+    "head (TRL, Liger), leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
 )
 
 _PEFT = "PEFT's LoRA give blockfp.torch_backend.integrations.peft.register its config"
@@ -59,8 +59,8 @@ _STACK = (
 
 _READ = (
     "call dequantize() on the quantized tensor first; where it isn't your own code (optimizers, averages of weights, "
-    'initializers of several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); for DoRA of '
-    f"{_PEFT}"
+    'initializers of several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); '
+    f"for DoRA of {_PEFT}"
 )
 
 FLAT = (
