@@ -322,7 +322,7 @@ def _unflatten(static: identity.Static | None, leaves):
 
 
 def _check_mapped(codes, scales, tensor_scale) -> None:
-    """Raises TypeError where codes or scales became floats of another dtype; what has one number for each of them passes."""
+    """Raises TypeError where a tree is made of codes or scales that became other floats; results of one number pass."""
     if getattr(codes, "ndim", 0) < 2:
         return
     for name, part, own in (("codes", codes, _CODES), ("scales", scales, _FLOAT32), ("tensor_scale", tensor_scale, _FLOAT32)):
