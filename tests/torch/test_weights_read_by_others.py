@@ -39,13 +39,32 @@ def in_inference(layer):
         lambda layer: torch.compile(F.linear, backend="aot_eager")(X, layer.weight),
         lambda layer: torch.vmap(lambda row: F.linear(row, layer.weight))(X),
         in_inference,
+        lambda layer: torch.mm(X[0], layer.weight.detach().T, out=torch.empty(5, 16)),
+        lambda layer: torch.mm(X[0], layer.weight.detach()[:8].float().t(), out=torch.empty(5, 8)),
+        lambda layer: torch.mm(X[0], layer.weight.T, out_dtype=torch.float32),
+        lambda layer: torch.bmm(X, layer.weight.detach().T.expand(4, 32, 16), out=torch.empty(4, 5, 16)),
+        lambda layer: F.bilinear(X[0, :, :16], X[0], layer.weight[None]),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_product_beside_the_layer_is_refused(product, weights):
     layer = bfp.Linear(32, 16, recipe="mxfp8", weights=weights)
-    with pytest.raises(NotImplementedError, match=r"call the layer itself, or blockfp\.torch\.linear|unsqueeze"):
+    with pytest.raises(NotImplementedError, match=r"call the layer itself, or blockfp\.torch\.linear|unsqueeze|expand"):
         product(layer)
+
+
+def test_a_product_may_be_added_to_a_weight_or_written_there():
+    layer = bfp.Linear(32, 16, recipe="mxfp8", weights="high_precision")
+    a, b, sums = torch.randn(16, 4), torch.randn(4, 32), torch.zeros(5, 16)
+    before = layer.weight.detach().values.clone()
+    with torch.no_grad():
+        layer.weight.addmm_(a, b)
+        assert torch.equal(layer.weight.values, torch.addmm(before, a, b))
+        torch.mm(a, b, out=layer.weight)
+        assert torch.equal(layer.weight.values, a @ b)
+        with pytest.raises(NotImplementedError, match="would multiply it in high precision"):
+            sums.addmm_(X[0], layer.weight.T)
+    assert not sums.any()
 
 
 @BOTH

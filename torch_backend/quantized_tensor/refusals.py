@@ -16,20 +16,26 @@ from ..torch_internals import is_mutable
 aten = torch.ops.aten
 
 PRODUCTS = {
-    getattr(aten, name).default
-    for name in (
-        "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "matmul", "convolution",
-        "_addmm_activation", "_grouped_mm", "_scaled_mm", "_transformer_encoder_layer_fwd", "_native_multi_head_attention",
+    getattr(packet, overload)
+    for packet in (
+        aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten.linear,
+        aten.matmul, aten.convolution, aten._trilinear, aten._addmm_activation, aten._grouped_mm, aten._scaled_mm,
+        aten._transformer_encoder_layer_fwd, aten._native_multi_head_attention,
     )
+    for overload in packet.overloads()
 }  # fmt: skip
-"""Operations that multiply with a weight, torch's fused ones too."""
+"""Operations that multiply with a weight, torch's fused ones too, also into memory and in a dtype that are given."""
+
+PRODUCTS_ADDED = {getattr(aten, name).default for name in ("addmm_", "baddbmm_", "addbmm_", "addmv_")}
+"""Operations that add a product to their first argument."""
 
 _STACKS = {aten.stack.default, aten.cat.default}
 
 CALL_THE_LAYER = (
     "call the layer itself, or blockfp.torch.linear(x, weight, bias, recipe=..); where a torch module reads the weights of its "
     "layers (torch.nn.MultiheadAttention, the fused path of torch.nn.TransformerEncoderLayer in evaluation), leave them as "
-    "they are, or let blockfp.torch.convert convert that module, not its layers alone"
+    "they are, or let blockfp.torch.convert convert that module, not its layers alone; where a loss reads the weight of the "
+    "head (TRL, Liger), leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
 )
 
 _PEFT = "PEFT's LoRA give blockfp.torch_backend.integrations.peft.register its config"
@@ -53,14 +59,15 @@ _STACK = (
 )
 
 _READ = (
-    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code (averages "
-    'of weights, initializers of several steps), convert with weights="high_precision", or use '
+    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code "
+    '(optimizers, averages of weights, initializers of several steps), convert with weights="high_precision", or use '
     f"blockfp.torch.init_(parameter, function); for DoRA of {_PEFT}"
 )
 
 FLAT = (
     "flatten dequantize(), or quantize what is reshaped; to compute with all weights as one vector take "
-    "blockfp.torch.high_precision_state_dict(model).values()"
+    "blockfp.torch.high_precision_state_dict(model).values(); for optimizers and norms of other libraries convert with "
+    'weights="high_precision"'
 )
 
 
@@ -88,6 +95,6 @@ if dist.is_available():
     def _refuse_dtensor(x: Any) -> None:
         """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
         raise NotImplementedError(
-            "a DTensor of quantized tensors has no dequantize(): call to_local().dequantize() for the values of this rank's "
-            "part; blockfp.torch.high_precision_state_dict(model) gathers those of whole weights"
+            "a DTensor has no dequantize(): where it is of quantized tensors, to_local().dequantize() gives the values of this "
+            "rank's part, and blockfp.torch.high_precision_state_dict(model) those of whole weights"
         )

@@ -24,7 +24,7 @@ from ..quantized_tensor.agreement import agree_before_gather
 from ..quantized_tensor.dispatch import viewing
 from ..quantized_tensor.geometry import Base, Geometry
 from ..quantized_tensor.identity import Wrapper
-from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS
+from ..quantized_tensor.refusals import CALL_THE_LAYER, PRODUCTS, PRODUCTS_ADDED
 from ..quantized_tensor.sharding import place_on
 from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
@@ -139,7 +139,7 @@ class CastWeight(Wrapper):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in PRODUCTS and not all(isinstance(each, CastWeight) for each in _tensors(args, kwargs)):
+        if (func in PRODUCTS or func in PRODUCTS_ADDED) and _is_multiplied(func, args, kwargs):
             raise NotImplementedError(
                 f"{func} with a weight that is to be quantized when it is multiplied would multiply it in high precision: "
                 f"{CALL_THE_LAYER}; weight.values are its values"
@@ -200,8 +200,12 @@ class CastWeight(Wrapper):
         return _rebuild_cast_weight, (self.values, str(self.format), self.whole, cut, self.requires_grad, is_parameter)
 
 
-def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    return [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+def _is_multiplied(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Says whether a product multiplies such a weight with something else; one may be added to a weight, or written there."""
+    read = args[1:] if func in PRODUCTS_ADDED else args, {name: each for name, each in kwargs.items() if name != "out"}
+    tensors = [each for each in pytree.tree_leaves(read) if isinstance(each, Tensor)]
+    weights = [isinstance(each, CastWeight) for each in tensors]
+    return any(weights) and not all(weights)
 
 
 @lru_cache(maxsize=4096)
