@@ -31,8 +31,12 @@ help:
 demo: .venv/package .venv/model .venv/released
 	@cd $(OUTSIDE)
 	mkdir -p $(ROOT)/.demo
-	weights=$$($(BIN)/python -c "from importlib.metadata import files; \
-	  print(next(f.locate() for f in files('$(MODEL)') if f.name == 'model.safetensors'))")
+	echo "The weights of $(MODEL), of which the embeddings of the first 4096 words stand for all 30522:"
+	weights=$(ROOT)/.demo/model.safetensors
+	$(BIN)/python -c "from importlib.metadata import files; from safetensors.numpy import load_file, save_file; \
+	  tensors = load_file(next(f.locate() for f in files('$(MODEL)') if f.name == 'model.safetensors')); \
+	  words = 'embeddings.word_embeddings.weight'; \
+	  save_file(tensors | {words: tensors[words][:4096].copy()}, '$$weights')"
 	$(BIN)/blockfp check "$$weights" --report $(ROOT)/.demo/report.json --plot $(ROOT)/.demo/report.png
 	cd $(ROOT)/.demo
 	train() { echo; echo "$$1"; shift; $(BIN)/python $(ROOT)/examples/"$$@"; }

@@ -16,6 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile believes the processor, instead of compiling a program for each instruction set that it names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+PROCESSORS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def own_processors():
+    """This worker's share of the processors, or all where it is alone: workers have work for each other's too."""
+    workers, worker = (os.environ.get(f"PYTEST_XDIST_{name}", "") for name in ("WORKER_COUNT", "WORKER"))
+    return set(sorted(PROCESSORS)[int(worker.removeprefix("gw")) :: int(workers)]) if workers else PROCESSORS
+
+
+if own_processors():
+    os.sched_setaffinity(0, own_processors())
+
 
 def pytest_collection_finish():
     """Modules stay: looking through all of them again and again for garbage took a tenth of the tests' time."""
@@ -48,6 +60,17 @@ def route(request):
         yield request.param
     else:
         pytest.skip(native.status())
+
+
+@pytest.fixture
+def every_processor():
+    """Lets a test's threads run at the same time, whatever its worker's share is."""
+    before = os.sched_getaffinity(0) if PROCESSORS else set()
+    if before:
+        os.sched_setaffinity(0, PROCESSORS)
+    yield
+    if before:
+        os.sched_setaffinity(0, before)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from blockfp.kernels import native
 
 
 @pytest.fixture(autouse=True)
-def _kernels():
+def _kernels(every_processor):
     """These tests are about the kernel library: without one there is nothing to test."""
     if not native.available():
         pytest.skip(native.status())

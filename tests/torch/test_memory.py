@@ -19,6 +19,8 @@ from blockfp.definition import layout
 NAMES = tuple(name for name in recipes.RECIPES if name != "nvfp4_eden")
 # Of recipes whose layers are compiled alike, one.
 COMPILED = tuple(name for name in NAMES if name not in ("fp8_current", "mxfp6", "mxfp4"))
+# Of those, one with a state, one with blocks alone and one in two levels, where more than one module is compiled.
+KINDS = ("fp8_delayed", "mxfp8", "nvfp4")
 T, D, F_ = 128, 64, 128
 NORM = 2 * 2 * T
 """Bytes of the mean and the deviation of each token, which a LayerNorm keeps."""
@@ -176,7 +178,7 @@ def test_views():
     assert type(copy.grad_fn.next_functions[0][0]).__name__ not in VIEWS
 
 
-@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in NAMES), *((name, True) for name in COMPILED)])
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in NAMES), *((name, True) for name in KINDS)])
 def test_a_weight_that_is_cast_at_use_is_kept_once(name, compiled):
     results = []
     for weights in ("high_precision", "quantized"):
@@ -202,8 +204,11 @@ def swiglu(name):
     return bfp.LayerNormMLP(D, F_, recipe=name, activation="swiglu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("make", [swiglu, lambda name: Mlp(name, gelu)], ids=["layer", "operations"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [*((swiglu, name) for name in COMPILED), *((lambda name: Mlp(name, gelu), name) for name in KINDS)],
+    ids=[*(f"layer-{name}" for name in COMPILED), *(f"operations-{name}" for name in KINDS)],
+)
 def test_compiled_code_makes_casts_again_of_what_is_kept_anyway(name, make, monkeypatch):
     sizes, found = run_compiled(make(name), x_of())
     assert sizes[torch.uint8] == 0
@@ -227,7 +232,7 @@ def test_compiled_code_keeps_codes_where_it_has_nothing_to_make_them_of():
     assert sizes[torch.uint8] == code_bytes("mxfp8", (T, D))
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", KINDS)
 def test_compiled_experts(name, monkeypatch):
     def experts():
         torch.manual_seed(0)

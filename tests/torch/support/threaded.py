@@ -4,6 +4,7 @@ Real FSDP2, DTensors and functional collectives run in it, four ranks in hundred
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -67,6 +68,10 @@ def _run(world, function, args, timeout, together):
         return of_torch(seed)
 
     def rank_main(rank):
+        # Ranks take turns with the interpreter; on several processors each turn is a wait for another one to wake.
+        if hasattr(os, "sched_setaffinity"):
+            processors = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {processors[os.getpid() % len(processors)]})
         dist.init_process_group(backend="threaded", rank=rank, world_size=world, store=store)
         try:
             results[rank] = function(rank, *args)
