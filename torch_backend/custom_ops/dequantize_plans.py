@@ -75,7 +75,7 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
         out, scales = torch.empty(shape, dtype=dtype), scales.contiguous()
         if scales.data_ptr() % scales.element_size():
             scales = scales.clone()
-        factor = 1.0 if tensor_scale is None else float(tensor_scale)
+        factor = 1.0 if tensor_scale is None else tensor_scale.item()
         dequantize(codes.contiguous(), scales, factor, out, DTYPE_NUMBERS[name], *numbers)
         return out
 
