@@ -6,9 +6,10 @@
 
 Milliseconds a step (the median of timed steps, slowest rank) and in which the host hands it to an idle GPU, peak memory of a
 rank, and the bytes that a rank receives in all-gathers. Every contender starts from the same weights and gets the same input;
-each block is compiled by itself. "RECIPE+high" keeps weights in high precision and gathers them quantized;
-"RECIPE+recompute" makes casts again in the backward. `--few-tokens` measures what the host decides: the transformer at 4,096
-tokens of a GPU and the stack at 2,048, without CUDA graphs and with them.
+each block is compiled by itself. "RECIPE+high" keeps weights in high precision and gathers them quantized; "RECIPE+bf16" gives
+weights bfloat16 as their nominal dtype, and so their gradients; "RECIPE+recompute" makes casts again in the backward.
+`--few-tokens` measures what the host decides: the transformer at 4,096 tokens of a GPU and the stack at 2,048, without CUDA
+graphs and with them.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> dic
         blocks = nn.ModuleList(block(options.width, options.hidden) for _ in range(options.layers))
     parameters = sum(p.numel() for p in blocks.parameters())
     convert(blocks)
+    if name.endswith("+bf16"):
+        blocks.to(torch.bfloat16)
     if name.endswith("+recompute"):
         blocks = nn.ModuleList(map(Recomputed, blocks))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

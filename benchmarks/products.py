@@ -11,11 +11,13 @@ blockfp/kernels/product_table.py, by which products choose.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -128,11 +130,21 @@ def own_kinds(product: Product, tiles: bool) -> dict[str, Callable[[], object]]:
     return kinds
 
 
+@functools.cache
+def deep_gemm_package() -> ModuleType | None:
+    """DeepGEMM; without it says why, once. An OSError is that of a library which was built for another torch."""
+    try:
+        import deep_gemm
+    except (ImportError, OSError) as error:
+        print({"contender": "deep_gemm", "left_out": f"{type(error).__name__}: {error}"}, flush=True)
+        return None
+    return deep_gemm
+
+
 def deep_gemm(a, b, out: torch.Tensor) -> dict[str, Callable[[], object]]:
     """DeepGEMM's product of 1x128 by 128x128, where its package is."""
-    try:
-        import deep_gemm as package
-    except ImportError:
+    package = deep_gemm_package()
+    if package is None:
         return {}
     left, right = ((x.codes.view(torch.float8_e4m3fn), x.scales.contiguous()) for x in (a, b))
     return {"deep_gemm": lambda: package.fp8_gemm_nt(left, right, out)}

@@ -68,6 +68,12 @@ def measured(names: Iterable[str], measure: Callable[[str], dict[str, Any]]) -> 
     return rows
 
 
+def say(what: str) -> None:
+    """Rank 0 prints what it is about to do, so that who waits knows for what."""
+    if dist.get_rank() == 0:
+        print(what, flush=True)
+
+
 def forget() -> None:
     """Gives back what nobody holds any more: compiled code, reference cycles, cached memory."""
     torch._dynamo.reset()

@@ -23,6 +23,7 @@ from blockfp.torch_backend.torch_internals import rms_norm_backward
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
+from blockfp.kernels import products as product_plans
 
 CAPABILITY, CUBLAS = (9, 0), 130000
 _routes = products.route_on
@@ -51,6 +52,8 @@ def launches() -> Iterator[None]:
             patches.enter_context(_class_attribute(name, value))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
+        # A GPU's allocator has it at hand; a CPU's asks the system for that much.
+        patches.enter_context(mock.patch.object(product_plans, "_CUBLAS_WORKSPACE", 256))
         # Kernels of activations and norms have torch's bits on GPUs; nothing launched has any.
         for kernels in (gated_kernels, norm_kernels):
             patches.enter_context(mock.patch.dict(kernels._agreed, clear=True))
@@ -62,6 +65,7 @@ def launches() -> Iterator[None]:
             (torch._scaled_mm, _scaled_mm),
             (torch._scaled_mm_v2, _scaled_mm),
             (torch.mm, _mm),
+            (torch.mul, _mul),
             (rms_norm_backward, _rms_norm_backward),
         ):
             _replace(patches, target, replacement)
@@ -71,6 +75,7 @@ def launches() -> Iterator[None]:
 def _forget_plans() -> None:
     """Drops what was worked out for CPU tensors before, or with a stand-in."""
     _routes.cache_clear()
+    product_plans.plan.cache_clear()
     with switch.definition_only():
         pass
 
@@ -104,6 +109,10 @@ def _scaled_mm(a: Tensor, b: Tensor, *arguments: Any) -> Tensor:
 
 def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _mul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return a * b if out is None else out
 
 
 def _rms_norm_backward(

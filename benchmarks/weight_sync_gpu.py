@@ -5,7 +5,7 @@
 Rank 0 ends with every tensor that the server loads, on its GPU, bucket after bucket. Contenders:
 
     codes        `stream_weights`: codes and scales gathered, nothing else
-    codes, sums  the same, with a SHA-256 of each tensor on the host
+    codes, sums  the same, with a SHA-256 of each tensor on the host, a second and more for 2 GB: timed three times at most
     requantized  each weight's values gathered in bfloat16, quantized again, as trainers with weights in bfloat16 do
 
 Milliseconds are the slowest rank's, bytes are those that each GPU sends (a GPU's part, to all others), peak is rank 0's above
@@ -30,6 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import blockfp.torch as bfp
+
+DIGESTED = 3
+"""Most repeats of the contender with digests, which the host makes."""
 
 
 def build(options: argparse.Namespace, device: torch.device, *, quantized: bool) -> nn.ModuleList:
@@ -85,20 +88,26 @@ def differing(model: nn.ModuleList, options: argparse.Namespace) -> int:
 
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """A contender's row."""
+    repeats = min(options.repeats, DIGESTED) if name == "codes, sums" else options.repeats
+    ranks.say(f"{name}: making {options.layers} layers")
     model = build(options, device, quantized=name != "requantized")
     if name == "requantized":
         run = lambda: requantized(model, options)  # noqa: E731
     else:
         run = lambda: streamed(model, options, sha256=name == "codes, sums")  # noqa: E731
+    ranks.say(f"{name}: {options.layers} layers; a first run, one for the peak, {repeats} that are timed")
     run()
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     peak = ranks.peak_bytes(run) - held
-    times = [ranks.slowest([ranks.timed(run)], device)[0] for _ in range(options.repeats)]
+    times = [ranks.slowest([ranks.timed(run)], device)[0] for _ in range(repeats)]
     world, element = dist.get_world_size(), 2 if name == "requantized" else 1
     sent = options.layers * options.width**2 * element * (world - 1) / world
     figures = {"ms": statistics.median(times), "sent_MB": sent / 1e6, "peak_MB": peak / 1e6}
-    row = {"contender": name, **{key: round(value, 2) for key, value in figures.items()}}
-    return row | ({} if name == "requantized" else {"differing": differing(model, options)})
+    row = {"contender": name, "repeats": repeats, **{key: round(value, 2) for key, value in figures.items()}}
+    if name == "requantized":
+        return row
+    ranks.say(f"{name}: comparing each byte")
+    return row | {"differing": differing(model, options)}
 
 
 def main() -> None:
@@ -108,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help=f"timed runs of a contender, {DIGESTED} at most with digests")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the JSON file")
     options = parser.parse_args()
     device = ranks.start()

@@ -359,6 +359,9 @@ def drawings() -> dict[str, Drawing]:
         "layer-nvfp4.svg": layer(parse("nvfp4")),
         "gpu.svg": kernels(result("gpu-2026-11-21.json")),
         "evidence.svg": evidence(Drawing("Recipes beside bf16", 800, 320), result("evidence-1m-cpu-2026-11-22.json")),
+        "evidence-124m.svg": evidence(
+            Drawing("Recipes beside bf16", 800, 320), result("evidence-124m-h200-2026-11-23.json"), "held_out", 3e7
+        ),
         "scale.svg": scale(result("scale-2026-11-22.json")),
         "training-step.svg": step_times(result("fsdp2-transformer-2x16384-2026-11-21.json")),
     }

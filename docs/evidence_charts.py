@@ -16,21 +16,29 @@ KINDS = {
 }
 """Colour and dashes of each recipe."""
 WINDOW = 3
-"""Lines of metrics whose mean is drawn: a batch scatters by more than recipes differ."""
+"""Losses of training whose mean is drawn: a batch scatters by more than recipes differ."""
 
 
-def differences(results: dict) -> dict[str, list[tuple[float, float]]]:
-    """(tokens, loss above bf16's of the same seed and batches) of each recipe, the mean over its seeds."""
-    bf16 = {run["seed"]: run["loss"] for run in results["runs"] if run["recipe"] == "bf16"}
+def differences(results: dict, losses: str, since: float) -> dict[str, list[tuple[float, float]]]:
+    """(tokens, loss above bf16's of the same seed and batches) of each recipe, the mean over its seeds.
+
+    Args:
+        results: of benchmarks/evidence.py.
+        losses: "loss", of training, or "held_out".
+        since: the tokens before are left out: where losses fall steeply, differences are those of the pace.
+    """
+    bf16 = {run["seed"]: run[losses] for run in results["runs"] if run["recipe"] == "bf16"}
     found: dict[str, list[list[tuple[float, float]]]] = {}
     for run in results["runs"]:
         if run["recipe"] in KINDS and run["seed"] in bf16:
-            pairs = zip(run["loss"], bf16[run["seed"]], strict=True)
+            pairs = zip(run[losses], bf16[run["seed"]], strict=True)
             found.setdefault(run["recipe"], []).append([(tokens, loss - plain) for (tokens, loss), (_, plain) in pairs])
     curves = {}
     for recipe, runs in found.items():
         means = [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*runs, strict=True)]
-        windows = [means[i : i + WINDOW] for i in range(len(means) - WINDOW + 1)]
+        means = [point for point in means if point[0] >= since]
+        window = WINDOW if losses == "loss" else 1
+        windows = [means[i : i + window] for i in range(len(means) - window + 1)]
         curves[recipe] = [(w[len(w) // 2][0], statistics.mean(loss for _, loss in w)) for w in windows]
     return curves
 
@@ -57,31 +65,39 @@ def panel(drawing: Any, left: float, curves: dict[str, list[tuple[float, float]]
     values = [y for points in curves.values() for _, y in points] + [0.0] * zero
     low, high = min(values), max(values)
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
-    last = max(x for points in curves.values() for x, _ in points)
+    ends = [x for points in curves.values() for x, _ in points]
+    first, last = min(ends), max(ends)
+    first = 0 if first < last / 4 else first
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return left + 210 * x / last, 260 - 200 * (y - low) / (high - low)
+        return left + 210 * (x - first) / (last - first), 260 - 200 * (y - low) / (high - low)
 
     drawing.text(left, 52, title, "s")
     drawing.box(left, 60, 210, 200)
     for value in (low, (low + high) / 2, high):
-        drawing.text(left - 5, place(0, value)[1] + 4, f"{value:.3f}" if zero else f"{value:.0f}", "s", "end")
+        drawing.text(left - 5, place(first, value)[1] + 4, f"{value:.3f}" if zero else f"{value:.0f}", "s", "end")
     if zero:
-        drawing.lines.append(f'<path d="M{left:g} {place(0, 0)[1]:.4g}h210" class="l"/>')
+        drawing.lines.append(f'<path d="M{left:g} {place(first, 0)[1]:.4g}h210" class="l"/>')
     for recipe, points in curves.items():
         kind, dashed = KINDS[recipe]
         drawing.line([place(x, y) for x, y in points], kind, dashed)
-    for x in (0, last):
-        drawing.text(place(x, 0)[0], 276, f"{x / 1e6:.2g} M", "s", "middle")
+    for x, anchor in ((first, "start"), (last, "end")):
+        drawing.text(place(x, 0)[0], 276, f"{x / 1e6:.3g} M", "s", anchor)
 
 
-def evidence(drawing: Any, results: dict) -> Any:
-    """Draws losses beside bf16's, and the SQNR of inputs and gradients over time; returns the drawing."""
+def evidence(drawing: Any, results: dict, losses: str = "loss", since: float = 0.0) -> Any:
+    """Draws losses beside bf16's, and the SQNR of inputs and gradients over time; returns the drawing.
+
+    Args:
+        drawing: a `Drawing` of 800 x 320.
+        results, losses, since: as for `differences`.
+    """
     common = results["common"]
     last = max(run["date"] for run in results["runs"])[:10]
-    words = f"{common['parameters'] / 1e6:.1f} million parameters, {common['tokens'] / 1e6:.2g} million tokens, {last}"
+    words = f"{common['parameters'] / 1e6:.1f} million parameters, {common['tokens'] / 1e6:.3g} million tokens, {last}"
     drawing.text(20, 22, f"Recipes beside bf16: {words}", "b")
-    panel(drawing, 60, differences(results), "training loss above bf16's, nats a byte", True)
+    kind = {"loss": "training", "held_out": "held-out"}[losses]
+    panel(drawing, 60, differences(results, losses, since), f"{kind} loss above bf16's, nats a byte", True)
     panel(drawing, 320, sqnr(results, "input rowwise"), "SQNR of inputs, rowwise, dB", False)
     panel(drawing, 580, sqnr(results, "gradient rowwise"), "SQNR of gradients, rowwise, dB", False)
     there = [recipe for recipe in KINDS if any(run["recipe"] == recipe for run in results["runs"])]

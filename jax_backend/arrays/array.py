@@ -21,7 +21,14 @@ from blockfp.sharding.placement import Sharding
 from ..implementations import ops
 from ..implementations.carriers import Watch, carrier_of, is_carrier
 from ..implementations.derivatives import straight_through, without_gradient
-from ..implementations.jax_internals import EQUINOX_FILE, JAX_GRAD, OPTAX_UPDATES, OPTAX_ZEROS, flattening_caller
+from ..implementations.jax_internals import (
+    CALCULATING,
+    EQUINOX_FILE,
+    JAX_GRAD,
+    OPTAX_UPDATES,
+    OPTAX_ZEROS,
+    flattening_caller,
+)
 from . import flax_state, identity, storage
 from .views import stored, view_codes, view_scales
 
@@ -257,6 +264,11 @@ def is_quantized(leaf: object) -> bool:
 
 
 _REST = ("scales", "tensor_scale", "tangent")
+_CODES, _FLOAT32 = _SCALES = np.dtype(np.uint8), np.dtype(np.float32)
+_VALUES = (
+    "blockfp.jax.dequantize_params(tree) has values, and what maps over a tree leaves quantized arrays whole with "
+    "is_leaf=lambda leaf: isinstance(leaf, blockfp.jax.QuantizedArray)"
+)
 
 
 def _flatten(q: QuantizedArray):
@@ -271,6 +283,8 @@ def _flatten(q: QuantizedArray):
             "optax.apply_updates, which flax's TrainState.apply_gradients and nnx.Optimizer.update call too, can't add to "
             "codes: use blockfp.jax.apply_updates(params, updates), of an optimizer in blockfp.jax.with_masters"
         )
+    if caller in CALCULATING:
+        raise TypeError(f"{caller[0].partition('.')[0]} would calculate with the codes of a QuantizedArray: {_VALUES}")
     if q._watched is not None:
         q._watched[1].escaped = True
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.static_of(q)
@@ -296,9 +310,25 @@ def _unflatten(static: identity.Static | None, leaves):
     for leaf in said:
         identity.check_leaf(leaf, static)
     format, columns, dtype, origin, sharding = static
+    if (
+        getattr(codes, "dtype", _CODES) is not _CODES
+        or getattr(scales, "dtype", _CODES) not in _SCALES
+        or getattr(tensor_scale, "dtype", _FLOAT32) is not _FLOAT32
+    ):
+        _check_mapped(codes, scales, tensor_scale)
     # Of an array that isn't traced (any more), or a shape, nothing is differentiated.
     tangent = None if is_carrier(tangent) and not isinstance(tangent, Tracer) else tangent
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
+
+
+def _check_mapped(codes, scales, tensor_scale) -> None:
+    """Raises TypeError where a tree is made of codes or scales that became other floats; results of one number pass."""
+    if getattr(codes, "ndim", 0) < 2:
+        return
+    for name, part, own in (("codes", codes, _CODES), ("scales", scales, _FLOAT32), ("tensor_scale", tensor_scale, _FLOAT32)):
+        dtype = getattr(part, "dtype", own)
+        if dtype != own and jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"{name} of a QuantizedArray, {own}, became {dtype}: they aren't values. {_VALUES}")
 
 
 jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)

@@ -3,7 +3,7 @@
 Carriers (`implementations.carriers`) are arrays of an extended dtype, as JAX's random keys are. JAX has no public way to make
 such a dtype, so the handlers that it keeps for its own are registered for ours.
 
-A quantized array's flatten looks at the stack, because four callers want something else than codes and scales, and JAX
+A quantized array's flatten looks at the stack, because some callers want something else than codes and scales, and JAX
 tells a flatten nothing about them (`flattening_caller`).
 """
 
@@ -17,7 +17,8 @@ from jax import lax
 from jax._src import core, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
-from jax._src.sharding_impls import physical_sharding
+from jax._src.sharding_impls import parse_flatten_op_sharding, physical_sharding
+from jax.sharding import PartitionSpec, Sharding
 
 ExtendedDType = dtypes.ExtendedDType
 extended_scalar = dtypes.extended
@@ -25,6 +26,7 @@ physical_aval = core.physical_aval
 unmapped_aval = core.unmapped_aval
 
 __all__ = [
+    "CALCULATING",
     "EQUINOX_FILE",
     "JAX_GRAD",
     "OPTAX_UPDATES",
@@ -38,6 +40,7 @@ __all__ = [
     "physical_result_handler",
     "register_array",
     "runs_at_once",
+    "spec_of",
     "unmapped_aval",
     "without_tangents",
 ]
@@ -84,6 +87,22 @@ def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
     return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
 
 
+def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns the axes of the mesh that cut each dimension of an array, as XLA cut it.
+
+    XLA also cuts by parts of an axis (two scales over four devices, two of which have the same one). No PartitionSpec says so,
+    and JAX raises on its way there; here such an array counts as whole.
+    """
+    found: Any = ()
+    if sharding is not None and not mesh.empty:
+        try:
+            (found,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)
+        except (ValueError, NotImplementedError):
+            found = ()
+    spec = tuple(PartitionSpec(*found))
+    return (*spec, *(None,) * (ndim - len(spec)))
+
+
 EQUINOX_FILE = ("equinox._serialisation", None)
 """Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
 
@@ -99,7 +118,24 @@ OPTAX_UPDATES = ("optax._src.update", "apply_updates")
 """optax adding updates to parameters, also for flax's TrainState and nnx.Optimizer: JAX would speak of types of trees, or codes
 be added to."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES}
+_TREE_MATH = (
+    *("add", "sub", "mul", "div", "scale", "add_scale", "vdot", "sum", "max", "min", "norm", "ones_like", "full_like", "clip"),
+    *("update_moment", "update_infinity_moment", "update_moment_per_elem_norm", "bias_correction", "allclose"),
+)
+_REDUCING = "pmean", "pmax", "pmin", "psum", "_psum", "_psum_is_async", "psum_scatter", "_psum_scatter_is_async"
+CALCULATING = frozenset(
+    {
+        ("equinox._update", "apply_updates"),
+        ("jax._src.flatten_util", "ravel_pytree"),
+        ("optax._src.update", "incremental_update"),
+        ("optax.projections._projections", None),
+        *(("jax._src.lax.parallel", name) for name in _REDUCING),
+        *(("optax.tree_utils._tree_math", f"tree_{name}") for name in _TREE_MATH),
+    }
+)
+"""Functions of trees that calculate with the leaves, by modules: codes would be taken for values."""
+
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES, *CALCULATING}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

@@ -164,7 +164,9 @@ def _primal(path: str, leaf):
     """The point to differentiate at: a plain leaf itself, zeros for a quantized one."""
     if is_quantized(leaf):
         # Made from the codes, so that under shard_map they vary over the same axes.
-        return jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
+        zeros = jnp.zeros_like(leaf.codes, dtype=leaf.dtype, shape=leaf.shape)
+        # Who differentiates this gradient does so with respect to the same array.
+        return zeros if leaf.carrier is None else straight_through(zeros, leaf.carrier)
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
             f"gradients are taken of float and quantized arrays, got {describe(leaf)}: leave it out of the argument"

@@ -86,3 +86,9 @@ def test_gradients_of_a_model():
     expected = jax.grad(lambda w: jnp.sum(jax.vmap(model.head)(x @ w.T)))(model.weight.dequantize("float32"))
     np.testing.assert_allclose(gradients.weight.astype("float32"), expected, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(gradients.head.bias, 3 * np.ones(3))
+
+
+def test_updates_are_not_added_to_codes():
+    model = eqx.filter(Model("mxfp8_e4m3"), eqx.is_array)
+    with pytest.raises(TypeError, match="equinox would calculate with the codes of a QuantizedArray"):
+        eqx.apply_updates(model, model)

@@ -254,3 +254,34 @@ def test_without_masters_the_message_names_them(name):
 
     with pytest.raises(TypeError, match="with_masters"):
         step()
+
+
+@pytest.mark.parametrize(
+    "calculate",
+    [
+        optax.tree.norm,
+        optax.tree.sum,
+        optax.tree.max,
+        lambda tree: optax.tree.vdot(tree, tree),
+        lambda tree: optax.tree.add(tree, tree),
+        lambda tree: optax.tree.sub(tree, tree),
+        lambda tree: optax.tree.scale(2, tree),
+        lambda tree: optax.tree.update_moment(tree, tree, 0.9, 1),
+        lambda tree: optax.tree.allclose(tree, tree),
+        optax.tree.ones_like,
+        optax.projections.projection_non_negative,
+        lambda tree: optax.incremental_update(tree, tree, 0.1),
+    ],
+)
+def test_mathematics_of_trees_take_no_codes(calculate):
+    params = bfp.quantize_params({"w": jnp.ones((32, 64))}, "mxfp8")
+    with pytest.raises(TypeError, match=r"optax would calculate with the codes of a QuantizedArray.*dequantize_params"):
+        calculate(params)
+    calculate(bfp.dequantize_params(params))
+
+
+def test_a_running_mean_of_values():
+    params = bfp.quantize_params({"w": jnp.ones((32, 64))}, "mxfp8")
+    mean = optax.incremental_update(bfp.dequantize_params(params), {"w": jnp.zeros((32, 64))}, 0.25)
+    np.testing.assert_array_equal(mean["w"], np.full((32, 64), 0.25))
+    assert optax.periodic_update(params, params, jnp.int32(2), 2)["w"].format is params["w"].format

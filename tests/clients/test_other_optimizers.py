@@ -14,8 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 FORMAT = "mxfp8_e4m3_32x32"
 TORCH = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
-    "SGD",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD",
 ]  # fmt: skip
 OPTIMIZERS = {
     **{f"torch.optim.{name}": {} for name in TORCH},

@@ -8,7 +8,11 @@ import torch
 from documented import run_documented
 from hf_models import family
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import blockfp.torch as bfp
 
@@ -213,9 +217,7 @@ def test_a_reference_in_codes_follows_nobody(folder, trainer):
     model = converted(load(folder))
     reference = copy.deepcopy(model)
     before = codes(reference)
-    run = trainer(
-        "DPO", model, ref_model=reference, settings=SYNC, optimizers=(bfp.AdamW(model.parameters(), lr=1e-2), None)
-    )
+    run = trainer("DPO", model, ref_model=reference, settings=SYNC, optimizers=(bfp.AdamW(model.parameters(), lr=1e-2), None))
     with pytest.raises(NotImplementedError, match='convert with weights="high_precision"'):
         run.train()
     assert all(map(torch.equal, codes(reference), before))
@@ -230,14 +232,18 @@ def test_a_quantized_head_is_refused(kind, weights, folder, trainer):
     """TRL multiplies with the head's weight itself, which no recipe would know of."""
     model = bfp.convert(load(folder), "mxfp8", weights=weights)
     assert isinstance(model.lm_head, bfp.Linear)
-    with pytest.raises(NotImplementedError, match=r"leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"):
+    with pytest.raises(
+        NotImplementedError, match=r"leave the head out of convert: filter_fn=lambda path, layer: path != 'lm_head'"
+    ):
         trainer(kind, model, optimizers=(bfp.AdamW(model.parameters()), None)).train()
 
 
 def test_the_page(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     data = {"pairs": Dataset.from_list(ROWS["DPO"]), "tokenizer": tokenizer()}
-    arguments = trl.DPOConfig(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1)
+    arguments = trl.DPOConfig(
+        str(tmp_path), max_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, logging_steps=1
+    )
     space = run_documented("TRL", model=load(folder), arguments=arguments, **data)
     assert len(codes(space["trainer"].model)) == 14 * 3
     assert logged(space["trainer"])[0] == pytest.approx(math.log(2), abs=1e-6)

@@ -212,6 +212,31 @@ def test_with_respect_to_quantized_weights(arrays):
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_gradients_of_quantized_weights(arrays):
+    """Hessian-vector products and third derivatives, with `bfp.grad` inside of itself and of `jax.grad`, jit, vmap and scan."""
+    q, v = bfp.quantize_params(arrays.w, "mxfp8"), arrays.along_w
+    values = q.dequantize()
+
+    def along(gradient, f):
+        return lambda w: jnp.vdot(gradient(f)(w), v)
+
+    cube = lambda w: ((w.dequantize() if isinstance(w, bfp.QuantizedArray) else w) ** 3).sum()  # noqa: E731
+    layer = lambda w: (jnp.tanh(bfp.linear(arrays.x, w, recipe="mxfp8")) * arrays.g).sum()  # noqa: E731
+    for f in (cube, layer):
+        product = bfp.grad(along(bfp.grad, f))
+        want = jax.grad(along(jax.grad, f))(values)
+        for got in (product(q), jax.jit(product)(q)):
+            chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(bfp.grad(along(bfp.grad, along(bfp.grad, cube)))(q), 6 * v * v, rtol=1e-6)
+    stack = jax.tree.map(lambda part: jnp.stack([part, part]), q)
+    mapped = jax.vmap(bfp.grad(along(bfp.grad, cube)))(stack)
+    np.testing.assert_allclose(mapped, jnp.stack([6 * values * v] * 2), rtol=1e-6)
+    quantized = lambda w: along(bfp.grad, cube)(bfp.quantize_params(w, "mxfp8"))  # noqa: E731
+    looped = lambda w: jax.lax.scan(lambda sum, _: (sum + along(bfp.grad, cube)(w), None), 0.0, None, length=2)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(quantized)(arrays.w), 6 * values * v, rtol=1e-6)
+    np.testing.assert_allclose(bfp.grad(looped)(q), 12 * values * v, rtol=1e-6)
+
+
 def test_grouped_linear(arrays):
     """Group by group `linear`'s, of groups of unequal sizes, one without rows, and rows beyond all."""
     sizes = (5, 0, 17)

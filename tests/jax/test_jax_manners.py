@@ -10,7 +10,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.array_serialization import pytree_serialization
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import LIMIT
@@ -49,6 +51,62 @@ FACES = pytest.mark.parametrize("make", [bfp.quantize, lambda x, f: blockfp.quan
 def test_codes_are_not_taken_for_values(make, take):
     with pytest.raises(TypeError, match=r"dequantize\(\)|does not support ufuncs"):
         take(make(X, "mxfp8_e4m3"))
+
+
+TREE = {"mx": bfp.quantize(X, "mxfp8_e4m3"), "nv": bfp.quantize(X, "nvfp4"), "fp8": bfp.quantize(X, "fp8_e4m3_1x128")}
+
+
+def is_whole(leaf):
+    return isinstance(leaf, bfp.QuantizedArray)
+
+
+@pytest.mark.parametrize(
+    ("map_over", "message"),
+    [
+        (lambda x: 0.9 * x, "codes of a QuantizedArray, uint8, became float32"),
+        (lambda x: x.astype(jnp.bfloat16), "codes of a QuantizedArray, uint8, became bfloat16"),
+        (lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, "scales of a QuantizedArray, float32, became bf"),
+    ],
+)
+def test_what_is_mapped_over_codes(map_over, message):
+    """A running mean of parameters, and the casts of mixed precision."""
+    for run in (jax.tree.map, jax.jit(jax.tree.map, static_argnums=0)):
+        with pytest.raises(TypeError, match=rf"{message}.*dequantize_params\(tree\) has values.*is_leaf"):
+            run(map_over, TREE)
+    with pytest.raises(TypeError, match="tensor_scale of a QuantizedArray, float32, became float16"):
+        jax.tree.map(lambda x: x.astype("float16") if x.dtype == "float32" else x, TREE["nv"])
+    whole = jax.tree.map(lambda x: x if is_whole(x) else map_over(x), TREE | {"plain": X}, is_leaf=is_whole)
+    assert_same_tree({name: whole[name] for name in TREE}, TREE)
+
+
+def test_what_may_be_mapped_over_codes():
+    for leaf in (
+        lambda x: x.shape,
+        lambda x: x.dtype,
+        jnp.isfinite,
+        jnp.mean,
+        np.asarray,
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+    ):
+        jax.tree.map(leaf, TREE)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), TREE, jax.tree.map(jnp.copy, TREE)))
+
+
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean, lax.pmax, lax.pmin, lambda q, axis: lax.psum_scatter(q, axis)])
+def test_sums_over_devices_are_not_sums_of_codes(reduce):
+    mesh = jax.make_mesh((2,), ("d",))
+    with pytest.raises(TypeError, match=r"jax would calculate with the codes of a QuantizedArray.*dequantize_params"):
+        jax.shard_map(lambda q: reduce(q, "d"), mesh=mesh, in_specs=P(), out_specs=P())(TREE["mx"])
+    with pytest.raises(TypeError, match="calculate with the codes"):
+        jax.vmap(lambda q: reduce(q, "i"), axis_name="i")(jax.tree.map(lambda part: jnp.stack([part] * 2), TREE["mx"]))
+    gathered = jax.vmap(lambda q: lax.all_gather(q, "i"), axis_name="i")(jax.tree.map(lambda part: part[None], TREE["mx"]))
+    assert_same_tree(jax.tree.map(lambda part: part[0, 0], gathered), TREE["mx"])
+
+
+def test_one_vector_of_a_tree_is_not_one_of_codes():
+    with pytest.raises(TypeError, match="calculate with the codes"):
+        ravel_pytree(TREE)
+    assert ravel_pytree(bfp.dequantize_params(TREE))[0].shape == (3 * X.size,)
 
 
 @FACES

@@ -8,6 +8,7 @@ import pytest
 import threaded
 import torch
 from arrays import values
+from blockfp.torch_backend.linear import delayed
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,6 @@ import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.definition import scaling
 from blockfp.formats import Format
-from blockfp.torch_backend.linear import delayed
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

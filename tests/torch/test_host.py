@@ -18,9 +18,9 @@ LAYER = {
     "fp8_current": (16, 46),
     "fp8_delayed": (21, 54),
     "fp8_block": (16, 46),
-    "mxfp8": (19, 52),
-    "mxfp6": (19, 52),
-    "mxfp4": (19, 52),
+    "mxfp8": (18, 50),
+    "mxfp6": (18, 50),
+    "mxfp4": (18, 50),
     "nvfp4": (22, 59),
 }
 # Forward and backward, the most of any recipe.

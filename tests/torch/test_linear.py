@@ -1,5 +1,7 @@
 """`linear`: every product against that of its quantized operands; shapes, gradients left out, bad use."""
 
+import copy
+
 import pytest
 import torch
 from arrays import values
@@ -226,3 +228,29 @@ def test_matrix_units_get_what_they_read(monkeypatch):
         y = blackwell_products.BLACKWELL[mode](*operands, torch.ones(48), torch.float32)
         wanted = quantized(x, Cast(names[0])) @ quantized(weight, Cast(names[1])).mT + 1
         torch.testing.assert_close(y, wanted.float())
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
+def test_more_axes_change_no_bit_and_add_no_node(name):
+    """Of results, of gradients and of gradients of gradients; a gradient may be an expanded number."""
+    layer = bfp.Linear(32, 16, recipe=name)
+    flat, vectors = values((12, 32), 0), values((12, 32), 1)
+    found = []
+    for shape in ((12, 32), (3, 4, 32), (2, 3, 2, 32)):
+        for _ in range(2):  # the first call of its kind has its checks before it
+            copied = copy.deepcopy(layer)
+            x = flat.clone().reshape(shape).detach().requires_grad_()
+            y = copied(x)
+            y += 1
+            assert not y._is_view()
+            assert y.shape == (*shape[:-1], 16)
+        assert copied(x).grad_fn.next_functions[0][0].variable is x
+        first = torch.autograd.grad(y.sum(), (x, copied.weight), retain_graph=True)
+        copied = copy.deepcopy(layer)
+        d_x, d_weight = torch.autograd.grad(copied(x).square().sum(), (x, copied.weight), create_graph=True)
+        second = torch.autograd.grad((d_x * vectors.reshape(shape)).sum() + d_weight.square().sum(), (x, copied.weight))
+        assert d_x.shape == second[0].shape == first[0].shape == shape
+        found.append([y.detach(), *first, d_x, d_weight, *second])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a.reshape(b.shape), b)

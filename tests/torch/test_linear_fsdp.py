@@ -265,3 +265,30 @@ def together(rank):
 
 def test_over_real_processes():
     gloo.run(2, __file__, "together")
+
+
+def trained_in(rank, dtype, name):
+    model = model_of(name)
+    for layer in model:
+        layer.bias = None
+    model.to(dtype)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = shard(model, mesh_of((2,)), mp_policy=policy)
+    optimizer = bfp.AdamW(model.parameters(), lr=0.01)
+    dtypes = set()
+    for step in range(3):
+        model(inputs(rank, seed=step).bfloat16()).float().square().mean().backward()
+        dtypes |= {p.grad.dtype for p in model.parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return dtypes, [local_of(p) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8"])
+def test_gradients_have_the_nominal_dtype_and_nothing_is_lost(name):
+    wide, narrow = (threaded.run(2, trained_in, dtype, name) for dtype in (torch.float32, torch.bfloat16))
+    for (dtypes, params), (narrow_dtypes, narrow_params) in zip(wide, narrow, strict=True):
+        assert (dtypes, narrow_dtypes) == ({torch.float32}, {torch.bfloat16})
+        for a, b in zip(params, narrow_params, strict=True):
+            assert torch.equal(a.codes, b.codes)
+            assert torch.equal(a.scales, b.scales)

@@ -59,3 +59,23 @@ def refused(rank):
 
 def test_functions_take_one_ranks_tensors():
     threaded.run(2, refused)
+
+
+def values_of_a_weight(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    q = bfp.quantize(torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), "mxfp8_e4m3_32x32")
+    model = torch.nn.Sequential(bfp.Linear(96, 64, bias=False, recipe="mxfp8"))
+    weight = bfp.parallelize(model[0], mesh, "column").weight
+    weight.detach().to_local().copy_(q[32 * rank : 32 * (rank + 1)])
+    for held in (weight, weight.detach()):
+        with pytest.raises(NotImplementedError, match=r"to_local\(\)\.dequantize\(\) .*high_precision_state_dict\(model\)"):
+            held.dequantize()
+        with pytest.raises(NotImplementedError, match=r"of a DTensor on its to_local\(\)"):
+            held + 1
+    assert torch.equal(weight.to_local().dequantize(), q.dequantize().chunk(2)[rank])
+    whole = bfp.high_precision_state_dict(model)["0.weight"]
+    assert torch.equal(whole, q.dequantize())
+
+
+def test_values_of_a_weight():
+    threaded.run(2, values_of_a_weight)

@@ -192,3 +192,16 @@ def test_wrong_settings():
     layer = bfp.Linear(32, 32, recipe="mxfp8", weights="high_precision")
     with pytest.raises(ValueError, match=r"has no codes between two steps.*osci_reset=None"):
         bfp.AdamW(layer.parameters(), osci_reset=SETTINGS)
+    plain, frozen = nn.Parameter(torch.ones(32, 32)), nn.Parameter(bfp.quantize(values((32, 32), 0), "mxfp4_e2m1_32x32"), False)
+    for params in (
+        [plain],
+        [plain, frozen],
+        [{"params": [plain], "osci_reset": SETTINGS}, {"params": [q], "osci_reset": None}],
+    ):
+        with pytest.raises(
+            ValueError, match=r"osci_reset = OsciReset\(period=5, .*none of its trained parameters is quantized"
+        ):
+            bfp.AdamW(params, osci_reset=SETTINGS)
+    with pytest.raises(ValueError, match="none of its trained parameters is quantized"):
+        bfp.Adam([plain], osci_reset=SETTINGS)
+    bfp.AdamW([{"params": [q]}, {"params": [plain], "weight_decay": 0.0}], osci_reset=SETTINGS)

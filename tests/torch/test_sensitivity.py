@@ -236,6 +236,22 @@ def test_plans():
     assert table.rows()[0]["path"] == "up"
 
 
+def test_plans_leave_what_the_filter_left():
+    model = made()
+    table = bfp.sensitivity(model, batches(), ("nvfp4", "mxfp8"), filter_fn=lambda path, layer: path != "head")
+    assert table.excluded == ("head",)
+    converted = bfp.convert(copy.deepcopy(model), table.plan("nvfp4", layers=0.0))
+    assert [path for path in paths(model) if not isinstance(converted.get_submodule(path), bfp.Linear)] == ["head"]
+
+    # Of a model that is quantized, plans are for set_recipe: it leaves plain layers, and quantized ones by the plan.
+    for filter_fn, left in ((lambda path, _: path != "head", ()), (lambda path, _: path not in ("head", "up"), ("up",))):
+        table = bfp.sensitivity(converted, batches(), ("mxfp8",), filter_fn=filter_fn)
+        assert table.excluded == left
+        again = bfp.set_recipe(copy.deepcopy(converted), None, table.plan("mxfp8", layers=0.0))
+        recipes = {path: layer.recipe.name for path, layer in again.named_modules() if isinstance(layer, bfp.Linear)}
+        assert recipes == {path: "nvfp4" if path in left else "mxfp8" for path in paths(model) if path != "head"}
+
+
 def test_wrong_calls():
     model = made()
     table = bfp.sensitivity(model, batches(), ("nvfp4",))

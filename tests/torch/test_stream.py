@@ -9,6 +9,7 @@ import pytest
 import threaded
 import torch
 import torch.distributed as dist
+from blockfp.torch_backend.checkpoint.stream import _Digests
 from resumed import MESHES, model_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -223,3 +224,20 @@ def test_a_bucket_is_one_collective_where_rows_are_cut_evenly():
 
     threaded.run(2, rank)
     assert sent == [["all_gather_into_tensor_coalesced"]] * 2
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor that looks as if the host couldn't read it."""
+
+    is_cpu = False
+
+
+def test_digests_of_another_device_share_memory():
+    digests, places = _Digests(), []
+    for sizes in ((40, 3, 0), (7, 36), (100,)):
+        plain = {str(i): torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
+        elsewhere = {name: tensor.as_subclass(_Elsewhere) for name, tensor in plain.items()}
+        assert digests.of(elsewhere) == digests.of(plain) == {name: sha256(tensor) for name, tensor in plain.items()}
+        places.append((digests._memory.data_ptr(), digests._memory.numel()))
+    assert places[0] == places[1] != places[2]
+    assert places[2][1] == 200

@@ -315,6 +315,7 @@ def _check(found: _Found, known: Layout) -> None:
 def _gather(
     units: Mapping[str, list[Entry]], found: _Found, bucket_bytes: int, keeps: bool, sha256: bool
 ) -> Iterator[WeightBucket]:
+    digests = _Digests() if sha256 else None
     for names in saving.divided(units, bucket_bytes) if units else []:
         together = {(name, part): rows for name in names for part, rows in found.rows.get(name, {}).items()}
         found.gathered.update(gather_rows(together))
@@ -328,13 +329,29 @@ def _gather(
                 tensors[entry.name] = value.contiguous()
         # Not every layout has every part.
         found.gathered.clear()
-        yield WeightBucket(tensors, _digests(tensors) if sha256 else {}, sum(entry.nbytes for entry in entries))
+        yield WeightBucket(tensors, digests.of(tensors) if digests else {}, sum(entry.nbytes for entry in entries))
 
 
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    # Hashing goes on without the interpreter; copies are this thread's, which knows the stream that tensors are made on.
-    with ThreadPoolExecutor(max_workers=_HASHING) as pool:
-        sums = [
-            pool.submit(hashlib.sha256, tensor.cpu().reshape(-1).view(torch.uint8).numpy().data) for tensor in tensors.values()
-        ]
-        return {name: made.result().hexdigest() for name, made in zip(tensors, sums, strict=True)}
+class _Digests:
+    """SHA-256 of buckets, one after another; tensors of a GPU are copied to memory that the next bucket's take again.
+
+    Memory that is new to the process is mapped page by page, which takes longer than copying and hashing together.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Returns the digest of each tensor's bytes, row-major, in hexadecimal."""
+        flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+        sizes = [0 if each.is_cpu else each.numel() for each in flat.values()]
+        if sum(sizes) > self._memory.numel():
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        places = self._memory[: sum(sizes)].split(sizes)
+        # Hashing goes on without the interpreter; copies are this thread's, which knows the stream that tensors are made on.
+        with ThreadPoolExecutor(max_workers=_HASHING) as pool:
+            sums = [
+                pool.submit(hashlib.sha256, (each if each.is_cpu else place.copy_(each)).numpy().data)
+                for each, place in zip(flat.values(), places, strict=True)
+            ]
+            return {name: made.result().hexdigest() for name, made in zip(flat, sums, strict=True)}

@@ -6,8 +6,7 @@ enqueue work on the current stream, wait for nothing, and may be captured in a g
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,6 +22,8 @@ from blockfp.formats import Format
 from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers, largest_multiplier, stored_numbers
+
+from .allocation import maker
 
 
 class Both(NamedTuple):
@@ -73,12 +74,6 @@ def key_beside(key: Any, x: Array) -> Any:
         return key.view(torch.int32) if key.dtype is torch.uint32 else key.to(torch.int32)
     words = [int(w) - (1 << 32) if int(w) >> 31 else int(w) for w in key_words(key)]
     return torch.tensor(words, dtype=torch.int32, device=x.device)
-
-
-@lru_cache(maxsize=4096)
-def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous array."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def outputs_of(x: Array, shape: tuple[int, ...], format: Format, origin: Origin = (0, 0)) -> tuple[Array, Array]:
@@ -313,37 +308,49 @@ def turned_parts(parts: Sequence[Array], format: Format, columns: int) -> tuple[
     """As `transpose`, of [codes, scales, ..]; one scale for the whole tensor comes back itself."""
     codes, scales = parts[0], parts[1]
     key = (format, codes.shape, codes.dtype, codes.device, scales.shape, scales.dtype, scales.device, columns)
-    plan = _turns.get(key)
-    if plan is None:
-        check_beside(codes, "codes", scales=scales)
-        check_square(format)
-        check_codes(codes, columns, format)
-        leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
-        shape = (*leading, *layout.codes_shape((columns, rows), format))
-        flipped = (*scales.shape[:-2], scales.shape[-1], scales.shape[-2])
-        bits_of_scales = 0 if format.per_tensor else 32 if format.scale.dtype == "float32" else 8
+    turn = _turns.get(key)
+    if turn is None:
         if len(_turns) >= _MOST_TURNS:
             _turns.clear()
-        lie = (shape, strides_of(shape), format.element.bits, rows, flipped, strides_of(flipped), bits_of_scales)
-        plan = _turns[key] = (library().transpose, *lie)
-    run, shape, strides, size, rows, flipped, flipped_strides, bits_of_scales = plan
-    out = torch.empty_strided(shape, strides, dtype=codes.dtype, device=codes.device)
-    run(codes.contiguous(), out, size, rows, columns)
-    if not bits_of_scales:
-        return out, scales
-    turned = torch.empty_strided(flipped, flipped_strides, dtype=scales.dtype, device=scales.device)
-    run(scales.contiguous(), turned, bits_of_scales, flipped[-1], flipped[-2])
-    return out, turned
+        turn = _turns[key] = turner(parts, format, columns)
+    return turn(parts)
 
 
-_turns: dict[Any, tuple[Any, ...]] = {}
-"""Plan of `turned_parts`, made once for tensors of a kind."""
+def turner(parts: Sequence[Array], format: Format, columns: int) -> Callable[[Sequence[Array]], tuple[Array, Array]]:
+    """Plans `turned_parts` of parts that lie as these do."""
+    codes, scales = parts[0], parts[1]
+    check_beside(codes, "codes", scales=scales)
+    check_square(format)
+    check_codes(codes, columns, format)
+    leading, rows = tuple(codes.shape[:-2]), codes.shape[-2]
+    new = maker((*leading, *layout.codes_shape((columns, rows), format)), codes.dtype, codes.device)
+    *groups, down, across = scales.shape
+    new_scales = maker((*groups, across, down), scales.dtype, scales.device)
+    run, size, size_of_scales = library().transpose, format.element.bits, 32 if format.scale.dtype == "float32" else 8
+    whole = format.per_tensor
+
+    def turn(parts: Sequence[Array]) -> tuple[Array, Array]:
+        out, scales = new(), parts[1]
+        run(parts[0].contiguous(), out, size, rows, columns)
+        if whole:
+            return out, scales
+        turned = new_scales()
+        run(scales.contiguous(), turned, size_of_scales, down, across)
+        return out, turned
+
+    return turn
+
+
+_turns: dict[Any, Callable[[Sequence[Array]], tuple[Array, Array]]] = {}
+"""Plans of `turned_parts`, made once for tensors of a kind."""
 switch.when_turned(_turns.clear)
 
 _MOST_TURNS = 4096
 
 
-def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False) -> Array:
+def gradient_keys(
+    key: Array, step: Array | None, rank: int, groups: int, *, advance: bool = False, single: bool = False
+) -> Array:
     """`fold_in` of a key and, one after another, the step, the rank, 0 or 1 for the direction, and the group.
 
     Args:
@@ -352,13 +359,15 @@ def gradient_keys(key: Array, step: Array | None, rank: int, groups: int, *, adv
         rank: negative where none is folded in.
         groups: how many; negative for a layer without groups.
         advance: raises the step by one afterwards, in the same launch.
+        single: leaves out the axis of groups, of a layer without.
 
     Returns:
-        int32 [groups or 1, 2, 2].
+        int32 [groups or 1, 2, 2]; [2, 2] of a single one.
     """
     if step is not None and step.device != key.device:
         check_beside(key, "key", step=step)
-    out = torch.empty_strided((1 if groups < 0 else groups, 2, 2), (4, 2, 1), dtype=torch.int32, device=key.device)
+    shape, strides = ((2, 2), (2, 1)) if single else ((1 if groups < 0 else groups, 2, 2), (4, 2, 1))
+    out = torch.empty_strided(shape, strides, dtype=torch.int32, device=key.device)
     library().fold_keys(key.contiguous(), step, rank, groups, advance, out)
     return out
 

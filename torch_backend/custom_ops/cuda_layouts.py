@@ -15,7 +15,8 @@ from blockfp.kernels import switch
 from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers
 
-from .cuda import check_beside, strides_of
+from .allocation import maker, strides_of
+from .cuda import check_beside
 
 
 def aligned_columns(columns: int) -> int:
@@ -56,6 +57,19 @@ def align(codes: Array, scales: Array, format: Format | str, *, columns: int, tr
     powers = torch.empty_strided(grid, strides_of(grid), dtype=torch.float32, device=codes.device)
     run(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
     return out, powers
+
+
+def aligner(codes: Array, format: Format, columns: int, transposed: bool) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """Plans `align` for matrices that lie as these do."""
+    run, shape, grid, numbers = _aligned(codes.shape, format, columns, transposed)
+    new, new_powers = maker(shape, torch.uint8, codes.device), maker(grid, torch.float32, codes.device)
+
+    def aligned(codes: Array, scales: Array) -> tuple[Array, Array]:
+        out, powers = new(), new_powers()
+        run(codes.contiguous(), scales.contiguous(), out, powers, *numbers)
+        return out, powers
+
+    return aligned
 
 
 class AlignPlan(NamedTuple):

@@ -14,7 +14,8 @@ from blockfp.kernels.cuda_library import library
 from blockfp.kernels.format_numbers import format_numbers
 
 from . import cuda
-from .cuda import check_beside, check_input_on_device, limits, strides_of
+from .allocation import maker
+from .cuda import check_beside, check_input_on_device, limits
 from .cuda_layouts import align_parts, align_plans, aligned_shapes
 from .overflow import marker
 
@@ -30,6 +31,7 @@ def reader(
     given: bool,
     random: bool,
     aligned: tuple[bool, bool] = (False, False),
+    one_scale: bool = False,
 ) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
     """Plans to quantize matrices that lie as x does, with adjacent columns, along one axis or both, from one read.
 
@@ -44,6 +46,7 @@ def reader(
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
         random: whether both directions are rounded stochastically.
         aligned: which directions come aligned, of MX in blocks of 1x32.
+        one_scale: whether a scale for the whole tensor is one tensor for both directions, where nobody writes into it.
 
     Returns:
         A function of a matrix, its amax, int32 [1], a multiplier, float32 of one element, and keys, int32 [2, 2]; each None
@@ -61,32 +64,34 @@ def reader(
         return _aligned_reader(x, format, rows, wanted[1] if columns else None)
     outputs: list[Any] = []
     for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):
-        found = [(size, strides_of(size), getattr(torch, name)) for size, name in layout.parts(shape, format) if wanted]
+        found = [maker(size, getattr(torch, name), device) for size, name in layout.parts(shape, format) if wanted]
         outputs += found + [None] * (3 - len(found))
     absent = [place for place in reversed(range(len(outputs))) if outputs[place] is None]
-    made = [(place, *one) for place, one in enumerate(outputs) if one is not None]
+    one_scale = one_scale and format.per_tensor and rows and columns
+    made = [(place, new) for place, new in enumerate(outputs) if new is not None and not (one_scale and place == 4)]
     measures, in_blocks = not given and format.has_tensor_scale, not format.has_tensor_scale
-    words = (2 if rotate and measures else 1,)
+    new_word = maker((2 if rotate and measures else 1,), torch.int32, device)
     numbers = (*format_numbers(format), measures, eps_bits, largest, rotate, True, 0, 0, 0, 0)
-    empty, int32 = torch.empty_strided, torch.int32
     # In a pass of its own, where the kernel that aligns doesn't quantize so.
     shifts = align_plans(x.shape, format if rows else None, format if columns else None, aligned)
 
     def read(x, amax=None, multiplier=None, keys=None):
         known = recorded = None
         if measures:
-            known = empty(words, (1,), dtype=int32, device=device)
+            known = new_word()
         elif in_blocks:
-            recorded = empty(words, (1,), dtype=int32, device=device)
+            recorded = new_word()
         elif multiplier is None:
             known = amax
         else:
-            known, recorded = multiplier, empty(words, (1,), dtype=int32, device=device)
+            known, recorded = multiplier, new_word()
         if given and known is not None and known.device != device:
             check_beside(x, "x", **{"amax" if multiplier is None else "multiplier": known})
         parts: list[Any] = [None] * 6
-        for place, size, strides, dtype in made:
-            parts[place] = empty(size, strides, dtype=dtype, device=device)
+        for place, new in made:
+            parts[place] = new()
+        if one_scale:
+            parts[4] = parts[1]
         run(x, known, recorded, keys if random else None, *parts, *numbers)
         for place in absent:
             del parts[place]
@@ -112,7 +117,7 @@ def _aligned_reader(
         row: whether codes along the rows are wanted, aligned.
         column: whether those of the transposed matrix are aligned, or stay those of the format; None where they aren't wanted.
     """
-    device, run, empty = x.device, library().quantize_aligned, torch.empty_strided
+    device, run = x.device, library().quantize_aligned
     *leading, height, width = x.shape
     turned = (*leading, width, height)
     found = [*(aligned_shapes(x.shape) if row else (None, None)), *(aligned_shapes(turned) if column else (None, None))]
@@ -120,18 +125,21 @@ def _aligned_reader(
     stored = layout.parts(turned, format) if column is False else (None, None)
     outputs += [None if one is None else (one[0], False) for one in stored]
     made = [
-        (place, one[0], strides_of(one[0]), torch.float32 if one[1] else torch.uint8)
+        (place, maker(one[0], torch.float32 if one[1] else torch.uint8, device))
         for place, one in enumerate(outputs)
         if one is not None
     ]
-    numbers = format_numbers(format)
+    absent = [place for place in reversed(range(6)) if outputs[place] is None]
+    new_word, numbers = maker((1,), torch.int32, device), format_numbers(format)
 
     def read(x, amax=None, multiplier=None, keys=None):
         parts: list[Any] = [None] * 6
-        for place, size, strides, dtype in made:
-            parts[place] = empty(size, strides, dtype=dtype, device=device)
-        run(x, empty((1,), (1,), dtype=torch.int32, device=device), *parts, *numbers)
-        return [part for part in parts if part is not None]
+        for place, new in made:
+            parts[place] = new()
+        run(x, new_word(), *parts, *numbers)
+        for place in absent:
+            del parts[place]
+        return parts
 
     return read
 

@@ -15,6 +15,7 @@ from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, stored_numbers
 
 from . import cuda
+from .allocation import maker
 from .dtypes import name_of
 from .kernels import kernels_for
 from .quantize_plans import kept
@@ -64,10 +65,10 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
     check_output_dtype(name)
     check_codes(codes, columns, format)
     check_scales(scales, tensor_scale, shape, format, origin)
-    numbers, device, strides = (*stored_numbers(format), *origin), codes.device, cuda.strides_of(tuple(shape))
+    numbers, device = (*stored_numbers(format), *origin), codes.device
 
     def on_the_device(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        out = new()
         dequantize(codes.contiguous(), scales.contiguous(), tensor_scale, out, *numbers)
         return out
 
@@ -87,4 +88,7 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
     if kernels is numerics:
         return by_the_definition
     dequantize = (cuda if kernels is cuda else native).library().dequantize
-    return on_the_device if kernels is cuda else on_the_host
+    if kernels is native:
+        return on_the_host
+    new = maker(shape, dtype, device)
+    return on_the_device

@@ -28,6 +28,7 @@ def gradient_keys(
     groups: int | None = None,
     advance: bool = False,
     now: bool = False,
+    single: bool = False,
 ) -> Tensor:
     """The keys that a layer's gradients are rounded with, int32 [groups or 1, 2, 2]: of each group, rowwise and columnwise.
 
@@ -40,18 +41,19 @@ def gradient_keys(
         groups: how many groups (experts) the layer has; None for a layer without.
         advance: raises the step by one afterwards.
         now: whether nothing is known to trace, and no mode to watch operations.
+        single: leaves out the axis of groups, of a layer without.
     """
     count = -1 if groups is None else groups
     if not now and (torch.compiler.is_compiling() or not runs_now(key)):
         keys = _op(key, step, list(folds), count)
     elif kernels_for(key) is cuda and len(folds) < 2:
-        return cuda.gradient_keys(key, step, folds[0] if folds else -1, count, advance=advance)
+        return cuda.gradient_keys(key, step, folds[0] if folds else -1, count, advance=advance, single=single)
     else:
         keys = _gradient_keys(key, step, list(folds), count)
     if advance:
         assert step is not None
         step.add_(1)
-    return keys
+    return keys[0] if single else keys
 
 
 @impl(_op)

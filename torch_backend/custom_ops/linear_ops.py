@@ -151,19 +151,9 @@ def forward(
     added = None if bias is None else bias.dtype
     own = found is None
     key = (
-        casts,
-        keep,
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.device,
-        multiplier is None,
-        weight.shape,
-        scales is None,
-        origin,
-        added,
-        own,
-    )
+        casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None,
+        weight.shape, scales is None, origin, added, own,
+    )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:
         plan = _plan_forward(x, multiplier is not None, recipe_of(casts), keep, origin, own)
@@ -200,7 +190,8 @@ def _plan_forward(x: Tensor, multiplied: bool, recipe: Recipe, keep: bool, origi
     quantize = None
     if row is not None or column is not None:
         rotate = column is not None and recipe.input_columnwise.rotate
-        quantize = plan_of(x, row, column, False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
+        known = (False, multiplied, (False, False), rotate, recipe.eps, (aligned, False))
+        quantize = plan_of(x, row, column, *known, one_scale=True)
     fast = "forward" in recipe.fast_accum
     cast = (x.dtype, str(row), str(column), column is not None and recipe.input_columnwise.rotate, recipe.eps, aligned)
     return _Forward(quantize, row, _count(row), aligned, weight, fast, exact, cast)
@@ -244,8 +235,10 @@ def backward(
     Returns:
         The gradients that are wanted, of x [tokens, in] and of the weight [out, in]; with a multiplier the amax of what came.
     """
-    key = (casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device)
-    key = (*key, amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned)
+    key = (
+        casts, needs_x, needs_weight, gradient.shape, gradient.stride(), gradient.dtype, gradient.device,
+        amax is None, multiplier is None, scales is None, columns, dtype, origin, x_aligned,
+    )  # fmt: skip
     plan = _backwards.get(key)
     if plan is None:
         recipe = recipe_of(casts)
@@ -317,7 +310,8 @@ def _plan_backward(
     if rowwise is not None or columnwise is not None:
         random = (row is not None and row.stochastic, column is not None and column.stochastic)
         rotate = column is not None and column.rotate
-        quantize = plan_of(gradient, rowwise, columnwise, knows_amax, multiplied, random, rotate, recipe.eps, aligned)
+        known = (knows_amax, multiplied, random, rotate, recipe.eps, aligned)
+        quantize = plan_of(gradient, rowwise, columnwise, *known, one_scale=True)
     fast = ("dgrad" in recipe.fast_accum, "wgrad" in recipe.fast_accum)
     return _Backward(
         quantize,

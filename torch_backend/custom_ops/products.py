@@ -32,6 +32,7 @@ from blockfp.kernels.products import plan
 from blockfp.kernels.routes import Route, route
 
 from . import cuda, cuda_layouts, kernels
+from .allocation import maker
 from .blackwell_products import BLACKWELL
 from .dequantize_plans import plan_of
 from .dtypes import name_of
@@ -211,20 +212,21 @@ def product_of(
     run = _on_codes(device, *formats, m, n, width, dtype, bias, **options)
     if not aligned and not transposed:
         return run
-    columns, aligns_a, aligns_b = n if transposed else k, aligned and not a.aligned, aligned and not b.aligned
-    if aligned and not aligns_a and not aligns_b:
+    columns = n if transposed else k
+    if not aligned:
+        turn = cuda.turner(b.parts, b_format, n)
+        return lambda a, b, bias: run(a, turn(b), bias)
+    align_a = None if a.aligned else cuda_layouts.aligner(a.parts[0], a_format, k, False)
+    align_b = None if b.aligned else cuda_layouts.aligner(b.parts[0], b_format, columns, transposed)
+    if align_a is None and align_b is None:
         return run
 
-    def on_other_codes(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-        if aligns_a:
-            a = cuda_layouts.align(a[0], a[1], a_format, columns=k)
-        if aligns_b:
-            b = cuda_layouts.align(b[0], b[1], b_format, columns=columns, transposed=transposed)
-        elif not aligned:
-            b = cuda.turned_parts(b, b_format, n)
+    def on_aligned_codes(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+        a = a if align_a is None else align_a(a[0], a[1])
+        b = b if align_b is None else align_b(b[0], b[1])
         return run(a, b, bias)
 
-    return on_other_codes
+    return on_aligned_codes
 
 
 def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact: bool, in_order: bool = True) -> bool:
@@ -272,14 +274,15 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     transposed, columns, factored = b.transposed, n if b.transposed else k, chosen.scale_product
     known = getattr(torch, chosen.dtype) if chosen.dtype else None
     mixed = known is None or a.format is None or b.format is None
-    scaled = [x.format is not None and x.format.has_tensor_scale for x in (a, b)]
-    shape, strides, device = (a.parts[0].shape[0], n), (n, 1), a.parts[0].device
+    a_scaled, b_scaled = (x.format is not None and x.format.has_tensor_scale for x in (a, b))
+    new = maker((a.parts[0].shape[0], n), dtype, a.parts[0].device)
     left_values = right_values = None
     # A scale per tensor can't be left out of values by leaving it out of the call: it has no scales below it.
     one_scale = factored and any(x.format is not None and x.format.per_tensor for x in (a, b))
     if known is not None and a.format is not None and b.format is not None and not one_scale:
         left_values = plan_of(a.parts, a.format, known, k, a.origin)
         right_values = plan_of(b.parts, b.format, known, columns, b.origin)
+    a_whole, b_whole = (not factored and len(x.parts) > 2 for x in (a, b))
 
     def run(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> Tensor:
         working: Any = known
@@ -287,8 +290,8 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
             of_values = [x[0].dtype for x, kind in ((a, left_kind), (b, right_kind)) if kind.format is None or known is None]
             working = reduce(torch.promote_types, of_values if known is None else [known, *of_values])
         if left_values is not None and right_values is not None:
-            left = left_values(a[0], a[1], None if factored or len(a) == 2 else a[2])
-            right = right_values(b[0], b[1], None if factored or len(b) == 2 else b[2])
+            left = left_values(a[0], a[1], a[2] if a_whole else None)
+            right = right_values(b[0], b[1], b[2] if b_whole else None)
         else:
             left = left_kind._replace(parts=a).values(working, k, factored=factored)
             right = right_kind._replace(parts=b).values(working, columns, factored=factored)
@@ -297,12 +300,12 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
             wide = working is not torch.float32
             out = torch.mm(left, right, out_dtype=torch.float32) if wide else torch.mm(left, right)
             # One, so that the product is read once. It is zero only where the operands' amaxes multiply to less than 1e-31.
-            factor = a[-1] if scaled[0] else b[-1]
-            if scaled[0] and scaled[1]:
+            factor = a[-1] if a_scaled else b[-1]
+            if a_scaled and b_scaled:
                 factor = factor * b[-1]
             factor = factor.view(()) if factor.ndim else factor
             if bias is None:
-                return torch.mul(out, factor, out=torch.empty_strided(shape, strides, dtype=dtype, device=device))
+                return torch.mul(out, factor, out=new())
             return torch.addcmul(bias.float(), out, factor).to(dtype)
         if working is dtype or not left.is_cuda or working is torch.float32:
             out = torch.mm(left, right) if bias is None else torch.addmm(bias.to(working), left, right)
@@ -400,7 +403,8 @@ def _on_codes(
         **options,
     )
     workspace_bytes, adds_bias, numbers = planned.workspace, planned.adds_bias, planned.numbers
-    shape, strides, empty, multiply = (m, n), (n, 1), torch.empty_strided, cuda_library.library().product
+    new, multiply = maker((m, n), dtype, device), cuda_library.library().product
+    new_workspace = maker((workspace_bytes,), torch.uint8, device) if workspace_bytes else None
 
     def run(
         a: Sequence[Tensor],
@@ -410,8 +414,8 @@ def _on_codes(
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:
-            out = empty(shape, strides, dtype=dtype, device=device)
-        workspace = empty((workspace_bytes,), (1,), dtype=torch.uint8, device=device) if workspace_bytes else None
+            out = new()
+        workspace = None if new_workspace is None else new_workspace()
         added = bias.contiguous() if bias is not None and adds_bias else None
         # The library reads contiguous codes that begin on multiples of 16 bytes.
         left, left_scales, right, right_scales = a[0].contiguous(), a[1].contiguous(), b[0].contiguous(), b[1].contiguous()

@@ -86,6 +86,8 @@ def plan_of(
     rotate: bool,
     eps: float,
     aligned: Aligned = NEITHER,
+    *,
+    one_scale: bool = False,
 ) -> Run:
     """Makes the plan for matrices that lie as x does.
 
@@ -98,6 +100,7 @@ def plan_of(
         rotate: whether the random Hadamard transform comes before the columnwise direction.
         eps: lifts amaxes, of formats where it has a meaning.
         aligned: which directions come aligned; on a device whose products take such operands (`products.comes_aligned`).
+        one_scale: whether both directions may have one tensor as the scale of the whole; no op's results may.
 
     Raises:
         TypeError, ValueError: x can't be quantized, or no such plan exists.
@@ -109,7 +112,7 @@ def plan_of(
     # The kernels choose between scales of 1x16 along the rows alone.
     chooses = column is not None and column.scale.four_over_six and not column.square
     if run is cuda and not chooses:
-        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned)
+        return _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned, one_scale)
     if run is native:
         plan = _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps)
     else:
@@ -125,7 +128,7 @@ def part_count(format: Format) -> int:
 # ---- the CUDA kernels
 
 
-def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned) -> Run:
+def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, aligned, one_scale=False) -> Run:
     """One call where both directions share a format and a way of rounding, otherwise one for each."""
     if rotate and column is not None and not cuda_rotates(column):
         return _rotated_apart(x, row, column, knows_amax, multiplied, random, eps, aligned)
@@ -137,7 +140,7 @@ def _cuda_plan(x, row, column, knows_amax, multiplied, random, rotate, eps, alig
     reads = []
     for format, rows, columns, stochastic in wanted:
         given = multiplied or (knows_amax and format.per_tensor)
-        options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic}
+        options = {"rotate": rotate and columns, "eps": eps_for(format, eps), "random": stochastic, "one_scale": one_scale}
         own = x.contiguous() if strided else x
         reads.append(reader(own, format, rows=rows, columns=columns, given=given, aligned=aligned, **options))
     if len(reads) == 1 and not strided:

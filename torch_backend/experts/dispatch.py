@@ -297,9 +297,10 @@ class _Combine(torch.autograd.Function):
         needs = weights is not None and weights.requires_grad
         ctx.save_for_backward(*([] if weights is None else [weights]), *([rows] if needs else []))
         out = torch.zeros((way.tokens, y.shape[1]), dtype=torch.float32, device=y.device)
+        # Operations of two dtypes cast what they read: values in float32 would be passes over memory.
+        wide = None if weights is None else weights.float()
         for choice in range(way.k):
-            row = rows[:, choice].float()
-            out += row if weights is None else row * weights[:, choice, None].float()
+            out += rows[:, choice] if wide is None else rows[:, choice] * wide[:, choice, None]
         return out.to(y.dtype)
 
     @staticmethod
@@ -310,15 +311,16 @@ class _Combine(torch.autograd.Function):
         d_weights = d_y = None
         if rows is not None and weights is not None:
             wide = gradient.float()
-            each = [(rows[:, choice].float() * wide).sum(1) for choice in range(way.k)]
+            each = [(rows[:, choice] * wide).sum(1) for choice in range(way.k)]
             d_weights = torch.stack(each, 1).to(weights.dtype) if each else torch.zeros_like(weights)
         if ctx.needs_input_grad[0]:
             cast: Cast = ctx.cast
             if weights is None:
                 slots, of_row = gradient, way.token_of()
             else:
-                slots, of_row = gradient[:, None].float() * weights[..., None].float(), None
-                slots = slots.to(ctx.dtype).view(way.tokens * way.k, gradient.shape[1])
+                slots, of_row = gradient.new_empty((way.tokens, way.k, gradient.shape[1]), dtype=ctx.dtype), None
+                torch.mul(gradient[:, None], weights[..., None].float(), out=slots)
+                slots = slots.flatten(0, 1)
             key = None
             if cast.stochastic:
                 rank = ctx.state.rank * way.group.ranks + way.group.rank

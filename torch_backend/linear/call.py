@@ -35,6 +35,8 @@ class Call:
         traced: whether a compiler traces the call.
         aligns: whether the input comes aligned (`products.comes_aligned`), rowwise and columnwise, if whoever multiplies it and
             the weight's origin allow it.
+        takes_axes: whether x may have any number of axes for the layer's autograd function: that of one rank, of a direct call
+            without groups. Each view outside of it would be a node of the graph.
         dtype: to which x and the parameters are cast by autocast; None outside of it.
     """
 
@@ -49,6 +51,7 @@ class Call:
     direct: bool = False
     traced: bool = False
     aligns: Aligned = NEITHER
+    takes_axes: bool = False
     dtype: torch.dtype | None = None
 
 
@@ -57,8 +60,11 @@ def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None,
     return [(None, x)] if counts is None else list(enumerate(x.split(list(counts))))
 
 
-def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False) -> Tensor:
-    """Returns the keys of this backward, int32 [groups or 1, 2, 2], and moves the step on; `now` as for `gradient_keys`."""
+def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: bool = False) -> Tensor:
+    """Returns the keys of this backward, int32 [groups or 1, 2, 2], and moves the step on.
+
+    `now` and `single` are as for `gradient_keys`.
+    """
     call: Call = ctx.call
     groups, own = len(ctx.counts) if call.grouped else None, None
     if groups is not None and call.parallel is not None and call.parallel.style == "experts":
@@ -66,9 +72,10 @@ def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False) -> Tensor
         own = slice(call.parallel.first, call.parallel.first + groups)
         groups = call.parallel.features
     if call.rank is None:
-        keys = gradient_keys(ctx.key, groups=groups, now=now)
+        keys = gradient_keys(ctx.key, groups=groups, now=now, single=single)
     else:
-        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), groups=groups, advance=True, now=now)
+        known = {"groups": groups, "now": now, "single": single}
+        keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), advance=True, **known)
     return keys if own is None else keys[own]
 
 

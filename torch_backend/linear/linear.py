@@ -21,7 +21,7 @@ from ..custom_ops.shared_casts import SharedCast, shared_cast
 from ..quantized_tensor import sharding
 from ..quantized_tensor.keys import key_tensor
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
-from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
+from ..torch_internals import dispatch_modes, functorch_is_active, unsafe_view, unwrap_if_dead
 from .call import Call
 from .functional import transformed
 from .grouped_function import GroupedFunction, counts_of, ends_of, run_grouped, takes
@@ -124,8 +124,6 @@ def apply(
         call = _calls.get(known)
     if call is None:
         check_tensors(x, weight, bias, grouped=grouped, transposed=transposed)
-    # Not reshape: of no elements it can't infer a length.
-    rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
     if transforms:
         run = lambda x, weight, bias: _run(  # noqa: E731
             x,
@@ -138,14 +136,17 @@ def apply(
             offs,
             transposed,
         )
-        y = transformed(rows, weight, bias, run)
+        y = transformed(_rows(x), weight, bias, run)
     else:
         if call is None:
-            call = call_of(rows, weight, bias, recipe, state, key, grouped, shared)
+            call = call_of(_rows(x), weight, bias, recipe, state, key, grouped, shared)
             if known is not None:
                 kept(_calls, known, call)
         shares = call.direct and known is not None and recipe.delayed is None and not x.is_leaf
         shared_input = shared_cast(x) if shares else None
+        if x.ndim > 2 and type(x) is Tensor and call.takes_axes and not dispatch_modes():
+            return _run(x, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+        rows = x if x.ndim == 2 else _rows(x)
         y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
         if traced and parallel is None:
             y = export_ops.outputs(y, rows, weight, bias)
@@ -156,6 +157,11 @@ def apply(
         leading[shared.sequence_dim] = parallel.output_tokens(leading[shared.sequence_dim])
     # As torch's own linear does it: the result is no view, which FSDP2 warns of and in-place operations refuse.
     return unsafe_view(y, [*leading, y.shape[-1]])
+
+
+def _rows(x: Tensor) -> Tensor:
+    # Not reshape: of no elements it can't infer a length.
+    return x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 # Calls whose arguments were checked, by all that the checks look at. A dictionary: compiled code calls no cache of functools.
@@ -178,10 +184,10 @@ def known_by(
     """All that a call of one rank without groups is checked for, and that its `Call` is made of."""
     device = x.device
     kind = device.type
-    # A recipe lives as long as the calls that are known by its number: they hold it.
+    # A recipe lives as long as the calls that are known by its number: they hold it. Nothing is unpacked: that takes a list.
     return (
-        *(id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad),
-        *(type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None))),
+        id(recipe), type(x), x.shape[-1:], x.dtype, device, x.requires_grad,
+        type(weight), weight.shape, weight.dtype, weight.device, wants_grad(weight), id(getattr(weight, "format", None)),
         None if bias is None else (type(bias), bias.shape, bias.dtype, bias.device, bias.requires_grad),
         torch.is_grad_enabled(),
         torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None,
@@ -189,7 +195,7 @@ def known_by(
         state is None or state.rng_key is None or state.step is None,
         key is None,
         transposed,
-    )
+    )  # fmt: skip
 
 
 def check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, *, grouped: bool, transposed: bool) -> None:
@@ -250,7 +256,8 @@ def call_of(
             comes_aligned(x, recipe.input.format, recipe.weight.format, exact=recipe.exact_products),
             comes_aligned(x, recipe.input_columnwise.format, recipe.gradient_columnwise.format, exact=recipe.exact_products),
         )
-    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, autocast)
+    takes_axes = direct and not grouped and parallel is None and not recipe.input_columnwise.eden
+    return Call(recipe, stored, grouped, needs, training, rank, parallel, made, direct, traced, aligns, takes_axes, autocast)
 
 
 def _run(
@@ -277,16 +284,21 @@ def _run(
         delayed = (state.input_amax_history, state.input_scale, state.gradient_amax_history, state.gradient_scale)
         words = state.rng_key if key is None else key_tensor(key, x.device)
         tensors = (*(delayed if recipe.delayed else (None,) * 4), words, state.step, state.observed)
+    at_once = not call.traced and not functorch_is_active()
+    function, arguments = SharedFunction.apply, ()
     if call.parallel is None and not call.grouped and not recipe.input_columnwise.eden:
-        function, at_once, arguments = LinearFunction.apply, run_linear, (call, shared, *tensors)
+        function, arguments = LinearFunction.apply, (call, shared, *tensors)
+        if at_once:
+            function, arguments = run_linear, (call, shared, tensors or NO_STATE)
     elif call.grouped and takes(call, None if state is None else state.observed):
         offs = ends_of(counts, x) if offs is None else offs
-        function, at_once, arguments = GroupedFunction.apply, run_grouped, (call, offs, *(tensors or NO_STATE)[:-1])
+        function = run_grouped if at_once else GroupedFunction.apply
+        arguments = (call, offs, *(tensors or NO_STATE)[:-1])
     else:
-        counts = counts_of(offs, x) if counts is None and offs is not None else counts
-        function, at_once, arguments = SharedFunction.apply, None, (call, counts, *(tensors or NO_STATE))
-    if at_once is not None and not call.traced and not functorch_is_active():
-        function, x, weight = at_once, unwrap_if_dead(x), unwrap_if_dead(weight)
+        at_once, counts = False, counts_of(offs, x) if counts is None and offs is not None else counts
+        arguments = (call, counts, *(tensors or NO_STATE))
+    if at_once:
+        x, weight = unwrap_if_dead(x), unwrap_if_dead(weight)
     if dtype is None:
         outputs: Any = function(x, weight, bias, *arguments)
     else:

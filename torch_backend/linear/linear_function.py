@@ -19,7 +19,6 @@ from torch import Tensor
 from blockfp.recipes import HIGH_PRECISION
 
 from ..custom_ops import linear_ops
-from ..custom_ops.library import runs_now
 from ..custom_ops.products import multiply
 from ..custom_ops.shared_casts import SharedCast, latest
 from ..torch_internals import KEEPS_RESULT, VIEWS, apply_of, dispatch_modes
@@ -70,11 +69,13 @@ def layer_backward(
         row, column = recipe.gradient if needs_x else None, recipe.gradient_columnwise if needs_weight else None
         formats = (None if row is None else row.format, None if column is None else column.format)
         stochastic = (row is not None and row.stochastic) or (column is not None and column.stochastic)
-        now = call.direct and runs_now(gradient)
-        keys = keys_of_gradient(ctx, gradient, now=now)[0] if stochastic else None
+        now = call.direct and type(gradient) is Tensor and not gradient.is_meta and not dispatch_modes()
+        keys = keys_of_gradient(ctx, gradient, now=now, single=True) if stochastic else None
         multiplier = None if formats == (None, None) else ctx.scale
-        plain = keys is None and (column is None or not column.rotate)
-        amax = amax_where_compiled(gradient, *formats, plain, multiplier) if compiled else None
+        amax = None
+        if compiled:
+            plain = keys is None and (column is None or not column.rotate)
+            amax = amax_where_compiled(gradient, *formats, plain, multiplier)
         run = linear_ops.backward if now else linear_ops.linear_backward
         w = (None, None, None, (0, 0))
         if parts:
@@ -97,14 +98,23 @@ def layer_backward(
 
 
 class LinearFunction(torch.autograd.Function):
-    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none."""
+    """y from x, weight, bias, a `Call`, casts of x that layers share, and the tensors of `LinearState` or none.
+
+    x is [tokens, in], or where the call `takes_axes` [.., in]; y is alike. Where nothing traces or transforms them the tensors
+    of the state come as one tuple: autograd looks at each argument, in both directions.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call, shared: SharedCast | None, *state: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state or NO_STATE
+        state = state[0] if len(state) == 1 else state or NO_STATE
+        history, scale, ctx.history, ctx.scale, ctx.key, ctx.step, ctx.observed = state
         recipe, (needs_x, needs_weight, _), count = call.recipe, call.needs, call.quantizes_weight
+        rows, leading, ctx.axes = x, [], None
+        if x.ndim > 2:
+            *leading, _ = ctx.axes = x.shape
+            rows = x.flatten(0, -2)
         columnwise = recipe.input_columnwise if needs_weight else HIGH_PRECISION
         format = columnwise.format
         ctx.again, ctx.x_aligned, again = None, False, False
@@ -120,14 +130,17 @@ class LinearFunction(torch.autograd.Function):
         if call.direct and not dispatch_modes():
             multiplier = scale if recipe.input.format is not None or format is not None else None
             w = taken_apart([weight], call)
-            y, *made = linear_ops.forward(x, *w[:3], bias, multiplier, recipe.text, needs_weight and not again, w[3], shared)
+            y, *made = linear_ops.forward(rows, *w[:3], bias, multiplier, recipe.text, needs_weight and not again, w[3], shared)
             if multiplier is not None:
                 largest = made.pop()
                 if history is not None and call.training:
                     record(history, largest, now=True)
             if ctx.observed is not None:
-                observe_again(ctx.observed, "input", x, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
+                observe_again(ctx.observed, "input", rows, recipe.input, columnwise, recipe.eps, multiplier=multiplier)
             kept = made[count:]
+            if ctx.axes is not None:
+                # No view, which FSDP2 warns of and in-place operations refuse; torch's own linear gives none either.
+                y.resize_(*leading, y.shape[1])
         else:
             # Layers that read one input share its casts: compilers know equal operations. Checkpoints keep products alone.
             scaling = Scaling(recipe.eps, scale, history if call.training else None, ctx.observed)
@@ -141,7 +154,7 @@ class LinearFunction(torch.autograd.Function):
             y = multiply(row, operand, size, bias, x.dtype, fast_accum=fast, exact=recipe.exact_products)
             kept = [] if column is None else list(column.parts)
         if again or (needs_weight and format is None):
-            kept = [x]
+            kept = [rows]
             # Of now: it may move on before the backward.
             ctx.input_scale = scale.clone() if again and scale is not None else None
         parts = [weight] if needs_x else []
@@ -161,7 +174,12 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept, *parts, anchor)
         return y, anchor
 
-    backward: Any = staticmethod(layer_backward)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, carried: Tensor | None = None):
+        if ctx.axes is None:
+            return layer_backward(ctx, gradient, carried)
+        d_x, *others = layer_backward(ctx, None if gradient is None else gradient.flatten(0, -2), carried)
+        return None if d_x is None else d_x.reshape(*ctx.axes), *others
 
 
 def taken_apart(parts: list[Tensor], call: Call) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:

@@ -57,7 +57,7 @@ def sensitivity(
         batches: what the model takes: a tensor, a tuple of its arguments, or a dictionary of them; with a loss, what it takes.
         recipes: recipes or their names.
         loss: a function of model and batch that returns a scalar. Without one nothing is said of changes and gradients.
-        filter_fn: called with path and layer; False leaves the layer out.
+        filter_fn: called with path and layer; False leaves the layer out, of plans too.
 
     Returns:
         The table, whose `plan` says which layers to keep in higher precision.
@@ -104,7 +104,8 @@ def sensitivity(
                 change = math.fsum(changes) / len(changes) if changes else None
                 rows.append(layer.row(recipe, change))
     left = [path for path, module in model.named_modules() if _is_left(module)]
-    return Sensitivity(tuple(rows), None if loss is None else math.fsum(base) / len(base), tuple(left))
+    mean = None if loss is None else math.fsum(base) / len(base)
+    return Sensitivity(tuple(rows), mean, tuple(left), tuple(_excluded(model, filter_fn)))
 
 
 class _Measured:
@@ -187,6 +188,15 @@ def _layers(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None
     if not found:
         raise ValueError("model holds no linear layer that could be measured, or filter_fn leaves all of them out")
     return found
+
+
+def _excluded(model: nn.Module, filter_fn: Callable[[str, nn.Module], bool] | None) -> list[str]:
+    """Returns the paths of layers that a plan's last pattern would take although filter_fn leaves them out."""
+    if filter_fn is None:
+        return []
+    # A plan of a model that is quantized already goes to set_recipe, which knows quantized layers alone.
+    taken = {module for module in model.modules() if isinstance(module, Experts | QuantizedLayer)} or convertible(model)
+    return [path for path, module in model.named_modules() if module in taken and not filter_fn(path, module)]
 
 
 def _is_left(module: nn.Module) -> bool:

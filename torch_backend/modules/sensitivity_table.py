@@ -48,11 +48,13 @@ class Sensitivity:
         loss: mean of the loss of the unquantized model; None without a loss.
         left: paths of modules that are quantized, or that `convert` would quantize, and that aren't measured: experts,
             and layers behind a norm.
+        excluded: paths of layers that the measurement's filter_fn left out, and that plans leave as they are.
     """
 
     layers: tuple[LayerSensitivity, ...]
     loss: float | None
     left: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     def rows(self) -> list[dict]:
         """The entries as dictionaries, for tables and JSON."""
@@ -82,10 +84,12 @@ class Sensitivity:
     ) -> dict[str, Recipe | str | None]:
         """Makes a mapping for `convert` (or `set_recipe`) that keeps the most sensitive layers in higher precision.
 
+        Layers that the measurement's filter_fn left out stay as they are.
+
         Exactly one of the budgets is given:
 
         Args:
-            recipe: of all other layers; one that was measured.
+            recipe: of all other layers, experts too; one that was measured.
             keep: the recipe of the layers that are kept; None for high precision.
             layers: the largest share of the layers that is kept, 0 to 1.
             parameters: the largest share of the layers' parameters. Layers are taken by their sensitivity; one that doesn't fit
@@ -113,7 +117,8 @@ class Sensitivity:
             kept = _within(found, budget * sum(one.parameters for one in found))
         else:
             kept = _down_to(found, budget)
-        return {**{patterns.exactly(one.path): keep for one in kept}, "": recipe}
+        excluded = {patterns.exactly(path): None for path in self.excluded}
+        return {**excluded, **{patterns.exactly(one.path): keep for one in kept}, "": recipe}
 
     def __str__(self) -> str:
         header = ("layer", "recipe", "parameters", "input dB", "weight dB", "gradient dB", "change of loss")

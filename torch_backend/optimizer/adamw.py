@@ -54,6 +54,12 @@ class _Adam(Optimizer):
         # A plain tuple, which torch.load takes in state dicts.
         osci_reset = None if osci_reset is None else tuple(oscillation.check_settings(osci_reset))
         super().__init__(params, settings | {"capturable": capturable, "key": words, "osci_reset": osci_reset})
+        resetting = [group for group in self.param_groups if group["osci_reset"] is not None]
+        if resetting and not any(map(_is_quantized, chain(*(group["params"] for group in resetting)))):
+            raise ValueError(
+                f"osci_reset = {OsciReset(*resetting[0]['osci_reset'])}: none of its trained parameters is quantized, and it "
+                "would do nothing; convert the model before its optimizer is made, or leave osci_reset out"
+            )
         self._prepare()
 
     def _prepare(self) -> None:
@@ -227,7 +233,7 @@ class AdamW(_Adam):
     doesn't fit, nothing is changed.
 
     Raises:
-        ValueError: a setting that means nothing.
+        ValueError: a setting that means nothing, or osci_reset without a quantized parameter.
         TypeError: a parameter is neither quantized nor float32, bfloat16 or float16.
 
     Example:
@@ -314,6 +320,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
         for name, needed in (("master", "float32"), ("capturable", False)):
             if settings[name] != needed:
                 raise ValueError(f"osci_reset needs {name}={needed!r}, got {settings[name]!r}")
+
+
+def _is_quantized(param: Tensor) -> bool:
+    return param.requires_grad and isinstance(sharding.local_of(param), QuantizedTensor)
 
 
 def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..torch_internals import is_mutable
 
@@ -58,9 +59,9 @@ _STACK = (
 )
 
 _READ = (
-    "call dequantize() on the quantized tensor first; where it isn't your own code (optimizers, averages of weights, "
-    'initializers of several steps), convert with weights="high_precision", or use blockfp.torch.init_(parameter, function); '
-    f"for DoRA of {_PEFT}"
+    "call dequantize() on the quantized tensor first (of a DTensor on its to_local()); where it isn't your own code "
+    '(optimizers, averages of weights, initializers of several steps), convert with weights="high_precision", or use '
+    f"blockfp.torch.init_(parameter, function); for DoRA of {_PEFT}"
 )
 
 FLAT = (
@@ -85,3 +86,15 @@ def refusal(func: Any) -> NotImplementedError:
 
 def refused(func: Any, reason: str, remedy: str) -> NotImplementedError:
     return NotImplementedError(f"{func} is not defined for a QuantizedTensor: {reason}; {remedy}")
+
+
+if dist.is_available():
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(aten.dequantize.self)
+    def _refuse_dtensor(x: Any) -> None:
+        """Refuses `dequantize` of a DTensor, whose method is torch's own and never reaches the local tensor."""
+        raise NotImplementedError(
+            "a DTensor has no dequantize(): where it is of quantized tensors, to_local().dequantize() gives the values of this "
+            "rank's part, and blockfp.torch.high_precision_state_dict(model) those of whole weights"
+        )

@@ -1,0 +1,51 @@
+"""benchmarks/products.py without the contender that this machine can't have."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import products as benchmark
+
+import blockfp.torch as bfp
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew():
+    benchmark.deep_gemm_package.cache_clear()
+    yield
+    benchmark.deep_gemm_package.cache_clear()
+
+
+@pytest.fixture
+def operands():
+    x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    return bfp.quantize(x, benchmark.ROWS), bfp.quantize(x, benchmark.SQUARES), torch.empty(128, 128)
+
+
+@pytest.mark.parametrize("error", ["OSError", "ImportError"])
+def test_deep_gemm_that_does_not_load_is_left_out(error, operands, tmp_path, monkeypatch, capsys):
+    (tmp_path / "deep_gemm.py").write_text(f"raise {error}('deep_gemm/_C.so: undefined symbol: _ZN3c10')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    assert benchmark.deep_gemm(*operands) == benchmark.deep_gemm(*operands) == {}
+    (said,) = capsys.readouterr().out.splitlines()
+    assert eval(said) == {"contender": "deep_gemm", "left_out": f"{error}: deep_gemm/_C.so: undefined symbol: _ZN3c10"}
+
+
+def test_deep_gemm_gets_codes_and_scales(operands, tmp_path, monkeypatch, capsys):
+    (tmp_path / "deep_gemm.py").write_text("def fp8_gemm_nt(*arguments):\n    return arguments\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    (name,) = kinds = benchmark.deep_gemm(*operands)
+    left, right, out = kinds[name]()
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    assert name == "deep_gemm"
+    for given, q in ((left, operands[0]), (right, operands[1])):
+        assert given[0].dtype == torch.float8_e4m3fn
+        assert torch.equal(given[0].view(torch.uint8), q.codes)
+        assert torch.equal(given[1], q.scales)
+    assert out is operands[2]
+    assert capsys.readouterr().out == ""
