@@ -76,7 +76,9 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
         out, scales = torch.empty(shape, dtype=dtype), scales.contiguous()
         if scales.data_ptr() % scales.element_size():
             scales = scales.clone()
-        factor = 1.0 if tensor_scale is None else float(tensor_scale)
+        # In a program of torch.export it may look as if it had a gradient, of which float() warns.
+        scale = tensor_scale.detach() if tensor_scale is not None and tensor_scale.requires_grad else tensor_scale
+        factor = 1.0 if scale is None else float(scale)
         dequantize(codes.contiguous(), scales, factor, out, DTYPE_NUMBERS[name], *numbers)
         return out
 

@@ -43,6 +43,16 @@ def fake(op: Any) -> Register:
     return torch.library.register_fake(op.name(), lib=_library)
 
 
+def differentiate(op: Any) -> Register:
+    """Registers the decorated function (ctx, *gradients) as an op's backward."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch.library.register_autograd(op.name(), function, lib=_library)
+        return function
+
+    return register
+
+
 def empty_parts(x: Tensor, shape: Sequence[int], format: Format, origin: tuple[int, int] = (0, 0)) -> list[Tensor]:
     """Codes, scales and, of formats with two levels, the tensor scale of an array of this shape, not filled, on x's device."""
     # Not cached: a compiler may leave lengths open.

@@ -10,6 +10,7 @@ from torch import Tensor
 from blockfp.kernels import switch
 from blockfp.recipes import Recipe
 
+from ..custom_ops import export_ops
 from ..custom_ops.quantize_plans import kept
 from ..quantized_tensor.tensor import DTYPES
 from ..torch_internals import functorch_is_active, unsafe_view, unwrap_if_dead
@@ -90,4 +91,6 @@ def gated(
         with torch.autocast(gate.device.type, enabled=False):
             y = run(*flat, weight, None if bias is None else bias.to(call.dtype), call, gating, *tensors)
     assert isinstance(y, Tensor)
+    if call.traced:
+        y = export_ops.outputs(y, flat[0], weight, bias)
     return y if gate.ndim == 2 else unsafe_view(y, [*gate.shape[:-1], y.shape[-1]])

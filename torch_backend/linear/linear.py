@@ -13,6 +13,7 @@ from blockfp.definition.rounding import Key
 from blockfp.kernels import switch
 from blockfp.recipes import Compute, Recipe
 
+from ..custom_ops import export_ops
 from ..custom_ops.library import is_real
 from ..custom_ops.products import comes_aligned
 from ..custom_ops.quantize_plans import NEITHER, kept, part_count
@@ -147,6 +148,8 @@ def apply(
             return _run(x, weight, bias, call, state, key, counts, offs, transposed, shared_input)
         rows = x if x.ndim == 2 else _rows(x)
         y = _run(rows, weight, bias, call, state, key, counts, offs, transposed, shared_input)
+        if traced and parallel is None:
+            y = export_ops.outputs(y, rows, weight, bias)
     if x.ndim == 2:
         return y
     leading = list(x.shape[:-1])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockfp.formats import Format
 
-from ..custom_ops import grouped_ops, linear_ops, ops, products
+from ..custom_ops import export_ops, grouped_ops, linear_ops, ops, products
 from ..custom_ops.dequantize_plans import dequantize_parts
 from ..custom_ops.library import is_real
 from ..custom_ops.products import Matrix
@@ -83,6 +83,11 @@ def _linear_backward(
 def _check_format(weight: QuantizedTensor, format: Format | None) -> None:
     if weight.format is not format:
         raise ValueError(f"the weight is in {weight.format}, but the product was told {format}")
+
+
+@implements(export_ops.without_backward)
+def _without_backward(y: Tensor, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    return export_ops.without_backward(y, x.codes if isinstance(x, QuantizedTensor) else x, weight.codes, bias)
 
 
 @implements(grouped_ops.forward)

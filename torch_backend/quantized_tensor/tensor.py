@@ -11,7 +11,7 @@ from torch import Tensor
 from blockfp.definition import checks
 from blockfp.formats import Format
 
-from ..custom_ops import dtypes, ops
+from ..custom_ops import dtypes, export_ops, ops
 from ..custom_ops.dtypes import DTYPES
 from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
 from . import fsdp
@@ -197,7 +197,7 @@ class QuantizedTensor(Wrapper):
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
         if self.requires_grad and torch.is_grad_enabled():
-            return _Dequantize.apply(self, dtype)
+            return export_ops.outputs(_Dequantize.apply(self, dtype), self, self, None)
         return ops.dequantize_tensor(self, dtype)
 
     @property

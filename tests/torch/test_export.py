@@ -1,0 +1,82 @@
+"""torch.export: the bits of the model, a backward that raises, programs for other runtimes, and what they can't take."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import blockfp.torch as bfp
+
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+
+# torch's, of its own pickles.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Dequantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(bfp.quantize(torch.randn(64, 64), "mxfp8_e4m3"))
+
+    def forward(self, x):
+        return x @ self.weight.dequantize().T
+
+
+def between(layers):
+    """A model whose other layers have right gradients, whatever those of the middle are."""
+    return nn.Sequential(nn.Linear(64, 64), layers, nn.Linear(64, 8)).eval()
+
+
+def converted(recipe, *, bias=True, activation=nn.SiLU, **options):
+    layers = nn.Sequential(nn.Linear(64, 128, bias=bias), activation(), nn.Linear(128, 64, bias=bias))
+    return between(bfp.convert(layers, recipe, **options))
+
+
+MODELS = {
+    "mxfp8": lambda: converted("mxfp8"),
+    "high precision": lambda: converted("mxfp8", weights="high_precision", bias=False, activation=nn.GELU),
+    "weight-only": lambda: converted("nvfp4", compute="high_precision"),
+    "random": lambda: converted("nvfp4"),
+    "delayed": lambda: converted("fp8_delayed"),
+    "frozen": lambda: between(converted("mxfp8", keep_init=False)[1].requires_grad_(False)),
+    "MLP": lambda: between(bfp.LayerNormMLP(64, 128, recipe="mxfp8")),
+    "dequantized": lambda: between(Dequantized()),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_has_the_bits_and_no_gradients(name, strict):
+    model = MODELS[name]()
+    program = torch.export.export(copy.deepcopy(model), (X,), strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for one in (program, torch.export.load(file)):
+        y = one.module()(X)
+        assert torch.equal(y, model(X))
+        with pytest.raises(NotImplementedError, match=r"train the model itself.*PipelineStage"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_block"])
+def test_a_frozen_program_is_the_layers_alone(recipe):
+    """Frozen, a model goes through what takes parameters apart: run_decompositions, AOTInductor."""
+    model = converted(recipe).requires_grad_(False)
+    program = torch.export.export(model, (X,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert "without_backward" not in str(program.graph)
+    apart = program.run_decompositions()
+    for x in (X, X[:3]):
+        assert torch.equal(program.module()(x), model(x))
+        assert torch.equal(apart.module()(x), model(x))
+
+
+def test_compiled_layers_keep_their_gradients():
+    model = converted("mxfp8")
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for one in (model, compiled):
+        one(X).sum().backward()
+    for param, other in zip(model.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(param.grad, other.grad)

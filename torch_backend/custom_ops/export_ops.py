@@ -1,0 +1,44 @@
+"""The custom op that stands behind a layer in a program of torch.export, which keeps what a layer's forward runs, no backward.
+
+blockfp::without_backward   (y, x, weight, bias) -> y
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import define, differentiate, fake, impl
+
+without_backward = define("without_backward(Tensor y, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def outputs(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns a layer's outputs, whose backward raises in a program of torch.export.
+
+    Without it, gradients of all that lies before the layer would be missing there, and those of other parameters be right.
+    """
+    if not torch.compiler.is_exporting():
+        return y
+    wanted = any(each is not None and each.requires_grad for each in (x, weight, bias))
+    return without_backward(y, x, weight, bias) if wanted else y
+
+
+@impl(without_backward)
+def _copied(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return y.clone()
+
+
+@fake(without_backward)
+def _fake(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(y)
+
+
+@differentiate(without_backward)
+def _refuse(ctx: Any, gradient: Tensor) -> None:
+    raise NotImplementedError(
+        "torch.export keeps the forward of blockfp's layers without their gradients: train the model itself, and export it "
+        "afterwards; for a pipeline make torch.distributed.pipelining.PipelineStage of modules, without pipeline()"
+    )
