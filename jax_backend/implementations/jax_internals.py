@@ -17,7 +17,8 @@ from jax import lax
 from jax._src import core, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
-from jax._src.sharding_impls import physical_sharding
+from jax._src.sharding_impls import parse_flatten_op_sharding, physical_sharding
+from jax.sharding import PartitionSpec, Sharding
 
 ExtendedDType = dtypes.ExtendedDType
 extended_scalar = dtypes.extended
@@ -39,6 +40,7 @@ __all__ = [
     "physical_result_handler",
     "register_array",
     "runs_at_once",
+    "spec_of",
     "unmapped_aval",
     "without_tangents",
 ]
@@ -83,6 +85,22 @@ def physical_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
     """Returns JAX's handler that makes an array's buffers of a program's results."""
     make = pxla.global_result_handlers[core.ShapedArray]
     return make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
+
+
+def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns the axes of the mesh that cut each dimension of an array, as XLA cut it.
+
+    XLA also cuts by parts of an axis (two scales over four devices, two of which have the same one). No PartitionSpec says so,
+    and JAX raises on its way there; here such an array counts as whole.
+    """
+    found: Any = ()
+    if sharding is not None and not mesh.empty:
+        try:
+            (found,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)
+        except (ValueError, NotImplementedError):
+            found = ()
+    spec = tuple(PartitionSpec(*found))
+    return (*spec, *(None,) * (ndim - len(spec)))
 
 
 EQUINOX_FILE = ("equinox._serialisation", None)

@@ -140,14 +140,22 @@ def _intercept(
     if not layer.has_variable("params", "kernel"):
         # Its own initializers draw the values, and codes take their place.
         forward(*args, **options)
-    kernel = linen.meta.unbox(layer.get_variable("params", "kernel"))
+    boxed = layer.get_variable("params", "kernel")
+    kernel = _unboxed(boxed)
     if layer.is_initializing() and not is_quantized(kernel):
         kernel = quantize_weight(kernel, one.weight.format)
-        layer.put_variable("params", "kernel", kernel)
+        layer.put_variable("params", "kernel", linen.meta.replace_boxed(boxed, kernel))
     bias = linen.meta.unbox(layer.get_variable("params", "bias")) if layer.use_bias else None
     key = layer.make_rng(KEYS) if _draws(one) else None
     x = args[0] if args else options["inputs"]
     return _multiply(layer, x, kernel, bias, one, key, options.get("out_sharding"))
+
+
+def _unboxed(variable: Any) -> Any:
+    """Takes a variable out of what names its axes. Codes and scales lie as they were placed; plain ones are constrained."""
+    if isinstance(variable, linen.Partitioned) and is_quantized(variable.value):
+        return variable.value
+    return linen.meta.unbox(variable)
 
 
 def _recipe_of(path: str, layer: Any, recipe: Any, filter_fn: Filter | None) -> Recipe | None:

@@ -24,6 +24,7 @@ from blockfp.formats import Format
 
 from ..arrays.array import QuantizedArray
 from ..implementations import explicit
+from ..implementations.jax_internals import spec_of
 
 
 def applies(a: Any, b: Any) -> bool:
@@ -53,22 +54,24 @@ def split_product(a: QuantizedArray, b: QuantizedArray, local: Callable[..., jax
         return multiply(leaves, columns)
 
     def partition(mesh, arguments, result):
-        split = _Split.of(mesh, [(x.shape[0], *_spec(x.sharding)) for x in (arguments[0], arguments[3])], columns, formats)
+        operands = [(x.shape[0], *spec_of(x.sharding, mesh, 2)) for x in (arguments[0], arguments[3])]
+        split = _Split.of(mesh, operands, columns, formats)
 
         def part(*leaves):
             y = multiply(leaves, columns // split.parts)
             return lax.psum(y, split.summed) if split.summed else y
 
-        operands = [spec for rows, format in zip(split.rows, formats, strict=True) for spec in split.operand(rows, format)]
-        placed = tuple(NamedSharding(mesh, spec) for spec in operands)
+        specs = [spec for rows, format in zip(split.rows, formats, strict=True) for spec in split.operand(rows, format)]
+        placed = tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, part, NamedSharding(mesh, PartitionSpec(*split.rows)), placed
 
     def propagate(mesh, arguments, result):
-        return NamedSharding(mesh, PartitionSpec(_spec(arguments[0].sharding)[0], None))
+        return NamedSharding(mesh, PartitionSpec(spec_of(arguments[0].sharding, mesh, 2)[0], None))
 
     partitioned = custom_partitioning(whole)
     rule = "m a0, a1 a2, a3, n b0, b1 b2, b3 -> m n"
-    partitioned.def_partition(partition=partition, infer_sharding_from_operands=propagate, sharding_rule=rule)
+    rules = {"infer_sharding_from_operands": propagate, "sharding_rule": rule, "decode_shardings": False}
+    partitioned.def_partition(partition=partition, **rules)
     leaves = []
     for x in (a, b):
         leaves += [x.codes, x.scales, jnp.ones((1,)) if x.tensor_scale is None else x.tensor_scale.reshape(1)]
@@ -133,12 +136,6 @@ class _Split:
         """The specs of an operand's codes, scales and tensor scale."""
         codes = PartitionSpec(rows, self.k)
         return codes, PartitionSpec() if format.per_tensor else codes, PartitionSpec()
-
-
-def _spec(sharding) -> tuple:
-    # Where no argument of a program lies on a mesh, JAX knows of none here, and its shardings have no spec: all lies whole.
-    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    return (*spec, *(None,) * (2 - len(spec)))
 
 
 def _even(size: int, dim: int, entry: Any, format: Format, sizes: dict[str, int]) -> bool:

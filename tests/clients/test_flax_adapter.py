@@ -9,6 +9,8 @@ import optax
 import pytest
 from blockfp.jax_backend.integrations.flax import QuantizedLinear, convert
 from flax import linen, nnx, serialization
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from same_trees import assert_same_tree
 
 import blockfp.jax as bfp
@@ -269,3 +271,55 @@ def test_wrong_calls():
         convert(Linen(), "nvfp4", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="precision and preferred_element_type must be None"):
         convert(Nnx(nnx.Rngs(0), precision="highest"), "mxfp8")(X)
+
+
+class Named(linen.Module):
+    """A layer of a stack, with logical names of its kernel's axes."""
+
+    @linen.compact
+    def __call__(self, x, _):
+        kernel_init = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("embed", "mlp"))
+        return x + linen.Dense(64, kernel_init=kernel_init, name="up")(x), None
+
+
+class NamedStack(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        metadata = {linen.PARTITION_NAME: "layers"}
+        stack = linen.scan(linen.remat(Named, prevent_cse=False), **axes, length=2, metadata_params=metadata)
+        return stack(name="layers")(x, None)[0]
+
+
+def test_names_of_axes_stay_and_place_codes_and_scales():
+    model, x = convert(NamedStack(), "mxfp8"), X.reshape(-1, 64)
+    boxed = model.init(jax.random.key(0), x)
+    assert isinstance(boxed["params"]["layers"]["up"]["kernel"], linen.LogicallyPartitioned)
+    rules = (("embed", "fsdp"), ("mlp", None), ("layers", None))
+    specs = linen.logical_to_mesh(linen.get_partition_spec(boxed), rules)
+    assert specs["params"]["layers"]["up"]["kernel"] == P(None, "fsdp", None)
+    assert_same_tree(linen.meta.unbox(boxed), linen.meta.unbox(jax.jit(model.init)(jax.random.key(0), x)))
+
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    init = lambda key: linen.meta.unbox(model.init(key, x))  # noqa: E731
+    gradients = bfp.value_and_grad(lambda variables: jnp.square(model.apply(variables, x)).mean())
+    with jax.set_mesh(mesh), linen.logical_axis_rules(rules):
+        places = bfp.named_shardings(jax.eval_shape(init, jax.random.key(0)), mesh, specs)
+        variables = jax.jit(init, out_shardings=places)(jax.random.key(0))
+        kernel = variables["params"]["layers"]["up"]["kernel"]
+        assert kernel.codes.sharding.spec == P(None, "fsdp", None)
+        cut, of_boxed = jax.jit(gradients)(variables), jax.jit(gradients)(boxed)
+    assert_same_tree(variables, linen.meta.unbox(boxed))
+    for got, want in zip(jax.tree.leaves((cut, of_boxed)), 2 * jax.tree.leaves(gradients(boxed)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_named_axes_of_nnx_place_codes_and_scales():
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "fsdp"))
+        model = convert(Nnx(nnx.Rngs(0), kernel_init=kernel_init), "mxfp8")
+        expected, state = model(X), nnx.state(model)
+        nnx.update(model, jax.device_put(state, bfp.named_shardings(state, mesh, nnx.get_partition_spec(state))))
+        assert model.up.kernel.get_value().codes.sharding.spec == P(None, "fsdp")
+        np.testing.assert_allclose(model(X), expected, rtol=1e-5, atol=1e-6)

@@ -99,3 +99,21 @@ def test_a_weight_from_outside_where_no_argument_lies_on_the_mesh(mesh):
     with jax.set_mesh(mesh):
         y = jax.jit(lambda x: bfp.linear(x, w, recipe="mxfp8"))(X)
     np.testing.assert_allclose(y, bfp.linear(X, q, recipe="mxfp8"), rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [P(None, "d"), P(None, None, "d")], ids=["out", "in"])
+def test_scales_that_lie_on_parts_of_an_axis(cut, mesh):
+    """Stacked weights whose two scales along an axis lie over four devices: XLA cuts them by a part of that axis."""
+    stack = {"w": jnp.asarray(sample("gaussian", (2, 64, 64)))}
+    q = bfp.quantize_params(stack, "mxfp8")
+
+    def loss(params, x):
+        layer = lambda x, w: (jnp.tanh(bfp.linear(x, w, recipe="mxfp8")), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, params["w"])[0] ** 2).sum()
+
+    gradients = jax.jit(bfp.value_and_grad(loss))
+    placed = jax.device_put(q, bfp.named_shardings(q, mesh, cut))
+    x = X[0, :, :64]
+    chex.assert_trees_all_close(
+        *(jax.tree.map(np.asarray, gradients(params, x)) for params in (placed, q)), rtol=1e-4, atol=1e-4
+    )

@@ -18,8 +18,8 @@ import standin
 
 NAMES = ("fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "nvfp4")
 
-# At most so many Python functions of the library, and calls of built-in ones from there: forward, backward. Those that
-# plans hold ready with their arguments (`allocation.maker`) are not seen; OPERATIONS counts them.
+# At most so many Python functions of the library, and calls of built-in ones from there: forward, backward. Those that plans
+# hold ready with their arguments (`allocation.maker`) are not seen; OPERATIONS counts them.
 MOST = {
     "cpu": {
         "fp8_current": ((18, 44), (18, 47)),

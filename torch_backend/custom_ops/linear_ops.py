@@ -151,8 +151,8 @@ def forward(
     added = None if bias is None else bias.dtype
     own = found is None
     key = (
-        casts, keep, x.shape, x.stride(), x.dtype, x.device,
-        multiplier is None, weight.shape, scales is None, origin, added, own,
+        casts, keep, x.shape, x.stride(), x.dtype, x.device, multiplier is None,
+        weight.shape, scales is None, origin, added, own,
     )  # fmt: skip
     plan = _forwards.get(key)
     if plan is None:

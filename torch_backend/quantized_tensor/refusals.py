@@ -66,7 +66,8 @@ _READ = (
 
 FLAT = (
     "flatten dequantize(), or quantize what is reshaped; to compute with all weights as one vector take "
-    "blockfp.torch.high_precision_state_dict(model).values()"
+    "blockfp.torch.high_precision_state_dict(model).values(); for optimizers and norms of other libraries convert with "
+    'weights="high_precision"'
 )
 
 
