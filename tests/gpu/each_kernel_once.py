@@ -5,7 +5,7 @@ compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
 """
 
 import torch
-from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, norm_kernels, products
+from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, grouped_products, norm_kernels, products
 from blockfp.torch_backend.custom_ops.quantize_plans import quantize_matrix
 
 import blockfp.torch as bfp
@@ -85,10 +85,10 @@ def each_product():
             products.multiply_parts(a, b, 136, k, None, torch.bfloat16, False, None)
             scales = b.parts[1].reshape(1) if right.per_tensor else b.parts[1].repeat(3, 1, 1)
             stack = b._replace(parts=[b.parts[0].repeat(3, 1, 1), scales])
-            products.multiply_groups(a, stack, ends, dtype=torch.bfloat16)
+            grouped_products.multiply_groups(a, stack, ends, dtype=torch.bfloat16)
         if left == right:
             a, b = (products.Matrix(bfp.quantize(torch.randn(n, 512, device="cuda"), left).parts, left) for n in (72, 136))
-            products.multiply_groups(a, b, ends, dtype=torch.float32)
+            grouped_products.multiply_groups(a, b, ends, dtype=torch.float32)
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"):
         for k in (384, 75):
             left, right = Format.parse(name), Format.parse(f"{name}_32x32")

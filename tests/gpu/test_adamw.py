@@ -9,7 +9,7 @@ from cuda_arrays import to_gpu, to_numpy
 from same_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
-from blockfp.torch_backend.custom_ops import cuda  # noqa: E402
+from blockfp.torch_backend.custom_ops import cuda_adamw  # noqa: E402
 
 from blockfp.definition import adamw, numerics  # noqa: E402
 from blockfp.formats import FORMATS, Format  # noqa: E402
@@ -29,7 +29,7 @@ def run(parameters, steps=2, **settings):
         if on_gpu is None:
             tasks = [p.step(c, t) for p in parameters]
             on_gpu = [s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)}) for s in tasks]
-        cuda.adamw(table([s._replace(coefficients=c, step=t) for s in on_gpu]), on_gpu[0].weight)
+        cuda_adamw.adamw(table([s._replace(coefficients=c, step=t) for s in on_gpu]), on_gpu[0].weight)
         for p, s, e in zip(parameters, on_gpu, expected, strict=True):
             pairs = ((s.first, s.first_scales), (s.second, s.second_scales), (s.out, s.out_scales))
             state = (to_numpy(s.weight), *(tuple(None if x is None else to_numpy(x) for x in pair) for pair in pairs))
@@ -77,9 +77,9 @@ def two_passes(parameters, c):
     second = step_table.second_pass(first, places, addresses)
     amaxes = torch.zeros(count, dtype=torch.int32, device="cuda")
     step_table.point_to_amaxes(first, places, amaxes.data_ptr(), known=False)
-    cuda.adamw(first, on_gpu[0].weight)
+    cuda_adamw.adamw(first, on_gpu[0].weight)
     step_table.point_to_amaxes(second, places, amaxes.data_ptr(), known=True)
-    cuda.adamw_codes(second, on_gpu[0].weight)
+    cuda_adamw.adamw_codes(second, on_gpu[0].weight)
     return on_gpu, [scales[i] if two_level[i] else None for i in places]
 
 
@@ -151,7 +151,7 @@ def test_nan_in_a_block():
             expected = p.expected(c, 1)
         s = p.step(c, 1)
         s = s._replace(**{n: to_gpu(x) for n, x in s._asdict().items() if isinstance(x, np.ndarray)})
-        cuda.adamw(table([s]), s.weight)
+        cuda_adamw.adamw(table([s]), s.weight)
         assert_same_bits((to_numpy(s.out), to_numpy(s.out_scales)), expected[3])
 
 

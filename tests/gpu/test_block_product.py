@@ -5,7 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 if torch.cuda.is_available():
     from blockfp.torch_backend.custom_ops import products
-    from blockfp.torch_backend.custom_ops.products import Matrix, multiply_groups, multiply_parts
+    from blockfp.torch_backend.custom_ops.grouped_products import multiply_groups
+    from blockfp.torch_backend.custom_ops.products import Matrix, multiply_parts
 
     import blockfp.torch as bfp
     from blockfp.definition.groups import columns_for

@@ -24,7 +24,7 @@ from blockfp.kernels.routes import Mode, exact_in_bfloat16
 
 from . import cuda, cuda_groups, cuda_layouts
 from .dequantize_plans import dequantize_parts
-from .products import Matrix, multiply_groups, route_on
+from .products import Matrix, on_codes, route_on
 
 _ALIGNED = 8  # elements of bfloat16 that grouped_mm's strides are multiples of
 
@@ -199,6 +199,49 @@ def multiply_columns(
         out = out.to(dtype)
     cuda_groups.clear_groups(words, count, matrices=out)
     return out
+
+
+def multiply_groups(
+    a: Matrix,
+    b: Matrix,
+    ends: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    bands: bool = False,
+) -> Tensor:
+    """Multiplies group after group on codes, outside of a graph, where a device has a route for that.
+
+    Of rows: a [m, k], b [groups, n, k], the result [m, n]; rows past the last end are zeros, or in a given `out` as they were.
+    Along k: a [m, padded], b [n, padded], whose columns of a group begin at a multiple of 128, with zero codes up to there
+    (`definition.groups.columns_for`); the result is [groups, m, n]. Groups without rows give zeros there.
+
+    Args:
+        a, b: FP8 with one scale, one for each group ([groups]), or in blocks of 1x128 or 128x128. b decides which kind it is.
+        ends: int32 [groups] on the device, ascending: the row after each group's last.
+        bias: [groups, n], or None; of rows only.
+        dtype: of the result; that of `out` where it is given.
+        out: contiguous, to write to.
+        accumulate: adds the product to what `out` holds.
+        bands: see `kernels.products.plan`.
+    """
+    along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
+    codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
+    m = codes.shape[0]
+    if out is None:
+        assert dtype is not None
+        out = codes.new_zeros((groups, m, n) if along_k else (m, n), dtype=dtype)
+    if out.numel() == 0 or k == 0:
+        return out
+    assert a.format is not None
+    assert b.format is not None
+    run = on_codes(
+        codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
+        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
+    )  # fmt: skip
+    return run(a.parts, b.parts, bias, ends, out)
 
 
 def _in_order(x: Matrix) -> Matrix:

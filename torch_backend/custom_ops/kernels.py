@@ -15,10 +15,7 @@ from . import cuda
 
 
 def kernels_for(x: Tensor) -> Any:
-    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition.
-
-    Those of kernels have `adamw` too.
-    """
+    """Returns the fastest module for x's device, with the functions `amax`, `quantize` and `dequantize` of the definition."""
     found = _kernels.get(x.device)
     if found is None:
         if x.is_cpu:

@@ -209,7 +209,7 @@ def product_of(
     if aligned:
         formats, width = tuple(map(alignment.aligned_format, formats)), cuda_layouts.aligned_columns(k)
         options = {"ordered": (True, True), "bands": b_format.square}
-    run = _on_codes(device, *formats, m, n, width, dtype, bias, **options)
+    run = on_codes(device, *formats, m, n, width, dtype, bias, **options)
     if not aligned and not transposed:
         return run
     columns = n if transposed else k
@@ -316,54 +316,6 @@ def _of_values(a: Matrix, b: Matrix, n: int, k: int, dtype: torch.dtype, chosen:
     return run
 
 
-def multiplies_groups(device: torch.device, a: Format, b: Format) -> bool:
-    """Returns True where `multiply_groups` takes codes of these formats."""
-    return route_on(device, a, b, 0, 0, 0).mode in ("tensor", "block")
-
-
-def multiply_groups(
-    a: Matrix,
-    b: Matrix,
-    ends: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    out: Tensor | None = None,
-    accumulate: bool = False,
-    bands: bool = False,
-) -> Tensor:
-    """Multiplies group after group on codes, outside of a graph; `multiplies_groups` says where.
-
-    Of rows: a [m, k], b [groups, n, k], the result [m, n]; rows past the last end are zeros, or in a given `out` as they were.
-    Along k: a [m, padded], b [n, padded], whose columns of a group begin at a multiple of 128, with zero codes up to there
-    (`definition.groups.columns_for`); the result is [groups, m, n]. Groups without rows give zeros there.
-
-    Args:
-        a, b: FP8 with one scale, one for each group ([groups]), or in blocks of 1x128 or 128x128. b decides which kind it is.
-        ends: int32 [groups] on the device, ascending: the row after each group's last.
-        bias: [groups, n], or None; of rows only.
-        dtype: of the result; that of `out` where it is given.
-        out: contiguous, to write to.
-        accumulate: adds the product to what `out` holds.
-        bands: see `kernels.products.plan`.
-    """
-    along_k, groups = b.parts[0].ndim == 2, ends.shape[0]
-    codes, (n, k) = a.parts[0], b.parts[0].shape[-2:]
-    m = codes.shape[0]
-    if out is None:
-        assert dtype is not None
-        out = codes.new_zeros((groups, m, n) if along_k else (m, n), dtype=dtype)
-    if out.numel() == 0 or k == 0:
-        return out
-    assert a.format is not None
-    assert b.format is not None
-    run = _on_codes(
-        codes.device, a.format, b.format, m, n, k, out.dtype, None if bias is None else bias.dtype,
-        ordered=(a.ordered, b.ordered), groups=groups, along_k=along_k, accumulate=accumulate, bands=bands,
-    )  # fmt: skip
-    return run(a.parts, b.parts, bias, ends, out)
-
-
 def _turned(b: Matrix, n: int) -> Matrix:
     """Turns b, stored as [k, n], into [n, k]."""
     assert b.format is not None
@@ -373,7 +325,7 @@ def _turned(b: Matrix, n: int) -> Matrix:
 
 
 @lru_cache(maxsize=4096)
-def _on_codes(
+def on_codes(
     device: torch.device,
     a: Format,
     b: Format,
@@ -403,7 +355,9 @@ def _on_codes(
         **options,
     )
     workspace_bytes, adds_bias, numbers = planned.workspace, planned.adds_bias, planned.numbers
-    new, multiply = maker((m, n), dtype, device), cuda_library.library().product
+    multiply = cuda_library.library().product
+    # Products of groups bring theirs, as large as this once more.
+    new = None if options.get("groups") else maker((m, n), dtype, device)
     new_workspace = maker((workspace_bytes,), torch.uint8, device) if workspace_bytes else None
 
     def run(
@@ -414,6 +368,7 @@ def _on_codes(
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:
+            assert new is not None
             out = new()
         workspace = None if new_workspace is None else new_workspace()
         added = bias.contiguous() if bias is not None and adds_bias else None
@@ -429,4 +384,4 @@ def _on_codes(
     return run
 
 
-switch.when_turned(_on_codes.cache_clear)
+switch.when_turned(on_codes.cache_clear)

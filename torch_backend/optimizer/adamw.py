@@ -24,7 +24,7 @@ from blockfp.definition.oscillation import OsciReset
 from blockfp.definition.rounding import Key, key_words
 from blockfp.kernels.step_table import Table
 
-from ..custom_ops import cuda
+from ..custom_ops import cuda, cuda_adamw
 from ..custom_ops.kernels import kernels_for
 from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
@@ -197,7 +197,7 @@ class _Adam(Optimizer):
             return False
         unscale = 1.0 if scale is None else 1.0 / scale.item()
         lr = lr.item() if isinstance(lr, Tensor) else lr
-        numbers = cuda.count_steps(steps) if kernels_for(todo[0].gradient) is cuda else None
+        numbers = cuda_adamw.count_steps(steps) if kernels_for(todo[0].gradient) is cuda else None
         if numbers is None:
             foreach_add_(steps, 1)
             numbers = [int(step.item()) for step in steps]
