@@ -4,6 +4,7 @@ Layers are held against products in float64, modules and arrays against the CPU'
 """
 
 import contextlib
+import hashlib
 
 import emulated_cuda
 import pytest
@@ -149,3 +150,45 @@ def test_what_is_not_finite(recipe, value):
     assert not bool(wanted[0].isfinite().all())
     for ours, theirs in zip(found, wanted, strict=True):
         assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
+def values_of(param):
+    return (param.dequantize(torch.float32) if isinstance(param, bfp.QuantizedTensor) else param).detach()
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_training(recipe):
+    def trained():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)).bfloat16()
+        bfp.convert(model, recipe, weights="quantized")
+        optimizer, losses = bfp.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = (
+                (model(values((16, 64), step, torch.bfloat16)) - values((16, 32), step, torch.bfloat16)).float().square().mean()
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        masters = [state["master"] for state in optimizer.state.values() if "master" in state]
+        return [torch.stack(losses), *masters, *(values_of(param) for param in model.parameters())]
+
+    wanted = trained()
+    with emulated_cuda.launches():
+        found = trained()
+    assert wanted[0][-1] < wanted[0][0]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
+
+
+def test_digests():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.Linear(128, 384)).bfloat16()
+    bfp.convert(model, "fp8_block", weights="quantized")
+    with emulated_cuda.launches():
+        buckets = list(bfp.stream_weights(model, layout="fine-grained-fp8", bucket_bytes=64 << 10))
+    assert len(buckets) > 1
+    for bucket in buckets:
+        for name, tensor in bucket.tensors.items():
+            found = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            assert bucket.sha256[name] == found
