@@ -59,7 +59,8 @@ def launches(functions: Mapping[str, Callable[..., Any]] | None = None) -> Itera
         )
         # Attributes of the class stand before those that torch's C code has for its base.
         for name, value in (("is_cuda", True), ("is_cpu", False)):
-            patches.enter_context(_class_attribute(name, value))
+            # torch.compile asks descriptors; one of Python's would be counted with what a call enters.
+            patches.enter_context(_class_attribute(name, value if idle else property(lambda _, value=value: value)))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
         # A GPU's allocator has it at hand; a CPU's asks the system for that much.

@@ -72,7 +72,7 @@ def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule
     if nan is not None:
         write(nan, found.nan)
     if tensor is not None:
-        write(tensor, found.blocks.amax())
+        write(tensor, found.tensor)
 
 
 def quantize(
