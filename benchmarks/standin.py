@@ -1,17 +1,18 @@
-"""A stand-in for a GPU: the Python code of the CUDA path runs on CPU tensors, and launches do nothing.
+"""A stand-in for a GPU: the Python code of the CUDA path runs on CPU tensors, and launches do nothing, or what one says.
 
     with standin.launches():
         layer(x)        # what the host does of it on a Hopper GPU; the values are not those of the product
 
 It is for times and counts of the host's work where no GPU is. Functions of the CUDA library are replaced by one that takes
 the same arguments through the same FFI and returns, products by new memory, and CPU tensors say that they are CUDA tensors.
+Tests give functions that compute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,27 +30,37 @@ CAPABILITY, CUBLAS = (9, 0), 130000
 _routes = products.route_on
 
 
-@contextlib.contextmanager
-def launches() -> Iterator[None]:
-    """Lets CPU tensors take the CUDA path until the block ends. Layers and tensors must have been made before it."""
+def _idle() -> dict[str, Callable[..., Any]]:
+    """The library's functions, none of which does anything."""
     import tvm_ffi
 
     nothing = tvm_ffi.get_global_func("testing.nop")
-    functions = {**dict.fromkeys(cuda_library._FUNCTIONS, nothing), "cublas_version": lambda: CUBLAS}
 
     def all_right(found, *arrays):
         nothing(found, *arrays)
         found.fill(1)  # where numbers are counted, the first step
         return -1
 
-    functions |= {"addresses": all_right, "count_steps": all_right}
+    return {**dict.fromkeys(cuda_library._FUNCTIONS, nothing), "addresses": all_right, "count_steps": all_right}
+
+
+@contextlib.contextmanager
+def launches(functions: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
+    """Lets CPU tensors take the CUDA path until the block ends. Layers and tensors must have been made before it.
+
+    Args:
+        functions: the library's; by default they do nothing, and torch's products neither.
+    """
+    idle = functions is None
+    functions = {**(_idle() if functions is None else functions), "cublas_version": lambda: CUBLAS}
     with contextlib.ExitStack() as patches:
         patches.enter_context(
             mock.patch.object(cuda_library._cuda, "loaded", SimpleNamespace(path=Path("stand-in"), **functions))
         )
         # Attributes of the class stand before those that torch's C code has for its base.
         for name, value in (("is_cuda", True), ("is_cpu", False)):
-            patches.enter_context(_class_attribute(name, value))
+            # torch.compile asks descriptors; one of Python's would be counted with what a call enters.
+            patches.enter_context(_class_attribute(name, value if idle else property(lambda _, value=value: value)))
         patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=CAPABILITY))
         patches.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", bool))
         # A GPU's allocator has it at hand; a CPU's asks the system for that much.
@@ -60,14 +71,14 @@ def launches() -> Iterator[None]:
             patches.enter_context(mock.patch.object(kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
-        for target, replacement in (
+        replaced: list[tuple[Any, Callable[..., Any]]] = [
             (_routes, _route_on),
-            (torch._scaled_mm, _scaled_mm),
-            (torch._scaled_mm_v2, _scaled_mm),
-            (torch.mm, _mm),
-            (torch.mul, _mul),
-            (rms_norm_backward, _rms_norm_backward),
-        ):
+            (torch.mm, _mm if idle else _wide_mm),
+            (rms_norm_backward, _rms_norm_backward if idle else _rms_norm_gradients),
+        ]
+        if idle:
+            replaced += [(torch._scaled_mm, _scaled_mm), (torch._scaled_mm_v2, _scaled_mm), (torch.mul, _mul)]
+        for target, replacement in replaced:
             _replace(patches, target, replacement)
         yield
 
@@ -111,6 +122,14 @@ def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
+_torch_mm = torch.mm
+
+
+def _wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """torch.mm, whose sums have another dtype than what is multiplied on CUDA devices only."""
+    return _torch_mm(a, b) if out_dtype is None else _torch_mm(a.to(out_dtype), b.to(out_dtype))
+
+
 def _mul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     return a * b if out is None else out
 
@@ -119,3 +138,16 @@ def _rms_norm_backward(
     gradient: Tensor, x: Tensor, shape: Any, scales: Tensor, weight: Tensor | None, wanted: list[bool]
 ) -> Any:
     return gradient.new_empty(x.shape), None if weight is None else weight.new_empty(weight.shape)
+
+
+def _rms_norm_gradients(
+    gradient: Tensor, x: Tensor, shape: Any, scales: Tensor, weight: Tensor | None, wanted: list[bool]
+) -> list[Tensor | None]:
+    """As torch's operation, which a CPU doesn't have: by autograd, of the norm whose rows were multiplied by `scales`."""
+    x, leaf = x.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
+    inputs = [each for each in (x, leaf) if each is not None]
+    with torch.enable_grad():
+        # Where the mean of squares is zero, eps is what its root was made of.
+        eps = (scales.double() ** -2 - x.double().square().mean(-1, keepdim=True)).median().clamp(min=0).item()
+        found = list(torch.autograd.grad(torch.nn.functional.rms_norm(x, shape, leaf, eps), inputs, gradient))
+    return [each if want else None for each, want in zip([*found, None], wanted, strict=False)]

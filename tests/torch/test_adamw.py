@@ -366,3 +366,27 @@ def test_arrays_that_do_not_fit(name, change, error, message, of_a_gpu, monkeypa
         optimizer.step()
     for x, y in zip(tensors_of(params[0]), before, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8", "nvfp4"])
+def test_a_step_that_is_compiled_runs_as_it_is(recipe):
+    """As torch's tutorial compiles an optimizer: the step is a few launches already, and stays outside of the graph."""
+    torch._dynamo.reset()
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = bfp.convert(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32)).bfloat16(), recipe)
+        optimizer = bfp.AdamW(model.parameters(), lr=1e-2)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        losses = []
+        for seed in range(3):
+            loss = model(values((16, 64), seed).bfloat16()).float().square().mean()
+            loss.backward()
+            step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses, [part for name, param in model.named_parameters() if "weight" in name for part in tensors_of(param)]
+
+    for ours, eager in zip(*map(trained, (True, False)), strict=True):
+        for x, y in zip(ours, eager, strict=True):
+            assert torch.equal(x, y)

@@ -6,7 +6,7 @@ Ops carry a format as its name. A compiled graph holds one call to each; what ru
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..torch_internals import dispatch_modes
 _library = torch.library.Library("blockfp", "DEF")
 
 Register = Callable[[Callable[..., Any]], Callable[..., Any]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def define(schema: str) -> Any:
@@ -74,3 +75,9 @@ def runs_now(tensor: Tensor) -> bool:
     Modes are FLOP counters, selective checkpointing and tracers: they see operations that go through the dispatcher.
     """
     return type(tensor) is Tensor and not tensor.is_meta and not dispatch_modes()
+
+
+def outside_graphs(function: Function) -> Function:
+    """Makes a compiler leave its graph at a function, and begin another behind it."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled

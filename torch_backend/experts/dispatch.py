@@ -11,9 +11,8 @@ So a product of the rows multiplies the codes that were sent. Its columnwise ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from blockfp.recipes import Cast, Recipe
 from blockfp.sharding.dispatching import check_rows
 
 from ..custom_ops.key_ops import gradient_keys
+from ..custom_ops.library import outside_graphs
 from ..linear.linear import LinearState
 from ..linear.parallel import Parallel
 from ..quantized_tensor.keys import key_tensor
@@ -37,15 +37,6 @@ from .route import Group, Route, route
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def outside_graphs(function: Function) -> Function:
-    """Makes a compiler leave its graph at a function, and begin another behind it."""
-    disabled: Any = torch.compiler.disable(function)
-    return disabled
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,6 +26,7 @@ from blockfp.kernels.step_table import Table
 
 from ..custom_ops import cuda, cuda_adamw
 from ..custom_ops.kernels import kernels_for
+from ..custom_ops.library import outside_graphs
 from ..linear import scale_watch
 from ..linear.delayed import check_buffers, update_layers
 from ..quantized_tensor import sharding
@@ -112,6 +113,7 @@ class _Adam(Optimizer):
                 if param.requires_grad:
                     self._state_of(LocalParameter(param), group)
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step; parameters without a gradient stay as they are.

@@ -1,0 +1,40 @@
+"""The CUDA path without a GPU: its kernels are the definition's, carried out as kernels/cuda/*exports.cu states them.
+
+    with emulated_cuda.launches():
+        layer(x)        # the host's code of the CUDA path: its plans, layouts and arguments, and the bits of a GPU
+
+What it can't show is what the kernels do. Products are summed in float64.
+"""
+
+import sys
+from pathlib import Path
+
+import emulated_groups
+import emulated_kernels
+import two_pass_kernels
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import standin
+
+
+def launches():
+    """Lets CPU tensors take the CUDA path until the block ends, with the results of a GPU."""
+    functions = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
+    return standin.launches(functions | _of_the_optimizer())
+
+
+def _of_the_optimizer():
+    kernels = two_pass_kernels.Kernels()
+
+    def addresses(found, expected, *arrays):
+        found[:], misfit = kernels.addresses(arrays, expected)
+        return misfit
+
+    def count_steps(found, *steps):
+        for i, step in enumerate(steps):
+            step += 1
+            found[i] = int(step)
+        return -1
+
+    return {"addresses": addresses, "count_steps": count_steps, "adamw": kernels.adamw, "adamw_codes": kernels.adamw_codes}

@@ -1,0 +1,267 @@
+"""The CUDA library's functions of whole arrays, carried out by the definition on CPU tensors; see emulated_cuda.py."""
+
+import math
+import struct
+
+import torch
+from blockfp.torch_backend.custom_ops import gated_kernels
+from blockfp.torch_backend.custom_ops.activations import activate, gradients
+from blockfp.torch_backend.torch_internals import fused_rms_norm
+
+from blockfp.definition import alignment, bits, eden, layout, numerics, rotation, rounding
+from blockfp.definition.numerics import Amax
+from blockfp.formats import FORMATS, Format
+from blockfp.kernels import format_numbers
+
+BY_NUMBERS = {format_numbers.format_numbers(format): format for format in FORMATS}
+_TENSOR = Format.parse("fp8_e4m3")
+
+
+def float_of(word):
+    return struct.unpack("f", struct.pack("i", word))[0]
+
+
+def write(out, made):
+    """What a kernel writes, to memory of the caller's that has to be as large and of that size of elements."""
+    if out is None:
+        assert made is None
+        return
+    assert made is not None
+    assert out.is_contiguous()
+    assert out.numel() == made.numel(), f"room for {out.numel()} elements, and there are {made.numel()}"
+    assert out.element_size() == made.element_size()
+    out.view(made.dtype).view(-1).copy_(made.reshape(-1))
+
+
+def _whole(pair):
+    return None if pair == (0, 0) else pair
+
+
+def amax_bits(x):
+    return numerics.amax(x, _TENSOR).blocks.reshape(())
+
+
+def _key(key, direction):
+    return None if key is None else key.reshape(-1, 2)[direction if key.numel() == 4 else 0]
+
+
+def _spoil(x, quantized):
+    """Marks an Inf in x as overflow.py says."""
+    if not bool(x.isinf().any()):
+        return quantized
+    last = quantized.scales if quantized.tensor_scale is None else quantized.tensor_scale
+    last.fill_(255 if last.dtype is torch.uint8 else math.nan)
+    return quantized
+
+
+def amax(x, out):
+    write(out[:1] if out.numel() == 2 else out, amax_bits(x))
+    if out.numel() == 2:
+        write(out[1:], amax_bits(rotation.rotate(x.mT)))
+
+
+def record_amax(amax, history):
+    value = amax.view(torch.float32).reshape(())
+    if bool(value.isfinite()):
+        history[0] = torch.maximum(history[0], value)
+
+
+def amax_blocks(x, blocks, nan, tensor, element, block_rows, block_columns, rule, row, column):
+    found = numerics.amax(x, BY_NUMBERS[element, block_rows, block_columns, rule], origin=(row, column))
+    write(blocks, found.blocks)
+    if nan is not None:
+        write(nan, found.nan)
+    if tensor is not None:
+        write(tensor, found.tensor)
+
+
+def quantize(
+    x, amax, recorded, key, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, element, block_rows, block_columns,
+    rule, measure, eps_bits, largest_bits, rotate_t, mark, row, column, rows, columns,
+):  # fmt: skip
+    format = BY_NUMBERS[element, block_rows, block_columns, rule]
+    eps, nominal = float_of(eps_bits), bits.dtype_name(x)
+    assert largest_bits == format_numbers.largest_multiplier(format, eps, nominal)
+    assert not mark or format.has_tensor_scale or recorded is not None
+    words = amax_bits(x)
+    if recorded is not None:
+        write(recorded, words if format.per_tensor else words * (words == bits.INFINITY))
+    if measure:
+        write(amax[:1], words)
+        if rotate_t:
+            write(amax[1:], amax_bits(rotation.rotate(x.mT)))
+    directions = (
+        (x, codes, (codes, scales, tensor_scale), (row, column), (rows, columns)),
+        (x.mT, codes_t, (codes_t, scales_t, tensor_scale_t), (column, row), (columns, rows)),
+    )
+    for number, (values, wanted, out, origin, shape) in enumerate(directions):
+        if wanted is None:
+            continue
+        turned = number == 1
+        values = rotation.rotate(values) if turned and rotate_t else values
+        options = {"key": _key(key, number), "eps": eps, "nominal": nominal, "origin": origin, "shape": _whole(shape)}
+        if format.per_tensor and amax.dtype is torch.float32:
+            options = {"key": options["key"], "multiplier": amax, "origin": origin, "shape": _whole(shape)}
+        elif format.per_tensor:
+            options["amax"] = Amax(amax.reshape((1,) * x.ndim), None, None)
+        elif format.scale.two_level:
+            found = numerics.amax(values, format, origin=origin)
+            options["amax"] = found._replace(tensor=amax[-1 if turned and rotate_t else 0].reshape(()))
+        made = numerics.quantize(values, format, **options)
+        if mark:
+            made = _spoil(x, made)
+        for to, part in zip(out, made, strict=True):
+            # One scale may be the same memory for both directions.
+            write(to, part)
+
+
+def encode(
+    x, blocks, nan, amax, key, codes, scales, tensor_scale, element, block_rows, block_columns, rule, eps_bits, largest_bits,
+    row, column, rows, columns,
+):  # fmt: skip
+    format = BY_NUMBERS[element, block_rows, block_columns, rule]
+    place = {"key": _key(key, 0), "origin": (row, column), "shape": _whole((rows, columns))}
+    if blocks is None:
+        return write(codes, numerics.encode(x, format, scales, tensor_scale, **place))
+    given = Amax(blocks, nan, amax)
+    made = numerics.quantize(x, format, eps=float_of(eps_bits), amax=given, **place)
+    for to, part in zip((codes, scales, tensor_scale), made, strict=True):
+        write(to, part)
+
+
+def dequantize(codes, scales, tensor_scale, out, element, block_rows, block_columns, rule, row, column):
+    format = BY_NUMBERS[element, block_rows, block_columns, rule]
+    if tensor_scale is None and format.scale.two_level:
+        tensor_scale = torch.ones((), dtype=torch.float32)
+    name, columns = str(out.dtype).removeprefix("torch."), out.shape[-1]
+    made = numerics.dequantize(codes, scales, tensor_scale, format, name, columns=columns, origin=(row, column))
+    write(out, made.contiguous())
+
+
+def transpose(x, out, size, rows, columns):
+    if size in (8, 32):
+        return write(out, x.reshape(-1, rows, columns).mT.contiguous())
+    lines = x.reshape(-1, rows, x.shape[-1])
+    write(out, layout.pack(layout.unpack(lines, size, columns).mT, size))
+
+
+def fold_keys(key, step, rank, groups, advance, out):
+    words = tuple(int(word) & 0xFFFFFFFF for word in key)
+    if step is not None:
+        words = rounding.fold_in(words, int(step) & 0xFFFFFFFF)
+        step += int(advance)
+    if rank >= 0:
+        words = rounding.fold_in(words, rank)
+    numbers = (None,) if groups < 0 else range(groups)
+    keys = [[rounding.gradient_key(words, way, group=number) for way in (0, 1)] for number in numbers]
+    write(out, torch.tensor(keys, dtype=torch.int64).to(torch.int32))
+
+
+def align(codes, scales, out, powers, element, block_rows, columns, turned):
+    names = {0: "mxfp8_e4m3", 1: "mxfp8_e5m2", 2: "mxfp6_e3m2", 3: "mxfp6_e2m3", 4: "mxfp4_e2m1"}
+    format = Format.parse(names[element] + ("_32x32" if block_rows == 32 else ""))
+    if turned:
+        rows = codes.shape[-2]
+        codes, scales = numerics.transpose(codes, scales, format, columns=columns)
+        columns = rows
+    write_aligned(alignment.align(codes.contiguous(), scales, format, columns=columns), out, powers)
+
+
+def write_aligned(made, out, powers):
+    codes, scales = made[:2]
+    lines, length = codes.shape[-2:]
+    assert out.shape[-1] == -(-length // 16) * 16
+    write(out, torch.nn.functional.pad(codes, (0, out.shape[-1] - length)))
+    ordered = torch.nn.functional.pad(scales.mT, (0, -lines % 4))
+    write(powers, ordered.contiguous())
+
+
+def quantize_aligned(
+    x, recorded, codes, scales, codes_t, scales_t, stored_t, stored_scales_t, element, block_rows, block_columns, rule
+):
+    format = BY_NUMBERS[element, block_rows, block_columns, rule]
+    assert block_rows == 1
+    words = amax_bits(x)
+    write(recorded, words * (words == bits.INFINITY))
+    for values, out in ((x, (codes, scales)), (x.mT, (codes_t, scales_t))):
+        if out[0] is not None:
+            made = _spoil(x, numerics.quantize(values, format))
+            write_aligned(alignment.align(made.codes, made.scales, format, columns=values.shape[-1]), *out)
+    if stored_t is not None:
+        made = _spoil(x, numerics.quantize(x.mT, format))
+        write(stored_t, made.codes)
+        write(stored_scales_t, made.scales)
+
+
+def amax_eden(x, key, plain, rotated, blocks, nan, row):
+    if plain is not None:
+        write(plain, amax_bits(x))
+    found = numerics.amax(eden.rotate(x.mT, key, row), "nvfp4")
+    write(rotated, found.tensor)
+    if blocks is not None:
+        write(blocks, found.blocks)
+        write(nan, found.nan)
+
+
+def quantize_eden(
+    x, amax, key, codes_t, scales_t, tensor_scale, operand, measure, mark, row, column, rows, columns
+):  # fmt: skip
+    z = eden.rotate(x.mT, key, row)
+    found = numerics.amax(z, "nvfp4")
+    if measure:
+        write(amax[:1], amax_bits(x))
+        write(amax[1:], found.tensor)
+    found = found._replace(tensor=amax[-1].reshape(()))
+    place = {"origin": (column, row), "shape": _whole((columns, rows))}
+    made = eden.quantize(z, "nvfp4", key, {1: "gradient", 2: "input"}[operand], amax=found, **place)
+    if mark and int(amax[0]) == bits.INFINITY:
+        made.tensor_scale.fill_(math.nan)
+    for to, part in zip((codes_t, scales_t, tensor_scale), made, strict=True):
+        write(to, part)
+
+
+def _made(made, amax, recorded, codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t, numbers):
+    *format, measure, eps_bits, largest_bits, rotate_t = numbers
+    parts = (codes, scales, tensor_scale, codes_t, scales_t, tensor_scale_t)
+    quantize(made, amax, recorded, None, *parts, *format, measure, eps_bits, largest_bits, rotate_t, True, 0, 0, 0, 0)
+
+
+_ACTIVATIONS = {number: name for name, number in gated_kernels.NUMBERS.items()}
+
+
+def quantize_gated(gate, up, amax, recorded, c, s, t, c_t, s_t, t_t, number, *numbers):
+    _made(activate(gate, up, _ACTIVATIONS[number]), amax, recorded, c, s, t, c_t, s_t, t_t, numbers)
+
+
+def quantize_gated_aligned(gate, up, recorded, codes, scales, codes_t, scales_t, number, *format):
+    made = activate(gate, up, _ACTIVATIONS[number])
+    quantize_aligned(made, recorded, codes, scales, codes_t, scales_t, None, None, *format)
+
+
+def activation(gate, up, out, number):
+    write(out, activate(gate, up, _ACTIVATIONS[number]).contiguous())
+
+
+def activation_gradient(gradient, gate, up, d_gate, d_up, number):
+    found = gradients(gradient, gate, up, _ACTIVATIONS[number])
+    for to, part in zip((d_gate, d_up), found, strict=False):
+        to.copy_(part)
+
+
+def rms_norm(x, weight, scales, y, eps):
+    made, found = fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    write(y, made)
+    write(scales, found)
+
+
+def quantize_normed(x, weight, scales, amax, recorded, c, s, t, c_t, s_t, t_t, norm_eps, *numbers):
+    y = torch.empty_like(x)
+    rms_norm(x, weight, scales, y, norm_eps)
+    _made(y, amax, recorded, c, s, t, c_t, s_t, t_t, numbers)
+
+
+FUNCTIONS = (
+    *(amax, record_amax, amax_blocks, quantize, encode, dequantize, transpose, fold_keys, align, quantize_aligned),
+    *(amax_eden, quantize_eden, quantize_gated, quantize_gated_aligned, activation, activation_gradient),
+    *(rms_norm, quantize_normed),
+)

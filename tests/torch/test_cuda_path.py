@@ -1,0 +1,194 @@
+"""The host's code of the CUDA path, with kernels that the definition carries out.
+
+Layers are held against products in float64, modules and arrays against the CPU's own path.
+"""
+
+import contextlib
+import hashlib
+
+import emulated_cuda
+import pytest
+import torch
+from blockfp.torch_backend.linear.linear import LinearState
+from linear_reference import MIXED, assert_close, expected
+
+import blockfp.torch as bfp
+from blockfp import recipes
+from blockfp.formats import FORMATS
+
+# Products are summed in float64, or in fp32 by torch.
+SUMS = 2.0**-18
+# Codes that are aligned are those of the format but for this part of a group's largest magnitude.
+ALIGNED = 2.0**-15
+
+
+def values(shape, seed, dtype, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def state_of(recipe):
+    if recipe.delayed is None:
+        return None, {}
+    scales = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
+    tensors = (torch.zeros(4), scales["input_scale"].clone(), torch.zeros(4), scales["gradient_scale"].clone())
+    return LinearState(*tensors), scales
+
+
+def run(recipe, shape, dtype):
+    tokens, n, k = shape
+    x, weight, gradient = values((tokens, k), 0, dtype), values((n, k), 1, dtype, 0.1), values((tokens, n), 2, dtype)
+    recipe = recipes.parse(recipe)
+    state, scales = state_of(recipe)
+    stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
+    leaf, stored = x.clone().requires_grad_(), stored.requires_grad_()
+    with emulated_cuda.launches():
+        y = bfp.linear(leaf, stored, recipe=recipe, state=state, key=7)
+        y.backward(gradient)
+    wanted = expected(x, weight, gradient, recipe, key=7, **scales)
+    return (y, leaf.grad, stored.grad), wanted, state, (x, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_products(name, dtype):
+    got, wanted, state, (x, gradient) = run(name, (48, 96, 128), dtype)
+    for actual, result in zip(got, wanted, strict=True):
+        assert_close(actual, result, sums=ALIGNED if name.startswith("mx") else SUMS)
+    if state is not None:
+        assert state.input_amax_history[0] == x.abs().max()
+        assert state.gradient_amax_history[0] == gradient.abs().max()
+
+
+@pytest.mark.parametrize("shape", [(40, 33, 50), (1, 16, 16), (200, 144, 136)])
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_ragged_shapes(name, shape):
+    got, wanted, *_ = run(name, shape, torch.bfloat16)
+    for actual, result in zip(got, wanted, strict=True):
+        assert_close(actual, result, sums=ALIGNED if name.startswith("mx") else SUMS)
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed(case):
+    got, wanted, *_ = run(recipes.fp8_current().replace(**MIXED[case]), (48, 96, 128), torch.bfloat16)
+    for actual, result in zip(got, wanted, strict=True):
+        assert_close(actual, result, sums=SUMS)
+
+
+def trained(make, x, steps=3):
+    """Outputs, gradients and buffers of some steps of a module on x, with fresh parameters."""
+    torch.manual_seed(0)
+    module = make()
+    found = []
+    for step in range(steps):
+        leaf = (x * (1 + step)).requires_grad_()
+        y = module(leaf)
+        y.backward(values(y.shape, step, y.dtype))
+        found += [y.detach(), leaf.grad, *(param.grad for param in module.parameters())]
+        module.zero_grad()
+        bfp.update_scales(module)
+    return [*found, *module.buffers()]
+
+
+BFLOAT16 = {"dtype": torch.bfloat16}
+MODULES = {
+    "Linear": lambda recipe: bfp.Linear(64, 96, recipe=recipe, **BFLOAT16),
+    "LayerNormLinear": lambda recipe: bfp.LayerNormLinear(64, 96, norm="rms_norm", recipe=recipe, **BFLOAT16),
+    "LayerNormMLP": lambda recipe: bfp.LayerNormMLP(64, 128, norm="rms_norm", activation="swiglu", recipe=recipe, **BFLOAT16),
+    "GELU": lambda recipe: bfp.LayerNormMLP(64, 128, activation="gelu", recipe=recipe, **BFLOAT16),
+    "MultiheadAttention": lambda recipe: bfp.MultiheadAttention(64, 4, recipe=recipe, **BFLOAT16),
+    "GroupedLinear": lambda recipe: Sorted(4, 64, 96, recipe=recipe, **BFLOAT16),
+}
+
+
+class Sorted(bfp.GroupedLinear):
+    """Tokens of four experts, of which one has none."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, -2), torch.tensor([20, 0, 9, 35], dtype=torch.int32))
+
+
+APART = {"fp8_row": "a scale for each row", "mxfp4_rotated": "rotated columns", "nvfp4_4over6": "choose between two scales"}
+"""Recipes whose groups are multiplied one after another, which is warned of once."""
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name, recipe):
+    x = values((2, 32, 64), 5, torch.bfloat16)
+    wanted = trained(lambda: MODULES[name](recipe), x)
+    warned = pytest.warns(match=APART[recipe]) if name == "GroupedLinear" and recipe in APART else contextlib.nullcontext()
+    with emulated_cuda.launches(), warned:
+        found = trained(lambda: MODULES[name](recipe), x)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        # Sums in another order move some values over a rounding's border.
+        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_arrays(format):
+    """Of a stack of matrices, cut out of a larger one, rounded both ways."""
+    x = values((2, 70, 100), 3, torch.float32)[:, 2:66, :96]
+    for key in (None, 11):
+        expected = bfp.quantize(x, format, key=key)
+        with emulated_cuda.launches():
+            found = bfp.quantize(x, format, key=key)
+            back = found.dequantize(torch.float32)
+        assert torch.equal(found.codes, expected.codes)
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(back, expected.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_what_is_not_finite(recipe, value):
+    x = values((4, 16, 64), 5, torch.bfloat16)
+    x[1, 2, 3] = value
+    wanted = trained(lambda: MODULES["Linear"](recipe), x, steps=1)
+    with emulated_cuda.launches():
+        found = trained(lambda: MODULES["Linear"](recipe), x, steps=1)
+    assert not bool(wanted[0].isfinite().all())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
+def values_of(param):
+    return (param.dequantize(torch.float32) if isinstance(param, bfp.QuantizedTensor) else param).detach()
+
+
+@pytest.mark.parametrize("recipe", recipes.RECIPES)
+def test_training(recipe):
+    def trained():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)).bfloat16()
+        bfp.convert(model, recipe, weights="quantized")
+        optimizer, losses = bfp.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(4):
+            loss = (
+                (model(values((16, 64), step, torch.bfloat16)) - values((16, 32), step, torch.bfloat16)).float().square().mean()
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        masters = [state["master"] for state in optimizer.state.values() if "master" in state]
+        return [torch.stack(losses), *masters, *(values_of(param) for param in model.parameters())]
+
+    wanted = trained()
+    with emulated_cuda.launches():
+        found = trained()
+    assert wanted[0][-1] < wanted[0][0]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
+
+
+def test_digests():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.Linear(128, 384)).bfloat16()
+    bfp.convert(model, "fp8_block", weights="quantized")
+    with emulated_cuda.launches():
+        buckets = list(bfp.stream_weights(model, layout="fine-grained-fp8", bucket_bytes=64 << 10))
+    assert len(buckets) > 1
+    for bucket in buckets:
+        for name, tensor in bucket.tensors.items():
+            found = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+            assert bucket.sha256[name] == found
