@@ -15,6 +15,7 @@ from linear_reference import MIXED, assert_close, expected
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import FORMATS
+from blockfp.recipes import Cast
 
 # Products are summed in float64, or in fp32 by torch.
 SUMS = 2.0**-18
@@ -192,3 +193,21 @@ def test_digests():
         for name, tensor in bucket.tensors.items():
             found = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             assert bucket.sha256[name] == found
+
+
+def throughout(format):
+    return recipes.mxfp8().replace(**dict.fromkeys(("input", "gradient", "weight"), Cast(format)))
+
+
+SQUARE = {
+    "inputs and gradients": recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32"), gradient=Cast("mxfp8_e4m3_32x32")),
+    **{format: throughout(format) for format in ("mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "mxfp4_e2m1_32x32", "nvfp4_16x16")},
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 128), (40, 33, 50)])
+@pytest.mark.parametrize("case", SQUARE)
+def test_square_blocks(case, shape):
+    got, wanted, *_ = run(SQUARE[case], shape, torch.bfloat16)
+    for actual, result in zip(got, wanted, strict=True):
+        assert_close(actual, result, sums=ALIGNED)
