@@ -9,6 +9,7 @@ import hashlib
 import emulated_cuda
 import pytest
 import torch
+from blockfp.torch_backend.custom_ops import overflow
 from blockfp.torch_backend.linear.linear import LinearState
 from linear_reference import MIXED, assert_close, expected
 
@@ -211,3 +212,19 @@ def test_square_blocks(case, shape):
     got, wanted, *_ = run(SQUARE[case], shape, torch.bfloat16)
     for actual, result in zip(got, wanted, strict=True):
         assert_close(actual, result, sums=ALIGNED)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_only_an_inf_marks_the_parts_of_an_operand(format):
+    x = values((64, 128), 3, torch.float32)
+    for value, marked in ((float("nan"), False), (float("-inf"), True)):
+        x[5, 40] = value
+        q = bfp.quantize(x, format)
+        parts = [part.clone() for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+        before = [part.clone() for part in parts]
+        with emulated_cuda.launches():
+            overflow.mark(x, [(q.format, parts)])
+        last = parts[-1]
+        assert bool((last == 255 if last.dtype is torch.uint8 else last.isnan()).all()) == marked
+        for ours, theirs in zip(parts[:-1] if marked else parts, before, strict=not marked):
+            assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
