@@ -9,12 +9,14 @@ import hashlib
 import emulated_cuda
 import pytest
 import torch
+from blockfp.torch_backend.custom_ops import overflow
 from blockfp.torch_backend.linear.linear import LinearState
 from linear_reference import MIXED, assert_close, expected
 
 import blockfp.torch as bfp
 from blockfp import recipes
 from blockfp.formats import FORMATS
+from blockfp.recipes import Cast
 
 # Products are summed in float64, or in fp32 by torch.
 SUMS = 2.0**-18
@@ -192,3 +194,37 @@ def test_digests():
         for name, tensor in bucket.tensors.items():
             found = hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
             assert bucket.sha256[name] == found
+
+
+def throughout(format):
+    return recipes.mxfp8().replace(**dict.fromkeys(("input", "gradient", "weight"), Cast(format)))
+
+
+SQUARE = {
+    "inputs and gradients": recipes.mxfp8().replace(input=Cast("mxfp8_e4m3_32x32"), gradient=Cast("mxfp8_e4m3_32x32")),
+    **{format: throughout(format) for format in ("mxfp8_e4m3_32x32", "mxfp6_e2m3_32x32", "mxfp4_e2m1_32x32", "nvfp4_16x16")},
+}
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 128), (40, 33, 50)])
+@pytest.mark.parametrize("case", SQUARE)
+def test_square_blocks(case, shape):
+    got, wanted, *_ = run(SQUARE[case], shape, torch.bfloat16)
+    for actual, result in zip(got, wanted, strict=True):
+        assert_close(actual, result, sums=ALIGNED)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_only_an_inf_marks_the_parts_of_an_operand(format):
+    x = values((64, 128), 3, torch.float32)
+    for value, marked in ((float("nan"), False), (float("-inf"), True)):
+        x[5, 40] = value
+        q = bfp.quantize(x, format)
+        parts = [part.clone() for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+        before = [part.clone() for part in parts]
+        with emulated_cuda.launches():
+            overflow.mark(x, [(q.format, parts)])
+        last = parts[-1]
+        assert bool((last == 255 if last.dtype is torch.uint8 else last.isnan()).all()) == marked
+        for ours, theirs in zip(parts[:-1] if marked else parts, before, strict=not marked):
+            assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))

@@ -45,7 +45,7 @@ def reader(
         eps: as for `quantize`.
         given: whether the amax or a multiplier is given, of a format with one scale per tensor.
         random: whether both directions are rounded stochastically.
-        aligned: which directions come aligned, of MX in blocks of 1x32.
+        aligned: which directions come aligned, of MX.
         one_scale: whether a scale for the whole tensor is one tensor for both directions, where nobody writes into it.
 
     Returns:
@@ -60,7 +60,7 @@ def reader(
     if format.per_row:
         return _rows_reader(format, eps_bits, largest, rows, columns, rotate, random)
     wanted = (rows and aligned[0], columns and aligned[1])
-    if any(wanted) and wanted[0] == rows and not (random or rotate) and x.numel():
+    if any(wanted) and wanted[0] == rows and not (format.square or random or rotate) and x.numel():
         return _aligned_reader(x, format, rows, wanted[1] if columns else None)
     outputs: list[Any] = []
     for wanted, shape in ((rows, (*leading, height, width)), (columns, (*leading, width, height))):

@@ -8,7 +8,7 @@ The CUDA kernels that quantize a whole operand see an Inf themselves, and mark i
 the others.
 
     on a CPU          the host looks, first at the scales: only where one is what an Inf leaves does it look at the values
-    parts on a GPU    the amax where it is at hand; of MX the scales, in which only an Inf has byte 254; others are read again
+    parts on a GPU    the amax where it is at hand; of MXFP8 the scales, where only an Inf has byte 254; others are read again
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from blockfp.definition.bits import INFINITY
-from blockfp.formats import Format
+from blockfp.formats import FP8_E4M3, Format
+
+from .kernels import kernels_for
 
 _OF_INF, _NAN = 254, 255  # E8M0
 
@@ -44,7 +46,8 @@ def mark(x: Tensor, directions: Sequence[tuple[Format, Sequence[Tensor]]], amax:
 def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequence[Sequence[Tensor]], Tensor | None], None]:
     """Plans `mark` for a format each direction; returns a function of the operand, the parts of each, and the amax."""
     bytes_of_scales = [format.scale.e8m0 for format in formats]
-    tell = all(format.scale.e8m0 and format.element.max >= 2 for format in formats)
+    # Of elements without NaN, the scale of a block that holds one is NaN too.
+    tell = all(format.scale.e8m0 and format.element.has_nan for format in formats)
 
     def on_the_host(x: Tensor, directions: Sequence[Sequence[Tensor]], amax: Tensor | None) -> None:
         if _overflows(x, directions[0][-1], amax):
@@ -57,8 +60,10 @@ def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequenc
             for parts in directions:
                 parts[1].masked_fill_(overflow, _NAN)
             return
-        largest = torch.linalg.vector_norm(x, math.inf) if amax is None else amax.view(torch.float32)
-        largest = largest.view(())
+        if amax is None:
+            # It ignores NaN.
+            amax = kernels_for(x).amax(x, FP8_E4M3).blocks
+        largest = amax.view(torch.float32).view(())
         for in_bytes, parts in zip(bytes_of_scales, directions, strict=True):
             if in_bytes:
                 parts[-1].masked_fill_(~largest.isfinite(), _NAN)

@@ -236,7 +236,7 @@ def comes_aligned(x: Tensor, own: Format | None, other: Format | None, *, exact:
 
     Args:
         x: the values; only their device counts.
-        own: their format, in blocks of 1x32.
+        own: their format.
         other: format of the other operand.
         exact: as for `multiply`.
         in_order: as for `kernels.routes.route`.

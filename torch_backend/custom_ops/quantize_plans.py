@@ -17,7 +17,7 @@ from blockfp.definition.bits import constant_bits, dtype_name
 from blockfp.definition.checks import check_input
 from blockfp.definition.numerics import Amax, Quantized
 from blockfp.definition.scaling import eps_for
-from blockfp.formats import FP8_E4M3, Format
+from blockfp.formats import Format
 from blockfp.kernels import native, switch
 from blockfp.kernels.format_numbers import DTYPE_NUMBERS, cuda_rotates, format_numbers, largest_multiplier
 
@@ -246,9 +246,6 @@ def _definition_plan(row, column, random, rotate, eps) -> Run:
             recorded = [numerics.amax(x, row or column).blocks.reshape(1)]
             amax = recorded[0]
         directions = _unshared(results)
-        if amax is None and not x.is_cpu and x.numel():
-            # The largest magnitude without NaN, by which a GPU tells an Inf.
-            amax = kernels_for(x).amax(x, FP8_E4M3).blocks.reshape(1)
         mark(x, directions, amax)
         return [*(part for _, parts in directions for part in parts), *recorded]
 

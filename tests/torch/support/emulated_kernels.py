@@ -139,6 +139,8 @@ def dequantize(codes, scales, tensor_scale, out, element, block_rows, block_colu
 
 
 def transpose(x, out, size, rows, columns):
+    if not x.numel():
+        return write(out, x)
     if size in (8, 32):
         return write(out, x.reshape(-1, rows, columns).mT.contiguous())
     lines = x.reshape(-1, rows, x.shape[-1])
