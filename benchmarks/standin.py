@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from blockfp.torch_backend.custom_ops import gated_kernels, norm_kernels, products
-from blockfp.torch_backend.torch_internals import rms_norm_backward
+from blockfp.torch_backend.torch_internals import raw_stream, rms_norm_backward
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -73,6 +73,8 @@ def launches(functions: Mapping[str, Callable[..., Any]] | None = None) -> Itera
         _forget_plans()
         replaced: list[tuple[Any, Callable[..., Any]]] = [
             (_routes, _route_on),
+            # torch's builds with CUDA want a device's number, which these tensors don't have.
+            (raw_stream, {None: 0}.get),
             (torch.mm, _mm if idle else _wide_mm),
             (rms_norm_backward, _rms_norm_backward if idle else _rms_norm_gradients),
         ]
