@@ -131,8 +131,8 @@ def encode(
 
 def dequantize(codes, scales, tensor_scale, out, element, block_rows, block_columns, rule, row, column):
     format = BY_NUMBERS[element, block_rows, block_columns, rule]
-    if tensor_scale is None and format.scale.two_level:
-        tensor_scale = torch.ones((), dtype=torch.float32)
+    if format.scale.two_level:
+        tensor_scale = torch.ones(()) if tensor_scale is None else tensor_scale.reshape(())
     name, columns = str(out.dtype).removeprefix("torch."), out.shape[-1]
     made = numerics.dequantize(codes, scales, tensor_scale, format, name, columns=columns, origin=(row, column))
     write(out, made.contiguous())

@@ -1,7 +1,5 @@
 """The CUDA library's products, and its functions of groups of rows, carried out by the definition; see emulated_cuda.py."""
 
-import math
-
 import torch
 from emulated_kernels import BY_NUMBERS, amax_bits, float_of, write, write_aligned
 
@@ -123,9 +121,6 @@ def product(
         if out.ndim == 3:
             columns, to = slice(group.first_column, group.end_column), out[number]
             terms = left[:, columns], right[:, columns]
-            if not group.rows:
-                to.fill_(math.nan)  # nobody has said what stands there
-                continue
         else:
             rows = slice(group.begin, group.end)
             to, terms = out[rows], (left[rows], right[number] if right.ndim == 3 else right)

@@ -1,0 +1,93 @@
+"""JAX's CUDA path without a GPU: the library's functions are the definition's (emulated_kernels.py), called back by XLA.
+
+    with emulated_cuda_in_jax.launches():
+        bfp.linear(x, w, recipe="mxfp8")
+
+Outputs begin as something else than zeros: what no function writes shows. Of one device; programs that XLA splits take the
+definition on GPUs, too.
+"""
+
+import contextlib
+import inspect
+from unittest import mock
+
+import emulated_groups
+import emulated_kernels
+import jax
+import ml_dtypes
+import numpy as np
+import torch
+from blockfp.jax_backend.implementations import choice, cuda
+from blockfp.jax_backend.linear import grouped_products, products
+
+from blockfp.kernels import switch
+
+_FUNCTIONS = {each.__name__: each for each in (*emulated_kernels.FUNCTIONS, *emulated_groups.FUNCTIONS)}
+_MAY_BE_ABSENT = {
+    "quantize": ("amax", "recorded", "key", "codes", "scales", "tensor_scale", "codes_t", "scales_t", "tensor_scale_t"),
+    "dequantize": ("tensor_scale",),
+    "product": ("ends", "bias", "workspace"),
+}
+_MAY_BE_ABSENT["quantize_groups"] = (*_MAY_BE_ABSENT["quantize"], "keys", "overflows")
+
+calls = []
+"""The names of the functions that were called."""
+
+
+@contextlib.contextmanager
+def launches():
+    """Lets what runs on the CPU take the path of a Hopper GPU until the block ends; programs are compiled anew."""
+    own = jax.lax.platform_dependent
+
+    def on_cuda(*arrays, default=None, cuda=None, **others):
+        return own(*arrays, default=default, **others) if cuda is None else cuda(*arrays)
+
+    with contextlib.ExitStack() as patches:
+        for place, name, value in (
+            (choice, "has_gpu", lambda: True),
+            (choice, "would_be_partitioned", lambda: False),
+            (cuda.CudaLibrary, "missing", lambda _: None),
+            (cuda, "cublas_version", lambda: 130000),
+            (cuda, "_call", _call),
+            (products, "capability", lambda: (9, 0)),
+            (grouped_products, "capability", lambda: (9, 0)),
+            (jax.lax, "platform_dependent", on_cuda),
+        ):
+            patches.enter_context(mock.patch.object(place, name, value))
+        patches.callback(_forget)
+        _forget()
+        calls.clear()
+        yield
+
+
+def _forget():
+    with switch.definition_only():
+        pass
+    jax.clear_caches()
+
+
+def _call(name, out, *arrays, **attributes):
+    assert tuple(attributes) == cuda._ATTRIBUTES[name]
+    name = name.removesuffix("_by_cublas")
+    function, many = _FUNCTIONS[name], isinstance(out, list)
+    outs = tuple(out) if many else (out,)
+    names = list(inspect.signature(function).parameters)
+
+    def carried_out(*inputs):
+        calls.append(name)
+        made = [np.full(one.shape, 113, one.dtype) for one in outs]
+        given = [_tensor(np.array(x)) for x in inputs] + [_tensor(x) for x in made]
+        absent = _MAY_BE_ABSENT.get(name, ())
+        tensors = [None if not x.numel() and own in absent else x for own, x in zip(names, given, strict=False)]
+        function(*tensors, *map(int, attributes.values()))
+        return tuple(made) if many else made[0]
+
+    found = jax.pure_callback(carried_out, outs if many else out, *arrays, vmap_method="sequential")
+    return list(found) if many else found
+
+
+def _tensor(x):
+    """A torch tensor on the array's memory."""
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x.view(np.int32) if x.dtype == np.uint32 else x)
