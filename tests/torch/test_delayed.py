@@ -1,6 +1,7 @@
 """Delayed scaling: histories, scales and their update, alone and over ranks."""
 
 import copy
+import gc
 import threading
 from inspect import signature as signature_of
 
@@ -275,6 +276,40 @@ def test_frozen_layers_need_a_keeper():
         optimizer.step()
     assert layer.gradient_scale > 1
     handle.remove()
+
+
+def test_a_model_that_nobody_has_any_more_refuses_no_step_of_another():
+    """Its layers wait for the garbage collector where the model refers to itself, with the amaxes of a last evaluation."""
+
+    def tuned():
+        layer, adapter = bfp.Linear(32, 32, recipe="fp8_delayed").requires_grad_(False), nn.Linear(32, 32)
+        model = nn.Sequential(adapter, layer)
+        optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
+        bfp.update_scales_after(optimizer, model)
+        for _ in range(3):
+            one_backward(model)
+            optimizer.step()
+        model(torch.ones(4, 32))
+        vars(layer)["within"] = model
+
+    gc.disable()
+    try:
+        for _ in range(2):
+            tuned()
+    finally:
+        gc.enable()
+
+
+def test_an_average_that_takes_the_models_own_buffers():
+    """As ignite's EMAHandler does: what the model records stands in both, and is the model's."""
+    model = bfp.convert(nn.Sequential(nn.Linear(32, 32)), "fp8_delayed", weights="high_precision")
+    optimizer, average = bfp.AdamW(model.parameters(), lr=1e-3), copy.deepcopy(model).requires_grad_(False)
+    for _ in range(3):
+        one_backward(model)
+        optimizer.step()
+        for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
+            mine.data = theirs.data
+    assert average[0].input_scale == model[0].input_scale != 1
 
 
 def test_bad_arguments_of_the_hook():
