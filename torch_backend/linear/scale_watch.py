@@ -187,16 +187,20 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> No
     if _has_closure(args, kwargs):
         # The forward and the backward, and perhaps an update by hand, were part of the step.
         _refuse_stale(optimizer)
-    # The distributed checkpoint makes states by a step that moves nothing.
-    moves = any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
+    counts = moves(optimizer)
     for layer in layers_of(optimizer):
         known = _watched[layer]
         known.by_hand = False
-        known.stale += moves and known.kept_by is None
+        known.stale += counts and known.kept_by is None
     for layer in _frozen():
         known = _watched[layer]
         known.by_hand = False
-        known.stale_frozen += moves and known.kept_by is None
+        known.stale_frozen += counts and known.kept_by is None
+
+
+def moves(optimizer: Optimizer) -> bool:
+    """Returns whether a step moves anything: by one that doesn't torch's distributed checkpoint makes an optimizer's state."""
+    return any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
 
 
 def _is_zero(lr: float | Tensor) -> bool:

@@ -138,7 +138,7 @@ class _Adam(Optimizer):
             check_buffers(layers)
         self._step()
         if layers:
-            update_layers(layers)
+            update_layers(layers, made_up=not scale_watch.moves(self))
         return loss
 
     def _step(self) -> None:
