@@ -61,8 +61,9 @@ class TransposedLinear(QuantizedLayer):
     ) -> TransposedLinear:
         """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
         weight = layer.get_parameter("weight")
-        place: Any = {"device": "meta", "dtype": weight.dtype}
-        made = cls(*weight.shape, False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **place)
+        lengths, place = weight.shape, {"device": "meta", "dtype": weight.dtype}
+        options: Any = {"weights": weights, "compute": compute, "keep_init": keep_init, **place}
+        made = cls(lengths[0], lengths[1], False, recipe=recipe, **options)
         return made.take_values(layer)
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class NoValues(Tensor):
         # A parameter that it is copied into stays what it is, and so does a shape.
         return result.as_subclass(NoValues) if type(result) is Tensor and result.shape[:1] == (0,) else result
 
-    def __deepcopy__(self, memo: Any) -> NoValues:
+    def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
