@@ -23,9 +23,10 @@ def batches(count=4):
 
 
 @pytest.mark.filterwarnings("ignore")  # lightning's, of the machine and of its own releases
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_fabric(recipe, tmp_path):
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_fabric(recipe, precision, tmp_path):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
     model = net(0, recipe)
     model, optimizer = fabric.setup(model, bfp.AdamW(model.parameters(), lr=1e-2))
     losses = []

@@ -5,8 +5,9 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.pytorch_utils import id_tensor_storage
+from transformers.pytorch_utils import Conv1D, id_tensor_storage
 
 import blockfp.torch as bfp
 
@@ -100,3 +101,12 @@ def test_trainer(own, tmp_path, monkeypatch):
             moved = [not torch.equal(value, before[name]) for name, value in states[-1].items()]
             assert all(moved)
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_transposed_layer_is_converted_under_another_default_dtype():
+    layer = Conv1D(64, 32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert bfp.convert(nn.Sequential(layer), "mxfp8")[0].weight.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,6 +1,7 @@
 """Delayed scaling: histories, scales and their update, alone and over ranks."""
 
 import copy
+import gc
 import threading
 from inspect import signature as signature_of
 
@@ -10,7 +11,7 @@ import torch
 from arrays import values
 from blockfp.torch_backend.linear import delayed
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -275,6 +276,68 @@ def test_frozen_layers_need_a_keeper():
         optimizer.step()
     assert layer.gradient_scale > 1
     handle.remove()
+
+
+def test_a_model_that_nobody_has_any_more_refuses_no_step_of_another():
+    """Its layers wait for the garbage collector where the model refers to itself, with the amaxes of a last evaluation."""
+
+    def tuned():
+        layer, adapter = bfp.Linear(32, 32, recipe="fp8_delayed").requires_grad_(False), nn.Linear(32, 32)
+        model = nn.Sequential(adapter, layer)
+        optimizer = torch.optim.SGD(adapter.parameters(), lr=1e-3)
+        bfp.update_scales_after(optimizer, model)
+        for _ in range(3):
+            one_backward(model)
+            optimizer.step()
+        model(torch.ones(4, 32))
+        vars(layer)["within"] = model
+
+    gc.disable()
+    try:
+        for _ in range(2):
+            tuned()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("optimizer", [bfp.AdamW, torch.optim.AdamW])
+def test_an_optimizer_that_is_loaded_after_the_model_leaves_the_histories(optimizer):
+    """As Composer and accelerate do: torch makes a new optimizer's state by a step whose learning rate is 0."""
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = bfp.convert(nn.Sequential(nn.Linear(32, 32)), "fp8_delayed", weights="high_precision")
+        found = optimizer(model.parameters(), lr=1e-3)
+        if optimizer is not bfp.AdamW:
+            bfp.update_scales_after(found, model)
+        return model, found
+
+    model, first = made(0)
+    for _ in range(3):
+        one_backward(model)
+        first.step()
+        first.zero_grad()
+    again, second = made(1)
+    again.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(again, second, get_optimizer_state_dict(model, first))
+    assert all(torch.equal(one, other) for one, other in zip(buffers_of(again), buffers_of(model), strict=True))
+    # A step of a warm-up that begins at 0 has a forward, and counts.
+    second.param_groups[0]["lr"] = 0.0
+    one_backward(again)
+    second.step()
+    assert [layer.input_amax_history.count_nonzero() for layer in (model[0], again[0])] == [3, 4]
+
+
+def test_an_average_that_takes_the_models_own_buffers():
+    """As ignite's EMAHandler does: what the model records stands in both, and is the model's."""
+    model = bfp.convert(nn.Sequential(nn.Linear(32, 32)), "fp8_delayed", weights="high_precision")
+    optimizer, average = bfp.AdamW(model.parameters(), lr=1e-3), copy.deepcopy(model).requires_grad_(False)
+    for _ in range(3):
+        one_backward(model)
+        optimizer.step()
+        for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
+            mine.data = theirs.data
+    assert average[0].input_scale == model[0].input_scale != 1
 
 
 def test_bad_arguments_of_the_hook():

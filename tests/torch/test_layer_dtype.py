@@ -129,3 +129,47 @@ def test_on_a_mesh(order, weights):
     for rank, ys in enumerate(results):
         for y, want in zip(ys, outputs, strict=True):
             assert torch.equal(y, want.chunk(2, -1)[rank % 2] if "cut" in order else want)
+
+
+# ---- torch.set_default_dtype, in which Fabric, torchtune and transformers make models and Fabric runs them
+
+
+def trained(dtype, recipe, weights, rows):
+    """What a layer gives in two steps under a default dtype; `rows` makes a shape of its own, whose plans are new."""
+    values = nn.Linear(64, 48, dtype=torch.float32, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for seed, param in enumerate(values.parameters()):
+            param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32))
+    x = torch.randn((rows, 64), generator=torch.Generator().manual_seed(7), dtype=torch.float32).bfloat16()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = bfp.convert(nn.Sequential(values.bfloat16()), recipe, weights=weights)
+        if model[0].stateful and model[0].rng_key is not None:
+            model[0].rng_key.fill_(3)
+        optimizer = bfp.AdamW(model.parameters(), lr=0.1)
+        found = []
+        with bfp.observe(model) as observed:
+            for _ in range(2):
+                y = model(x)
+                y.square().sum().backward()
+                found += [y.detach(), model[0].weight.grad, model[0].bias.grad]
+                optimizer.step()
+                optimizer.zero_grad()
+                found += [buffer.clone() for buffer in model.buffers()]
+            figures = observed.step()
+        found += bfp.high_precision_state_dict(model, dtype=torch.float32).values()
+        found += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+        return [one.detach() for one in found], figures
+    finally:
+        torch.set_default_dtype(before)
+
+
+@BOTH
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_row", "mxfp8", "nvfp4", "nvfp4_eden"])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 37), (torch.float16, 39), (torch.float64, 41)])
+def test_the_default_dtype_changes_nothing(dtype, rows, recipe, weights):
+    (mine, figures), (plain, wanted) = (trained(one, recipe, weights, rows) for one in (dtype, torch.float32))
+    assert [one.dtype for one in mine] == [one.dtype for one in plain]
+    assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
+    assert figures == wanted

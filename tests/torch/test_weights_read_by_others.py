@@ -258,6 +258,20 @@ def averaged(layer, **options):
         average.update_parameters(layer)
 
 
+def averaged_state(layer, update):
+    """As timm's ModelEmaV2 and Ultralytics' ModelEMA do, which go through all that a state dict holds."""
+    average = copy.deepcopy(layer)
+    with torch.no_grad():
+        for mine, theirs in zip(average.state_dict().values(), layer.state_dict().values(), strict=True):
+            update(mine, theirs.detach())
+
+
+def in_place(mine, theirs):
+    if mine.dtype.is_floating_point:
+        mine *= 0.9
+        mine += 0.1 * theirs
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -268,6 +282,11 @@ def averaged(layer, **options):
         partial(stepped, torch.optim.Adagrad),
         partial(averaged, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
         averaged,
+        partial(averaged_state, update=lambda mine, theirs: mine.copy_(0.9 * mine + 0.1 * theirs)),
+        partial(averaged_state, update=lambda mine, theirs: mine.copy_(theirs.lerp(mine, 0.9))),
+        partial(averaged_state, update=lambda mine, theirs: torch._foreach_lerp_([mine], [theirs], 0.1)),
+        partial(averaged_state, update=in_place),
+        lambda layer: [sum(both) / 2 for both in zip(*[layer.state_dict().values()] * 2, strict=True)],
         lambda layer: layer.weight.data.add_(1.0),
         lambda layer: layer.weight.data.clamp_(-1, 1),
     ],

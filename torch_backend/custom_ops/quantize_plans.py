@@ -185,7 +185,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     """One direction after the other; square blocks that are rounded to nearest are turned instead."""
     library, dtype = native.library(), dtype_name(x)
     contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32)
     turned = row if row is not None and column is row and row.square and not any(random) and not rotate else None
     calls = []
     for i, format in enumerate((row, column)):

@@ -111,12 +111,12 @@ class _After:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def __call__(self, *_) -> None:
+    def __call__(self, optimizer: Optimizer, *_) -> None:
         layers = delayed_layers(self.model)
         scale_watch.keep(layers, self)
         replicas = self.model if isinstance(self.model, DistributedDataParallel) else None
         check_buffers(layers, replicas)
-        update_layers(layers, replicas)
+        update_layers(layers, replicas, made_up=not scale_watch.moves(optimizer))
 
 
 def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
@@ -134,12 +134,16 @@ def check_buffers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
 
 
 @torch.no_grad()
-def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None) -> None:
+def update_layers(
+    layers: Sequence[RecipeLayer], replicas: DistributedDataParallel | None = None, *, made_up: bool = False
+) -> None:
     """Updates the scales of these layers, in an order that is the same on every rank.
 
     Args:
         layers: with delayed scaling.
         replicas: the DDP model that they are of; by default the one that is found.
+        made_up: whether the step may be one without a forward, that makes an optimizer's state (`scale_watch.moves`). It waits
+            for the device then, and leaves everything where no amax was recorded: the histories may have been loaded before.
     """
     found = scale_watch.replicas_of(layers) if replicas is None else [replicas] * len(layers)
     operands = list(_operands(layers, found))
@@ -150,6 +154,8 @@ def update_layers(layers: Sequence[RecipeLayer], replicas: DistributedDataParall
         # Magnitudes are ordered like their bits.
         reduced = max_reduce(newest.view(torch.int32), groups).view(torch.float32)
         _write([one.history[0] for one in members], reduced.unbind())
+    if made_up and not any(float(one.history[0]) > 0 for one in operands):
+        return
     for (element, options, _), members in _by(operands, lambda one: (one.element, one.options, one.history.device)):
         histories = torch.stack([one.history for one in members])
         scales = torch.stack([one.scale for one in members])

@@ -10,6 +10,7 @@ frozen and have no keeper: whether they were trained through stands in their his
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -186,16 +187,20 @@ def _after_step(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> No
     if _has_closure(args, kwargs):
         # The forward and the backward, and perhaps an update by hand, were part of the step.
         _refuse_stale(optimizer)
-    # The distributed checkpoint makes states by a step that moves nothing.
-    moves = any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
+    counts = moves(optimizer)
     for layer in layers_of(optimizer):
         known = _watched[layer]
         known.by_hand = False
-        known.stale += moves and known.kept_by is None
+        known.stale += counts and known.kept_by is None
     for layer in _frozen():
         known = _watched[layer]
         known.by_hand = False
-        known.stale_frozen += moves and known.kept_by is None
+        known.stale_frozen += counts and known.kept_by is None
+
+
+def moves(optimizer: Optimizer) -> bool:
+    """Returns whether a step moves anything: by one that doesn't torch's distributed checkpoint makes an optimizer's state."""
+    return any(not _is_zero(group.get("lr", 1.0)) for group in optimizer.param_groups)
 
 
 def _is_zero(lr: float | Tensor) -> bool:
@@ -212,9 +217,13 @@ def _refuse_stale(optimizer: Optimizer) -> None:
     # One that updates the scales of what it trains becomes their keeper in this very step.
     held = () if getattr(optimizer, "updates_scales", False) else layers_of(optimizer)
     trained = [layer for layer in held if _unkept(layer).stale and _has_gradient(layer)]
-    frozen = [layer for layer in _frozen() if _unkept(layer).stale_frozen and _recorded(layer)]
+    frozen = 0
+    if not trained and _stale_frozen():
+        # A model that nobody refers to any more may still be there, with what its last forward recorded.
+        gc.collect()
+        frozen = len(_stale_frozen())
     if trained or frozen:
-        what = f"{len(trained)} layers that it trains" if trained else f"{len(frozen)} frozen layers"
+        what = f"{len(trained)} layers that it trains" if trained else f"{frozen} frozen layers"
         use = "use bfp.AdamW, or call bfp" if trained else "call bfp"
         raise RuntimeError(
             f"{type(optimizer).__name__} takes another step, and the scales of {what} were not updated after the last one: "
@@ -237,6 +246,21 @@ def _frozen() -> list[RecipeLayer]:
     """Layers whose weights no optimizer trains."""
     held = ((layer, _weights(layer, known)) for layer, known in _all())
     return [layer for layer, weights in held if weights and not any(weight.requires_grad for weight in weights)]
+
+
+def _stale_frozen() -> list[RecipeLayer]:
+    """Layers that nobody trains, whose amaxes became no scales after a step; not those that share a kept one's history."""
+    stale = [layer for layer in _frozen() if _unkept(layer).stale_frozen and _recorded(layer)]
+    if not stale:
+        return stale
+    kept = {_history_at(layer) for layer, known in _all() if known.kept_by is not None} - {0}
+    return [layer for layer in stale if _history_at(layer) not in kept]
+
+
+def _history_at(layer: RecipeLayer) -> int:
+    """Returns where a layer's history of inputs lies: averages of models (ignite's EMAHandler) take the model's own buffers."""
+    history = layer.input_amax_history
+    return history.data_ptr() if type(history) is Tensor else 0
 
 
 def _recorded(layer: RecipeLayer) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +60,10 @@ class TransposedLinear(QuantizedLayer):
         keep_init: bool = True,
     ) -> TransposedLinear:
         """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
-        lengths = layer.get_parameter("weight").shape
-        made = cls(*lengths, bias=False, recipe=recipe, device="meta", weights=weights, compute=compute, keep_init=keep_init)
+        weight = layer.get_parameter("weight")
+        lengths, place = weight.shape, {"device": "meta", "dtype": weight.dtype}
+        options: Any = {"weights": weights, "compute": compute, "keep_init": keep_init, **place}
+        made = cls(lengths[0], lengths[1], False, recipe=recipe, **options)
         return made.take_values(layer)
 
     @torch.no_grad()

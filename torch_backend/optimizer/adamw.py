@@ -140,7 +140,7 @@ class _Adam(Optimizer):
             check_buffers(layers)
         self._step()
         if layers:
-            update_layers(layers)
+            update_layers(layers, made_up=not scale_watch.moves(self))
         return loss
 
     def _step(self) -> None:
@@ -294,7 +294,7 @@ def _begin_on_device(todo, steps, lr, settings, decoupled, found, scale) -> None
         by_device.setdefault(step.device, []).append(i)
     for device, places in by_device.items():
         counts = [steps[i] for i in places]
-        skip = torch.zeros((), device=device) if found is None else (found.to(device) != 0).to(torch.float32)
+        skip = (torch.zeros((), device=device) if found is None else found.to(device) != 0).to(torch.float32)
         foreach_add_(counts, [1 - skip] * len(counts))
         step = torch.stack(counts).to(torch.float64)
         rate = lr.to(device, torch.float64) if isinstance(lr, Tensor) else lr

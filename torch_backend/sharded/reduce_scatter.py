@@ -125,7 +125,7 @@ class QuantizedReduceScatter:
         if part.scales is None:
             return received[:, part.codes : part.end].contiguous().view(dtype).view(shape).to(torch.float32, copy=True)
         if not part.rows * part.columns:
-            return torch.empty(shape, device=received.device)
+            return torch.empty(shape, dtype=torch.float32, device=received.device)
         # What lies between the codes and their scales is there for alignment.
         size = part.rows * packed_columns(part.columns, self.format.element.bits)
         codes = received[:, part.codes : part.codes + size].reshape(*shape[:2], -1)

@@ -36,6 +36,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
+from .no_values import NoValues
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
@@ -47,8 +48,11 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
     shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
-    empty = (empty_entry(q, param.shape) for _ in range(2))
-    own, format = empty if sharding.mesh_of(param) is None else (replicated(param, one) for one in empty)
+    own, format = (empty_entry(q, param.shape) for _ in range(2))
+    if sharding.mesh_of(param) is None:
+        own = own.as_subclass(NoValues)
+    else:
+        own, format = replicated(param, own), replicated(param, format)
     return {"": own, **shown, f"{FORMAT}{q.format}": format}
 
 
