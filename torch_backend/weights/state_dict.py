@@ -36,6 +36,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
+from .requantize import note_written
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
@@ -186,6 +187,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
     q.initial = q.geometry.copied = None
+    note_written([q])
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:
