@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
@@ -176,7 +177,7 @@ def _names(kind: Kind) -> frozenset[str]:
     if issubclass(kind, Experts):
         products = {name + PRODUCT for name in kind.names}
         return frozenset({*OWN, *products, *dir(kind)} - {*kind.__annotations__, *dir(nn.Module), "forward", "extra_repr"})
-    like = kind(1, 1, recipe="mxfp8", device="meta")
+    like = kind(1, 1, recipe="mxfp8", device="meta", dtype=torch.float32)
     plain = nn.Linear(1, 1, device="meta")
     return frozenset({*vars(like), *like._buffers, *dir(kind)} - {*vars(plain), *dir(nn.Linear)})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,8 @@ class Linear(QuantizedLayer, nn.Linear):
     ) -> Linear:
         """Makes a layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
         lengths = linear.in_features, linear.out_features
-        made = cls(*lengths, False, recipe=recipe, device="meta", weights=weights, compute=compute, keep_init=keep_init)
+        like: Any = {"device": "meta", "dtype": linear.weight.dtype}
+        made = cls(*lengths, False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
         return made.take_values(linear)
 
     def forward(self, x: Tensor) -> Tensor:

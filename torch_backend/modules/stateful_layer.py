@@ -85,9 +85,10 @@ class StatefulLayer(RecipeLayer):
         """Makes the buffers that the recipe needs."""
         delayed, stochastic = self.linear_recipe.delayed, self._stochastic
         for operand in ("input", "gradient"):
-            history = None if delayed is None else torch.zeros(delayed.history, device=device)
+            history = None if delayed is None else torch.zeros(delayed.history, dtype=torch.float32, device=device)
             self.register_buffer(f"{operand}_amax_history", history)
-            self.register_buffer(f"{operand}_scale", None if delayed is None else torch.ones((), device=device))
+            scale = None if delayed is None else torch.ones((), dtype=torch.float32, device=device)
+            self.register_buffer(f"{operand}_scale", scale)
         self.register_buffer("rng_key", torch.zeros(2, dtype=torch.int64, device=device) if stochastic else None)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device) if stochastic else None)
         self.mark_buffers()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +60,9 @@ class TransposedLinear(QuantizedLayer):
         keep_init: bool = True,
     ) -> TransposedLinear:
         """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
-        lengths = layer.get_parameter("weight").shape
-        made = cls(*lengths, bias=False, recipe=recipe, device="meta", weights=weights, compute=compute, keep_init=keep_init)
+        weight = layer.get_parameter("weight")
+        like: Any = {"device": "meta", "dtype": weight.dtype}
+        made = cls(*weight.shape, bias=False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
         return made.take_values(layer)
 
     @torch.no_grad()

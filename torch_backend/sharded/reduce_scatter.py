@@ -60,7 +60,7 @@ class QuantizedReduceScatter:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns how often the gradient of each parameter was reduced: {"reductions": int64 [parameters]}."""
-        return {"reductions": torch.tensor(self.reductions, dtype=torch.int64)}
+        return {"reductions": torch.tensor(self.reductions, dtype=torch.int64, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Continues from a `state_dict` of a model with as many parameters."""
@@ -125,7 +125,7 @@ class QuantizedReduceScatter:
         if part.scales is None:
             return received[:, part.codes : part.end].contiguous().view(dtype).view(shape).to(torch.float32, copy=True)
         if not part.rows * part.columns:
-            return torch.empty(shape, device=received.device)
+            return torch.empty(shape, dtype=torch.float32, device=received.device)
         # What lies between the codes and their scales is there for alignment.
         size = part.rows * packed_columns(part.columns, self.format.element.bits)
         codes = received[:, part.codes : part.codes + size].reshape(*shape[:2], -1)
