@@ -42,6 +42,10 @@ forbid_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_p
 anywhere, and others crash. torch's fake tensors use it."""
 
 
+FakeTensor = torch._subclasses.FakeTensor
+"""A tensor of a `FakeTensorMode`: of a device, and without memory there. Estimates of memory are made with it."""
+
+
 def decomposes(func: Any) -> bool:
     """Says whether `func.decompose` takes an operation apart into others. There is no public question."""
     return func._can_decompose()

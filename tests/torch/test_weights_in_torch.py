@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from blockfp.torch_backend.weights.cast_weight import CastWeight
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import blockfp.torch as bfp
 
@@ -219,3 +220,19 @@ def test_transposes_in_inference_mode(name):
     with torch.inference_mode():
         for flipped in (q.t(), q.transpose(0, 1), q.permute(1, 0), q.mT, q.T):
             assert torch.equal(flipped.dequantize(), expected)
+
+
+# ---- fake tensors, by which the memory of a run is estimated
+
+
+@BOTH
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4", "nvfp4_eden"])
+def test_layers_of_fake_tensors(recipe, weights):
+    real = bfp.Linear(32, 32, recipe=recipe, weights=weights)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = nn.Sequential(bfp.Linear(32, 32, recipe=recipe, weights=weights), nn.GELU(), real)
+        x = torch.empty(4, 32, requires_grad=True)
+        y = made(x)
+        y.sum().backward()
+    assert type(y) is type(x.grad) is type(made[0].weight.grad) is FakeTensor
+    assert made[0].weight.grad.shape == (32, 32)
