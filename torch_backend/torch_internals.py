@@ -37,6 +37,14 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 make_wrapper_subclass: Callable[..., Any] = Tensor._make_wrapper_subclass
 """A tensor without memory, of a shape, dtype and device. Only this makes a subclass that wraps others."""
 
+forbid_pointer: Callable[[Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Makes torch's own code raise where it takes the address of a tensor's memory: of one without any, DLPack gives what lies
+anywhere, and others crash. torch's fake tensors use it."""
+
+
+FakeTensor = torch._subclasses.FakeTensor
+"""A tensor of a `FakeTensorMode`: of a device, and without memory there. Estimates of memory are made with it."""
+
 
 def decomposes(func: Any) -> bool:
     """Says whether `func.decompose` takes an operation apart into others. There is no public question."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,8 @@ class _Torch:
     """
 
     def __init__(self, torch: Any):
-        self._empty = torch.empty
+        # A default device is the user's, and has nothing to do with where these go.
+        self._empty = partial(torch.empty, device="cpu")
         self._from_numpy = torch.from_numpy
         names = ("uint8", "int32", "float32", "float16", "bfloat16")
         self._dtypes = {name: getattr(torch, name) for name in names}

@@ -55,6 +55,42 @@ def by_schedules(rank):
                     assert torch.equal(a.grad, b.grad / MICROBATCHES), (recipe, schedule, compiled)
 
 
-@pytest.mark.parametrize("ranks", [2])
-def test_pipelines_are_one_process(ranks):
-    gloo.run(ranks, __file__, "by_schedules")
+def without_bubbles(rank):
+    """Each backward runs twice: for the inputs of a stage, and later for its weights."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+
+    for recipe in RECIPES:
+        whole = nn.Sequential(*model_of(recipe), *model_of(recipe))
+        for schedule, numbers in ((ScheduleInterleavedZeroBubble, (rank, rank + 2)), (ScheduleZBVZeroBubble, (rank, 3 - rank))):
+            one, (x, target) = copy.deepcopy(whole), batch()
+            for part, wanted in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
+                loss(one(part), wanted).backward()
+            mine = {number: copy.deepcopy(whole)[2 * number : 2 * number + 2] for number in numbers}
+            stages = [PipelineStage(mine[number], number, 4, torch.device("cpu")) for number in numbers]
+            pipeline = schedule(stages, MICROBATCHES, loss_fn=loss)
+            pipeline.step(*([x] if 0 in numbers else []), **({"target": target} if 3 in numbers else {}))
+            for number, stage in mine.items():
+                own = one[2 * number : 2 * number + 2]
+                for (name, a), b in zip(stage.named_buffers(), own.buffers(), strict=True):
+                    assert torch.equal(a, b), (recipe, schedule, number, name)
+                for (name, a), b in zip(stage.named_parameters(), own.parameters(), strict=True):
+                    assert torch.equal(a.grad, b.grad / MICROBATCHES), (recipe, schedule, number, name)
+
+
+@pytest.mark.parametrize("schedules", ["by_schedules", "without_bubbles"])
+def test_pipelines_are_one_process(schedules):
+    gloo.run(2, __file__, schedules)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_eden", "mxfp4_rotated"])
+def test_backwards_of_one_forward_draw_the_same_bits(recipe):
+    layer = model_of(recipe)[0]
+    x = batch()[0].requires_grad_()
+    step = layer.step.clone()
+    y = layer(x).square().sum()
+    first, second = (torch.autograd.grad(y, [x, *layer.parameters()], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert layer.step == step + 1
+    (d_weight,) = torch.autograd.grad(layer(x).square().sum(), layer.weight)
+    assert not torch.equal(d_weight, first[1])

@@ -181,7 +181,7 @@ def convert(converted: Sequence[Conversion], masters: Sequence[Tensor | None]) -
 
 
 def _format_entries(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {key: torch.empty(no_values(param.shape), dtype=dtype) for key in (name, f"{name}{FORMAT}{theirs}")}
+    return {key: torch.empty(no_values(param.shape), dtype=dtype, device="cpu") for key in (name, f"{name}{FORMAT}{theirs}")}
 
 
 def _to_read(name: str, param: Tensor, theirs: Format | None, dtype: torch.dtype) -> dict[str, Tensor]:

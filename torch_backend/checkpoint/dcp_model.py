@@ -61,7 +61,7 @@ def _read(folder: Path, index: Metadata, name: str, what: TensorStorageMetadata)
     at = folder / INDEX
     try:
         # The pieces cover it (`read_index`).
-        whole = torch.empty(what.size, dtype=what.properties.dtype)
+        whole = torch.empty(what.size, dtype=what.properties.dtype, device="cpu")
         for chunk in what.chunks:
             where = index.storage_data[MetadataIndex(name, chunk.offsets)]
             at = folder / where.relative_path

@@ -135,7 +135,9 @@ def empty(what: Any) -> Tensor | None:
     """Returns memory for a checkpoint's entry, or None where it is no tensor."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    return torch.empty(what.size, dtype=what.properties.dtype) if isinstance(what, TensorStorageMetadata) else None
+    return (
+        torch.empty(what.size, dtype=what.properties.dtype, device="cpu") if isinstance(what, TensorStorageMetadata) else None
+    )
 
 
 def _parameter_of(name: str, params: Mapping[str, Tensor]) -> str:

@@ -339,14 +339,14 @@ class _Digests:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Returns the digest of each tensor's bytes, row-major, in hexadecimal."""
         flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
         sizes = [0 if each.is_cpu else each.numel() for each in flat.values()]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         places = self._memory[: sum(sizes)].split(sizes)
         # Hashing goes on without the interpreter; copies are this thread's, which knows the stream that tensors are made on.
         with ThreadPoolExecutor(max_workers=_HASHING) as pool:

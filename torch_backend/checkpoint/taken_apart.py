@@ -59,8 +59,8 @@ def turned(weight: Weight) -> Weight:
     format, factor = weight.format, weight.tensor_scale
 
     def whole() -> dict[str, Tensor]:
-        codes, scales = torch.as_tensor(weight.codes.read()), torch.as_tensor(weight.scales.read())
-        scale = None if factor is None else torch.as_tensor(factor.read())
+        codes, scales = (torch.as_tensor(part.read(), device="cpu") for part in (weight.codes, weight.scales))
+        scale = None if factor is None else torch.as_tensor(factor.read(), device="cpu")
         q: Any = QuantizedTensor.from_parts(
             codes, scales, scale, format=format, columns=weight.shape[-1], dtype=torch.float32
         ).mT

@@ -73,7 +73,7 @@ def plan_of(parts: Sequence[Tensor], format: Format, dtype: torch.dtype, columns
         return out
 
     def on_the_host(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None) -> Tensor:
-        out, scales = torch.empty(shape, dtype=dtype), scales.contiguous()
+        out, scales = torch.empty(shape, dtype=dtype, device="cpu"), scales.contiguous()
         if scales.data_ptr() % scales.element_size():
             scales = scales.clone()
         # In a program of torch.export it may look as if it had a gradient, of which float() warns.

@@ -36,7 +36,7 @@ def _figures(x: Tensor, parts: list[Tensor], format: str, rotate: bool, origin: 
     error = torch.where(finite, values - back, 0.0)
     figures = (
         magnitude.amax() if magnitude.numel() else magnitude.sum(),
-        torch.tensor(x.numel(), dtype=torch.float64, device=x.device),
+        torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device),
         cut.sum(),
         (finite & (values != 0) & (back == 0)).sum(),
         torch.where(finite, magnitude, 0.0).double().square().sum(),

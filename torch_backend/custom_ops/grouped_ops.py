@@ -344,7 +344,7 @@ def _words(offs: Tensor, ends: Sequence[int], tokens: int) -> Tensor:
     where = list(groups.groups_of(ends, tokens))
     words = offs.new_zeros(groups.words_for(tokens, len(ends)))
     found = [group.end for group in where] + [group.end_column for group in where]
-    words[: len(found)] = torch.tensor(found, dtype=torch.int32)
+    words[: len(found)] = torch.tensor(found, dtype=torch.int32, device=offs.device)
     return words
 
 

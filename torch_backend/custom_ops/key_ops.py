@@ -70,7 +70,7 @@ def _gradient_keys(key: Tensor, step: Tensor | None, folds: list[int], groups: i
     keys: list[Any] = [[gradient_key(words, way, group=number) for way in (ROWWISE, COLUMNWISE)] for number in numbers]
     if key.is_cpu:
         words32 = [[[signed(int(word)) for word in words] for words in pair] for pair in keys]
-        return torch.tensor(words32, dtype=torch.int32).view(-1, 2, 2)
+        return torch.tensor(words32, dtype=torch.int32, device="cpu").view(-1, 2, 2)
     return torch.stack([torch.stack(pair) for pair in keys]) if keys else key.new_empty((0, 2, 2), dtype=torch.int32)
 
 

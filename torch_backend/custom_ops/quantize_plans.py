@@ -7,6 +7,7 @@ What is left for each call is memory for the results and the kernel, and on a CP
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
     """One direction after the other; square blocks that are rounded to nearest are turned instead."""
     library, dtype = native.library(), dtype_name(x)
     contiguous, marked, size = x.is_contiguous(), x.numel() > 0, x.element_size()
-    nothing = torch.empty(0, dtype=torch.float32)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     turned = row if row is not None and column is row and row.square and not any(random) and not rotate else None
     calls = []
     for i, format in enumerate((row, column)):
@@ -198,7 +199,7 @@ def _cpu_plan(x, row, column, knows_amax, multiplied, random, rotate, eps) -> Ru
         made = [(part, getattr(torch, name)) for part, name in layout.parts(shape, format)]
         given = multiplied or (knows_amax and format.per_tensor)
         calls.append((made, given, random[i], i, (*numbers, int(across), int(across and rotate))))
-    empty, quantize, measure = torch.empty, library.quantize_arrays, library.amax
+    empty, quantize, measure = partial(torch.empty, device="cpu"), library.quantize_arrays, library.amax
     mark_each = marker([format for format in (row, column) if format is not None], True)
     count = 0 if row is None else part_count(row)
     ends = [slice(0, count), slice(count, None)] if count and column is not None else [slice(None)]

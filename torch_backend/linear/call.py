@@ -61,11 +61,16 @@ def groups_of(x: Tensor, counts: Sequence[int] | None) -> list[tuple[int | None,
 
 
 def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: bool = False) -> Tensor:
-    """Returns the keys of this backward, int32 [groups or 1, 2, 2], and moves the step on.
+    """Returns the keys of a forward's backward, int32 [groups or 1, 2, 2]; the first time it moves the step on.
 
-    `now` and `single` are as for `gradient_keys`.
+    Pipelines without bubbles run a backward twice, for inputs and for weights, and so does `retain_graph`: of one forward all
+    draw the same bits. `now` and `single` are as for `gradient_keys`.
     """
     call: Call = ctx.call
+    drawn: tuple[Tensor, bool] | None = getattr(ctx, "drawn", None)
+    if drawn is not None:
+        keys, without_groups = drawn
+        return keys if without_groups == single else keys[0] if single else keys[None]
     groups, own = len(ctx.counts) if call.grouped else None, None
     if groups is not None and call.parallel is not None and call.parallel.style == "experts":
         # Experts are numbered over all ranks.
@@ -76,7 +81,10 @@ def keys_of_gradient(ctx: Any, gradient: Tensor, *, now: bool = False, single: b
     else:
         known = {"groups": groups, "now": now, "single": single}
         keys = gradient_keys(ctx.key, step=ctx.step, folds=(call.rank,), advance=True, **known)
-    return keys if own is None else keys[own]
+    keys = keys if own is None else keys[own]
+    if not call.traced:
+        ctx.drawn = keys, single
+    return keys
 
 
 def bias_gradient(gradient: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

@@ -31,8 +31,8 @@ class Linear(QuantizedLayer, nn.Linear):
         tp_mesh, style, sequence_parallel: cut it over a tensor-parallel mesh, as `parallelize` does.
 
     Delayed scaling keeps `input_amax_history`, `input_scale`, `gradient_amax_history` and `gradient_scale` in buffers, which
-    `AdamW`, `update_scales_after` or `update_scales` move on. Stochastic rounding keeps `rng_key` and `step`, which each
-    backward moves on.
+    `AdamW`, `update_scales_after` or `update_scales` move on. Stochastic rounding keeps `rng_key` and `step`, which the first
+    backward of each forward moves on.
 
     Raises:
         TypeError, ValueError: a recipe that isn't one, or that a linear layer can't run.
@@ -77,8 +77,8 @@ class Linear(QuantizedLayer, nn.Linear):
     ) -> Linear:
         """Makes a layer with the values of torch's, which keeps its bias parameter; on its device, meta too."""
         lengths = linear.in_features, linear.out_features
-        place: Any = {"device": "meta", "dtype": linear.weight.dtype}
-        made = cls(*lengths, False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **place)
+        like: Any = {"device": "meta", "dtype": linear.weight.dtype}
+        made = cls(*lengths, False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
         return made.take_values(linear)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -61,9 +61,8 @@ class TransposedLinear(QuantizedLayer):
     ) -> TransposedLinear:
         """Makes a layer with the values of a `Conv1D`, which keeps its bias parameter; on its device, meta too."""
         weight = layer.get_parameter("weight")
-        lengths, place = weight.shape, {"device": "meta", "dtype": weight.dtype}
-        options: Any = {"weights": weights, "compute": compute, "keep_init": keep_init, **place}
-        made = cls(lengths[0], lengths[1], False, recipe=recipe, **options)
+        like: Any = {"device": "meta", "dtype": weight.dtype}
+        made = cls(*weight.shape, bias=False, recipe=recipe, weights=weights, compute=compute, keep_init=keep_init, **like)
         return made.take_values(layer)
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from blockfp.definition import adamw, oscillation
@@ -168,6 +169,7 @@ class _Adam(Optimizer):
             # Kept with the settings, so that a run that is loaded again rounds as it would have. torch's own states have none.
             windows = Windows(todo, watched) if watched else None
             carry_out(todo, tuple(self.param_groups[0].get("key", self.defaults["key"])), self._tables)
+            increment_version([one.held for one in todo])
             if windows is not None:
                 windows.close()
         finally:

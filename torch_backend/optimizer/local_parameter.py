@@ -44,7 +44,8 @@ class LocalParameter:
 
     Attributes:
         param: the parameter, a DTensor or a plain tensor.
-        local: its local tensor: quantized, or plain values.
+        held: its local tensor, as backwards know it.
+        local: that, or the values of a `CastWeight`: quantized, or plain values.
         placements: of a DTensor, else None.
         start: (batch, row, column) of the first element in the unsharded array, leading axes counted as one.
         whole: (rows, columns) of the unsharded matrix.
@@ -61,6 +62,7 @@ class LocalParameter:
     """
 
     param: Tensor
+    held: Tensor
     local: Tensor
     placements: tuple[Any, ...] | None
     start: tuple[int, int, int]
@@ -88,6 +90,7 @@ class LocalParameter:
         local, placements = param, None
         if mesh is not None:
             local, placements = sharding.local_of(param), param.placements  # pyright: ignore[reportAttributeAccessIssue]
+        self.held = local
         if isinstance(local, CastWeight):
             local = local.values
         self.param, self.local, self.placements, format, origin = param, local, placements, None, None
@@ -128,7 +131,7 @@ class LocalParameter:
     def forget(todo: list[LocalParameter]) -> None:
         """Lets go of the step's tensors."""
         for one in todo:
-            one.param = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
+            one.param = one.held = one.local = one.state = one.gradient = one.coefficients = one.step = None  # pyright: ignore
 
     @property
     def origin(self) -> tuple[int, int]:

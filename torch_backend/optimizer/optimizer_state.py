@@ -129,7 +129,8 @@ def restore(
     missing = [name for name in ("step", *MOMENT_NAMES) if name not in shown]
     if missing:
         raise ValueError(f"state of a parameter of shape {tuple(param.shape)} lacks {', '.join(missing)}")
-    step = torch.as_tensor(shown["step"], dtype=torch.float32).clone()
+    step = shown["step"]
+    step = torch.as_tensor(step, dtype=torch.float32, device=step.device if isinstance(step, Tensor) else "cpu").clone()
     state = {"step": step.to(one.local.device) if capturable else step.cpu(), **new_moments(one, moments)}
     for which, name in enumerate(MOMENT_NAMES):
         store_moment(one, state, which, _local_values(one, name, shown[name]), None)

@@ -238,7 +238,7 @@ def _requantize(todo: list[LocalParameter], values: list[Tensor], keys: list[Any
     requantize_([todo[i].param for i in chosen], [values[i] for i in chosen], keys=chosen_keys)
     for i, copies in zip(chosen, before, strict=True):
         for part, old in copies:
-            _copy_where(~torch.as_tensor(todo[i].moves), part, old)
+            _copy_where(~torch.as_tensor(todo[i].moves, device=part.device), part, old)
 
 
 def _copies(one: LocalParameter) -> list[tuple[Tensor, Tensor]]:

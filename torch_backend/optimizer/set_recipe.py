@@ -177,7 +177,7 @@ def _change_weights(formats: list[tuple[str, Tensor, Format]], optimizers: list[
             values.append(master if master is not None else local.detach().dequantize(torch.float32) if kept is None else kept)
             params.append(param)
             originals.append(None if master is not None else initial)
-            local.take(_empty(local, format))
+            local.adopt(_empty(local, format))
         if id(param) in records:
             agreement.renew(records[id(param)])
     requantize_(params, values)

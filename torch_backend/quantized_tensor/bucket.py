@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..custom_ops.dtypes import DTYPES
-from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
+from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
 from .refusals import FLAT, refused
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Bucket(Tensor):
 
     def __init__(self, pieces: Sequence[Piece]):
         self.pieces = tuple(pieces)
+        forbid_pointer(self)
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"Bucket({', '.join(map(repr, self.pieces))})"

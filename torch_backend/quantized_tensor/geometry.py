@@ -61,6 +61,7 @@ class Geometry:
         cut: whether tensor parallelism cut it out of the unsharded matrix.
         copied: high-precision values that `copy_` was given for a part of a weight, whose scales other ranks may share: all of
             them quantize it together once `load_state_dict` says so.
+        shares: whether it is a view of a part of a tensor, with the rest of which it shares a scale or original values.
     """
 
     origin: Origin | None = (0, 0)
@@ -70,6 +71,7 @@ class Geometry:
     loaded: bool = False
     cut: bool = False
     copied: Tensor | None = None
+    shares: bool = False
 
     @property
     def start(self) -> Origin:
@@ -90,6 +92,7 @@ class Geometry:
         part = Geometry((row, column), base, initial, self.gathered, self.loaded)
         # FSDP2 puts a short shard into a longer buffer and takes its head.
         part.copied = self.copied if base is not None else None
+        part.shares = self.shares
         return part
 
     def bind(self, source: Geometry, origin: Origin) -> None:
@@ -106,4 +109,4 @@ class Geometry:
 
     def copy(self, *, initial: Tensor | None) -> Geometry:
         """Returns the geometry of another tensor at the same place, with other original values."""
-        return replace(self, initial=initial)
+        return replace(self, initial=initial, shares=False)

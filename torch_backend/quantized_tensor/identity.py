@@ -8,7 +8,7 @@ share it, and it is 0 where there is no memory.
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Wrapper(Tensor):
         """The number of bits by which its address is shifted: 0 where memory of this dtype and shape is there."""
         raise NotImplementedError
 
-    def take(self, other: Self) -> None:
+    def adopt(self, other: Self) -> None:
         """Wraps what another tensor of this class wraps."""
         raise NotImplementedError
 
@@ -64,7 +64,16 @@ class Wrapper(Tensor):
                 "blockfp.torch.load_high_precision_(parameter, values)"
             )
         Tensor.data.__set__(self, other)  # pyright: ignore
-        self.take(other)
+        self.adopt(other)
+
+    def _no_values(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuses what torch does to memory itself, where it asks no subclass."""
+        raise NotImplementedError(
+            f"a {type(self).__name__} has no memory of {self.dtype} that NumPy, DLPack or a function of Python's could read: "
+            "take dequantize() of a QuantizedTensor, values of a CastWeight"
+        )
+
+    numpy = apply_ = map_ = map2_ = __dlpack__ = _no_values  # pyright: ignore
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:

@@ -20,7 +20,7 @@ from blockfp.definition import layout, numerics
 
 from ..custom_ops.dtypes import DTYPES
 from .bucket import flat
-from .dispatch import implements, run
+from .dispatch import implements, run, viewing
 from .geometry import Base, Geometry
 from .refusals import FLAT, refused
 from .tensor import QuantizedTensor
@@ -110,12 +110,17 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     if not isinstance(source, QuantizedTensor):
         raise refused(
             op,
-            f"the source holds {source.dtype} values, and the scales of a shard may depend on what other ranks hold",
+            f"the source holds {getattr(source, 'dtype', type(source))} values, and the scales of a shard may depend on what "
+            "other ranks hold",
             "use blockfp.torch.load_high_precision_(parameter, values) (for an initializer blockfp.torch.init_(parameter, "
             "function)), or copy quantize(values, format) into it",
         )
     if not isinstance(destination, QuantizedTensor):
-        raise refused(op, f"the destination holds {destination.dtype} values", "copy source.dequantize() into it")
+        raise refused(
+            op,
+            f"the destination holds {destination.dtype} values",
+            "copy source.dequantize() into it; torch.autograd.graph.save_on_cpu takes quantized weights with pin_memory=False",
+        )
     for name in ("format", "shape", "dtype"):
         ours, theirs = getattr(destination, name), getattr(source, name)
         if ours != theirs:
@@ -127,6 +132,13 @@ def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     elif scales.shape != source.scales.shape or _phase(destination) != _phase(source):
         raise ValueError(
             f"copy_ needs the same blocks: the origin is {destination.origin}, that of the source is {source.origin}"
+        )
+    elif destination.geometry.shares:
+        raise refused(
+            op,
+            "the destination is a part of a tensor, with the rest of which it shares a scale or the original values that an "
+            "optimizer begins with",
+            "copy into the whole tensor, or use blockfp.torch.load_high_precision_(parameter, values) with all of it",
         )
     else:
         destination.geometry.initial = None if source.initial is None else source.initial.clone()
@@ -145,7 +157,9 @@ def _keeps(shard: QuantizedTensor, source: Tensor) -> bool:
     torch's state dicts copy into shards what rank 0 has broadcast, and then load the parameters themselves.
     """
     geometry = shard.geometry
-    if geometry.gathered or not (geometry.cut or geometry.base) or source.dtype not in DTYPES or shard.is_meta:
+    if geometry.gathered or not (geometry.cut or geometry.base) or shard.is_meta:
+        return False
+    if not isinstance(source, Tensor) or source.dtype not in DTYPES:
         return False
     return source.shape == shard.shape or (source.ndim == shard.ndim + 1 and source.shape[0] == 0)
 
@@ -231,7 +245,9 @@ def _swap_matrix(q: QuantizedTensor) -> QuantizedTensor:
     # Unpacked codes come back as a view; codes are contiguous everywhere.
     codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in (codes, scales))
     tensor_scale = None if q.tensor_scale is None else q.tensor_scale.clone()
-    return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], geometry=Geometry((q.origin[1], q.origin[0])))
+    # To torch it is a view.
+    with viewing(q):
+        return q.with_parts(codes, scales, tensor_scale, columns=q.shape[-2], geometry=Geometry((q.origin[1], q.origin[0])))
 
 
 # ---- parts
@@ -288,11 +304,26 @@ def _narrow(q: QuantizedTensor, axis: int, first: int, last: int) -> QuantizedTe
             scales = aten.slice.Tensor(q.scales, axis, scales_first, scales_last)
         if (first, last) != (0, q.shape[axis]):
             geometry = q.geometry.part(axis, first, last, q.ndim)
+            geometry.shares |= _shares(q, axis, first, last)
     elif first or axis:
         raise refused(aten.slice.Tensor, "nothing was copied into this new buffer yet", "take its first rows")
     elif last == 0 and q.format.block is not None:
         scales = aten.slice.Tensor(q.scales, 0, 0, 0)
     return q.with_parts(codes, scales, tensor_scale, columns=columns, geometry=geometry)
+
+
+def _shares(q: QuantizedTensor, axis: int, first: int, last: int) -> bool:
+    """Says whether elements first .. last along an axis share a scale or original values with others of the tensor."""
+    base, block = q.geometry.base, q.format.block
+    if base is not None and axis == first == 0 and (q.ndim > 2 or q.origin[0] + last == base.end[0]):
+        # Behind them lies padding: FSDP2's buffer of a short shard.
+        return False
+    if q.initial is not None or block is None or q.tensor_scale is not None:
+        return True
+    if axis == q.ndim - 1:
+        return q.format.per_row
+    rows = block[0] if axis == q.ndim - 2 else 1
+    return any((q.origin[0] + cut) % rows for cut in (first, last) if 0 < cut < q.shape[axis])
 
 
 def _bytes(q: QuantizedTensor, first: int, last: int) -> tuple[int, int]:
@@ -320,6 +351,7 @@ def _select(q: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     tensor_scale = None if q.tensor_scale is None else aten.alias.default(q.tensor_scale)
     initial = None if q.initial is None else q.initial.select(axis, index)
     geometry = Geometry(q.origin, None, initial, q.geometry.gathered, q.geometry.loaded)
+    geometry.shares = q.geometry.shares or q.initial is not None or q.format.block is None or tensor_scale is not None
     return q.with_parts(codes, scales, tensor_scale, geometry=geometry)
 
 

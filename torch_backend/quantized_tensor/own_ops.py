@@ -12,7 +12,7 @@ from blockfp.formats import Format
 
 from ..custom_ops import export_ops, grouped_ops, linear_ops, ops, products
 from ..custom_ops.dequantize_plans import dequantize_parts
-from ..custom_ops.library import is_real
+from ..custom_ops.library import runs_now
 from ..custom_ops.products import Matrix
 from .dispatch import implements
 from .geometry import COPIED
@@ -23,7 +23,7 @@ from .tensor import QuantizedTensor
 def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     if q.geometry.copied is not None:
         raise RuntimeError(COPIED)
-    if is_real(q.codes):
+    if runs_now(q.codes):
         return dequantize_parts(q.parts, q.format, dtype, q.shape[-1], q.origin)
     return ops.dequantize(q.codes, q.scales, q.tensor_scale, q.format.name, dtype, q.shape[-1], q.origin)
 
@@ -46,7 +46,7 @@ def _weight_product(
     a_aligned: bool = False,
 ) -> Tensor:
     _check_format(weight, Format.parse(format))
-    if not is_real(weight.codes):
+    if not runs_now(weight.codes):
         options = (bias, dtype, fast_accum, columnwise, index, weight.origin, a_origin, exact, a_aligned)
         return products.product(a, a_format, weight.parts, format, n, k, *options)
     left = Matrix(a, None if a_format is None else Format.parse(a_format), (a_origin[0], a_origin[1]), aligned=a_aligned)
@@ -73,7 +73,7 @@ def _linear_backward(
     x_aligned: bool = False,
 ) -> list[Tensor]:
     _check_format(weight, linear_ops.recipe_of(casts).weight.format)
-    run = linear_ops.backward if is_real(weight.codes) else linear_ops.linear_backward
+    run = linear_ops.backward if runs_now(weight.codes) else linear_ops.linear_backward
     parts = (weight.codes, weight.scales, weight.tensor_scale)
     # `origin` is that of a plain weight.
     options = (needs_x, needs_weight, columns, dtype, weight.origin, x_aligned)

@@ -19,7 +19,8 @@ PRODUCTS = {
     getattr(packet, overload)
     for packet in (
         aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.addmv, aten.dot, aten.vdot, aten.linear,
-        aten.matmul, aten.convolution, aten._trilinear, aten._addmm_activation, aten._grouped_mm, aten._scaled_mm,
+        aten.matmul, aten.convolution, aten.conv_tbc, aten._trilinear, aten._addmm_activation, aten._grouped_mm,
+        aten._scaled_mm, aten._sparse_addmm, aten._sparse_mm_reduce_impl, aten.sspaddmm, aten.hspmm,
         aten._transformer_encoder_layer_fwd, aten._native_multi_head_attention,
     )
     for overload in packet.overloads()

@@ -13,7 +13,7 @@ from blockfp.formats import Format
 
 from ..custom_ops import dtypes, export_ops, ops
 from ..custom_ops.dtypes import DTYPES
-from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass
+from ..torch_internals import NO_TORCH_FUNCTION, forbid_pointer, make_wrapper_subclass
 from . import fsdp
 from .agreement import agree_before_gather
 from .dispatch import run
@@ -75,6 +75,7 @@ class QuantizedTensor(Wrapper):
         self.tensor_scale = tensor_scale
         self.format = format
         self.geometry = Geometry() if geometry is None else geometry
+        forbid_pointer(self)
 
     @classmethod
     def from_parts(
@@ -227,7 +228,7 @@ class QuantizedTensor(Wrapper):
     def shift(self) -> int:
         return NO_POINTER
 
-    def take(self, other: QuantizedTensor) -> None:
+    def adopt(self, other: QuantizedTensor) -> None:
         self.codes, self.scales, self.tensor_scale = other.codes, other.scales, other.tensor_scale
         self.format, self.geometry = other.format, other.geometry
 

@@ -60,7 +60,7 @@ class QuantizedReduceScatter:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns how often the gradient of each parameter was reduced: {"reductions": int64 [parameters]}."""
-        return {"reductions": torch.tensor(self.reductions, dtype=torch.int64)}
+        return {"reductions": torch.tensor(self.reductions, dtype=torch.int64, device="cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         """Continues from a `state_dict` of a model with as many parameters."""

@@ -30,7 +30,14 @@ from ..quantized_tensor.tensor import QuantizedTensor
 from ..sharded.quantize import WeightShard, quantize_weights
 from ..sharded.rank_plan import Quantization, weight_quantization
 from ..sharded.shard import AXIS, TensorParallelShard
-from ..torch_internals import NO_TORCH_FUNCTION, make_wrapper_subclass, pytree, return_and_correct_aliasing
+from ..torch_internals import (
+    NO_TORCH_FUNCTION,
+    decomposes,
+    forbid_pointer,
+    make_wrapper_subclass,
+    pytree,
+    return_and_correct_aliasing,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,8 +58,20 @@ _KEEP_CLASS = {
 }
 """Operations that give a `CastWeight`: those of `fully_shard`, copies, moves and casts. All others give plain tensors."""
 
-_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.expand.default}
-"""Operations before a product: they give a `CastWeight` too, so that a product with it is seen."""
+_VIEWS = {
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.select.int,
+    aten.unbind.int,
+    aten.split_with_sizes.default,
+}
+"""Operations before a product: the matrices that they give are `CastWeight`s too, so that a product with one is seen."""
 
 
 class CastWeight(Wrapper):
@@ -84,6 +103,7 @@ class CastWeight(Wrapper):
         self.format = format
         self.whole = whole
         self.cut = cut
+        forbid_pointer(self)
 
     @classmethod
     def from_values(cls, values: Tensor, format: Format | str, cut: TensorParallelShard | None = None) -> CastWeight:
@@ -144,13 +164,17 @@ class CastWeight(Wrapper):
                 f"{func} with a weight that is to be quantized when it is multiplied would multiply it in high precision: "
                 f"{CALL_THE_LAYER}; weight.values are its values"
             )
+        if decomposes(func):
+            # As they come in inference mode; of the operations that they are made of, some keep the class.
+            return func.decompose(*args, **kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(
+                f"{func} is not defined for a CastWeight: it changes a tensor's shape in place, and the weight would still "
+                "be known by the one before; take the operation that gives another tensor"
+            )
         plain_args, plain_kwargs = pytree.tree_map_only(CastWeight, lambda weight: weight.values, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        if func in _VIEWS:
-            with viewing(args[0]):
-                view = CastWeight(result, args[0].format, tuple(result.shape))
-                return return_and_correct_aliasing(func, args, kwargs, view)
-        if func not in _KEEP_CLASS:
+        if func not in _KEEP_CLASS and (func not in _VIEWS or pytree.tree_leaves(result)[0].ndim < 2):
             return result
         weight: CastWeight = args[0]
         whole = weight.whole
@@ -159,6 +183,8 @@ class CastWeight(Wrapper):
             whole = tuple(weight.shape)
 
         def keep(values: Tensor) -> Tensor:
+            if func in _VIEWS:
+                return CastWeight(values, weight.format, tuple(values.shape))
             # A module that is cast has a weight afterwards; memory of another dtype is for something else.
             cast = func is aten._to_copy.default and values.is_floating_point()
             kept = cast or values.dtype == weight.dtype
@@ -173,7 +199,7 @@ class CastWeight(Wrapper):
     def shift(self) -> int:
         return 0
 
-    def take(self, other: CastWeight) -> None:
+    def adopt(self, other: CastWeight) -> None:
         self.values, self.format, self.whole, self.cut = other.values, other.format, other.whole, other.cut
 
     def share_memory_(self) -> CastWeight:

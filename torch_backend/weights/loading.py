@@ -11,7 +11,7 @@ from blockfp.sharding.placement import StridedShard
 from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from .cast_weight import CastWeight
-from .requantize import requantize_
+from .requantize import note_written, requantize_
 
 
 def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = True) -> None:
@@ -57,6 +57,7 @@ def load_high_precision_(param: Tensor, tensor: Tensor, *, keep_init: bool = Tru
         values = values.values
     if isinstance(local, CastWeight):
         local.values.copy_(values)
+        note_written([local])
         return
     local.geometry.copied = None
     requantize_([param], [values.to(local.device)])

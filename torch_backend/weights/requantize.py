@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from blockfp.definition import checks
 from blockfp.definition.numerics import Quantized
@@ -42,6 +43,12 @@ def requantize_(params: Sequence[Tensor], values: Sequence[Tensor], *, keys: Seq
         quantize_weights([shard for _, shard in shards])
     for q, _ in shards:
         q.initial = None
+    note_written([q for q, _ in shards])
+
+
+def note_written(tensors: Iterable[Tensor]) -> None:
+    """Tells autograd that memory of these was written past it: backwards of forwards before that raise, as torch's own do."""
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _shard(param: Tensor, values: Tensor, key: Key | None) -> tuple[QuantizedTensor, WeightShard]:

@@ -37,6 +37,7 @@ from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
 from .no_values import NoValues
+from .requantize import note_written
 
 
 def stored(param: Tensor) -> dict[str, Tensor]:
@@ -190,6 +191,7 @@ def load_parts_(param: Tensor, values: Mapping[str, Tensor], key: str) -> None:
         if own.data_ptr() != value.data_ptr():
             own.copy_(value)
     q.initial = q.geometry.copied = None
+    note_written([q])
 
 
 def _part_of(param: Tensor, q: QuantizedTensor, part: Part, value: Tensor, key: str) -> Tensor:

@@ -1,0 +1,238 @@
+"""What torch does to weights past the operations that they answer: memory is read, parts are written, writes are counted."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from blockfp.torch_backend.weights.cast_weight import CastWeight
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import blockfp.torch as bfp
+
+BOTH = pytest.mark.parametrize("weights", ["quantized", "high_precision"])
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+def weight(weights):
+    return bfp.Linear(32, 32, recipe="mxfp8", weights=weights, bias=False).weight.detach()
+
+
+# ---- memory
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "read",
+    [
+        torch.from_dlpack,
+        np.from_dlpack,
+        np.asarray,
+        lambda w: w.numpy(),
+        lambda w: w.apply_(abs),
+        lambda w: w.map_(torch.ones(32, 32), max),
+        lambda w: w.map2_(torch.ones(32, 32), torch.ones(32, 32), max),
+    ],
+)
+def test_memory_that_is_not_there_is_not_read(read, weights):
+    w = weight(weights)
+    with pytest.raises(NotImplementedError, match=r"take dequantize\(\) of a QuantizedTensor, values of a CastWeight"):
+        read(w)
+    with pytest.raises(NotImplementedError, match="take dequantize"):
+        read(nn.Parameter(w, requires_grad=False))
+
+
+@BOTH
+def test_other_librarys_code_gets_no_pointer(weights):
+    w = weight(weights)
+    for each in (w, w.detach(), w[:8], w.clone(), nn.Parameter(w)):
+        with pytest.raises(RuntimeError, match="data pointer"):
+            torch.utils.dlpack.to_dlpack(each.detach())
+
+
+def test_methods_of_tensors_are_what_they_are():
+    w = weight("high_precision")
+    assert torch.equal(w.take(torch.tensor([3, 5])), w.values.view(-1)[[3, 5]])
+    with pytest.raises(NotImplementedError, match=r"aten\.take"):
+        weight("quantized").take(torch.tensor([3, 5]))
+    with pytest.raises(NotImplementedError, match=r"load_high_precision_\(parameter, values\)"):
+        weight("quantized").copy_(1)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.t_(), lambda w: w.resize_(4, 4), lambda w: w.unsqueeze_(0), lambda w: w.set_(torch.ones(2, 2))]
+)
+def test_shapes_are_not_changed_in_place(change):
+    w = weight("high_precision")
+    with pytest.raises(NotImplementedError, match=r"changes a tensor.s shape in place"):
+        change(w)
+    assert w.values.shape == w.shape == (32, 32)
+
+
+# ---- parts
+
+
+def codes(shape, format, seed, scale=1.0):
+    return bfp.quantize(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)), format)
+
+
+@pytest.mark.parametrize(
+    ("format", "shape", "part", "written"),
+    [
+        ("fp8_e4m3", (96, 64), slice(0, 32), False),
+        ("fp8_e4m3", (3, 32, 64), 1, False),
+        ("nvfp4_16x16", (3, 32, 64), slice(1, 2), False),
+        ("mxfp8_e4m3_32x32", (96, 64), slice(0, 16), False),
+        ("mxfp8_e4m3_32x32", (96, 64), slice(80, 96), False),
+        ("mxfp8_e4m3_32x32", (96, 64), slice(32, 64), True),
+        ("mxfp8_e4m3_32x32", (90, 64), slice(64, 90), True),
+        ("mxfp8_e4m3_32x32", (3, 40, 64), 1, True),
+        ("mxfp8_e4m3", (96, 64), slice(5, 7), True),
+        ("fp8_e4m3_row", (96, 64), slice(5, 7), True),
+        ("fp8_e4m3_row", (96, 64), (slice(None), slice(0, 32)), False),
+    ],
+)
+def test_codes_are_copied_into_a_part_where_nothing_else_changes(format, shape, part, written):
+    q, other = codes(shape, format, 0), codes(shape, format, 1, 100.0)
+    expected = q.dequantize()
+    if written:
+        expected[part] = other.dequantize()[part]
+        q[part] = other[part]
+    else:
+        with pytest.raises(NotImplementedError, match="shares a scale or the original values"):
+            q[part] = other[part]
+        q[part].clone().copy_(other[part])
+    assert torch.equal(q.dequantize(), expected)
+
+
+def test_a_part_of_a_weight_with_originals_is_not_written():
+    """An optimizer begins with them, and would write the old values back."""
+    layer = bfp.GroupedLinear(3, 32, 64, recipe="mxfp8")
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="original values"):
+        layer.weight[1].copy_(bfp.quantize(torch.ones(64, 32), "mxfp8_e4m3_32x32"))
+
+
+# ---- writes that a backward has to know of
+
+
+def stepped(optimizer, **options):
+    def write(model):
+        params = list(model.parameters())
+        for param in params:
+            param.grad = torch.ones(param.shape)
+        optimizer(params, lr=0.1, **options).step()
+
+    return write
+
+
+WRITES = {
+    "AdamW": stepped(bfp.AdamW),
+    "Adam without masters": stepped(bfp.Adam, master=None),
+    "AdamW, capturable": stepped(bfp.AdamW, capturable=True),
+    "load_high_precision_": lambda model: bfp.load_high_precision_(model[0].weight, torch.ones(32, 32)),
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "load values": lambda model: model.load_state_dict({f"{i}.weight": torch.ones(32, 32) for i in (0, 2)}),
+    "init_": lambda model: bfp.init_(model[0].weight, nn.init.ones_),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "fp8_current", "nvfp4"])
+@BOTH
+def test_a_backward_of_weights_that_were_written_since_raises(name, recipe, weights):
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Linear(32, 32, bias=False))
+    if recipe is None:
+        if name in ("load_high_precision_", "init_"):
+            return
+    else:
+        bfp.convert(model, recipe, weights=weights)
+    before = model(X.clone().requires_grad_()).sum()
+    WRITES[name](model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.backward()
+    model(X.clone().requires_grad_()).sum().backward()
+
+
+# ---- inference mode, where operations come that are made of others
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda w: X @ w.T,
+        lambda w: X @ w.mT,
+        lambda w: X @ w.t(),
+        lambda w: X @ w.transpose(0, 1),
+        lambda w: X @ w.movedim(0, 1),
+        lambda w: torch.einsum("ti,oi->to", X, w),
+        lambda w: torch.inner(X, w),
+        lambda w: torch.tensordot(X, w, dims=([1], [1])),
+        lambda w: torch.matmul(X, w.T, out=torch.empty(4, 32)),
+        lambda w: F.linear(X, w.to("cpu")),
+        lambda w: F.linear(X, w.float()),
+        lambda w: F.linear(X.bfloat16(), w.bfloat16()),
+        lambda w: F.linear(X, w.reshape(32, 32)),
+        lambda w: F.linear(X, w.chunk(2)[0]),
+        lambda w: F.linear(X, w.narrow(0, 0, 8)),
+        lambda w: F.linear(X, w.detach().clone()),
+    ],
+)
+def test_products_in_inference_mode_are_refused_as_elsewhere(product, weights):
+    layer = bfp.Linear(32, 32, recipe="mxfp8", weights=weights)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(NotImplementedError, match=r"call the layer itself|aten\.unsqueeze"):
+            product(layer.weight)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda w: F.linear(X, w[0]),
+        lambda w: F.linear(X, w.select(0, 1)),
+        lambda w: F.linear(X, w.unbind()[2]),
+        lambda w: F.linear(X, w[1:2].squeeze(0)),
+        lambda w: X @ w.split([1, 2])[0].squeeze(0).T,
+        lambda w: torch.sparse.mm(X.to_sparse(), w[0].T),
+    ],
+)
+def test_a_product_with_one_experts_weight_is_refused(product, mode):
+    layer = bfp.GroupedLinear(3, 32, 64, recipe="mxfp8", weights="high_precision")
+    with mode(), pytest.raises(NotImplementedError, match="call the layer itself"):
+        product(layer.weight)
+
+
+def test_parts_of_values_are_views():
+    w = CastWeight.from_values(torch.zeros(3, 4, 32), "mxfp8_e4m3")
+    for i, one in enumerate(w.unbind()):
+        assert type(one) is CastWeight
+        one.fill_(i + 1)
+    w[0][0].fill_(7)
+    assert w.values[:, 1:].amin((1, 2)).tolist() == [1, 2, 3]
+    assert w.values[0, 0].unique().tolist() == [7]
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3_32x32", "nvfp4_16x16", "fp8_e4m3"])
+def test_transposes_in_inference_mode(name):
+    q = codes((40, 64), name, 0)
+    expected = q.dequantize().T
+    with torch.inference_mode():
+        for flipped in (q.t(), q.transpose(0, 1), q.permute(1, 0), q.mT, q.T):
+            assert torch.equal(flipped.dequantize(), expected)
+
+
+# ---- fake tensors, by which the memory of a run is estimated
+
+
+@BOTH
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4", "nvfp4_eden"])
+def test_layers_of_fake_tensors(recipe, weights):
+    real = bfp.Linear(32, 32, recipe=recipe, weights=weights)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        made = nn.Sequential(bfp.Linear(32, 32, recipe=recipe, weights=weights), nn.GELU(), real)
+        x = torch.empty(4, 32, requires_grad=True)
+        y = made(x)
+        y.sum().backward()
+    assert type(y) is type(x.grad) is type(made[0].weight.grad) is FakeTensor
+    assert made[0].weight.grad.shape == (32, 32)
