@@ -60,10 +60,9 @@ def marker(formats: Sequence[Format], on_cpu: bool) -> Callable[[Tensor, Sequenc
             for parts in directions:
                 parts[1].masked_fill_(overflow, _NAN)
             return
-        if amax is None:
-            # It ignores NaN.
-            amax = kernels_for(x).amax(x, FP8_E4M3).blocks
-        largest = amax.view(torch.float32).view(())
+        # NaN is left out of it.
+        pattern: Tensor = kernels_for(x).amax(x, FP8_E4M3).blocks if amax is None else amax
+        largest = pattern.view(torch.float32).view(())
         for in_bytes, parts in zip(bytes_of_scales, directions, strict=True):
             if in_bytes:
                 parts[-1].masked_fill_(~largest.isfinite(), _NAN)
