@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 from blockfp.torch_backend.custom_ops import gated_kernels, norm_kernels, products
-from blockfp.torch_backend.torch_internals import rms_norm_backward
+from blockfp.torch_backend.torch_internals import raw_stream, rms_norm_backward
 from torch import Tensor
 
 from blockfp.kernels import cuda_library, switch
@@ -67,6 +67,7 @@ def launches() -> Iterator[None]:
             (torch.mm, _mm),
             (torch.mul, _mul),
             (rms_norm_backward, _rms_norm_backward),
+            (raw_stream, lambda device: 0),
         ):
             _replace(patches, target, replacement)
         yield
