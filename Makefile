@@ -159,7 +159,7 @@ lint: .venv/dev
 	touch $@
 
 .venv/released: .venv/package
-	@$(PIP) "peft>=0.21" "transformers>=5"
+	@$(PIP) "peft>=0.21" "transformers>=5.23"
 	touch $@
 
 clean:

@@ -130,6 +130,11 @@ functional_collectives: Any = torch.ops._c10d_functional
 `torch.distributed._functional_collectives` is private too, and wraps results in a subclass."""
 
 
+def is_exporting() -> bool:
+    """Says whether torch.export traces. torch 2.11's compiler takes `torch.compiler.is_exporting()` for True in any program."""
+    return torch.compiler._is_exporting_flag
+
+
 def mark_static_address(tensor: Tensor) -> None:
     """Tells torch.compile that a tensor stays where it is: else CUDA graphs write into a copy of it, and that is lost."""
     torch._dynamo.mark_static_address(tensor, guard=False)

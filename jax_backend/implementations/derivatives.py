@@ -239,6 +239,8 @@ _either_p.multiple_results = True
 _either_p.def_impl(_either_impl)
 _either_p.def_abstract_eval(lambda *args, jaxpr, differentiable: jaxpr.out_avals)
 mlir.register_lowering(_either_p, mlir.lower_fun(_either_impl, multiple_results=True))
+# JAX 0.12 runs this, behind all derivatives, where the program has steps that JAX has yet to take apart (`jnp.searchsorted`).
+_either_p.to_lojax = _either_impl
 ad.primitive_jvps[_either_p] = _either_jvp
 batching.primitive_batchers[_either_p] = _either_batch
 

@@ -70,7 +70,9 @@ def by_ranks(rank, plain, recipe, weights, each):
     scores.requires_grad_()
     y = experts(x, index, scores)
     y.backward(y.detach().cos())
-    return [y.detach(), x.grad, scores.grad, *(param.grad.to_local() for param in experts.parameters())]
+    # torch 2.11 gathers the gradient of what is transposed and cut unevenly.
+    own = [param.grad.redistribute(placements=param.placements).to_local() for param in experts.parameters()]
+    return [y.detach(), x.grad, scores.grad, *own]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from processes import LIMIT
+
+ROOT = Path(__file__).parents[2]
 
 HEAVY = {"jax", "jaxlib", "torch", "tvm_ffi", "typer", "rich", "matplotlib", "safetensors"}
 
@@ -66,3 +70,27 @@ print(json.dumps([sorted(packages), sorted(added)]))
     unasked |= {"jax", "torch"}
     assert not {f"blockfp.{module}" for module in unasked} & set(added)
     assert not {"asyncio", "email", "http.client", "importlib.metadata", "multiprocessing", "ssl", "subprocess"} & set(added)
+
+
+@pytest.mark.parametrize(
+    ("face", "library", "old", "private"),
+    [
+        ("jax", "JAX", "0.10.1", "jax._src.dtypes.register_canonicalize_value_handler"),
+        ("torch", "PyTorch", "2.10.0", "torch._foreach_add_"),
+    ],
+)
+def test_a_version_that_will_not_do_is_named(tmp_path, face, library, old, private):
+    """Too old, as pyproject.toml says it; or without a private part that a newer one may have moved."""
+    here = pytest.importorskip(face).__version__
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        bounds = tomllib.load(file)["project"]["optional-dependencies"][face]
+    (oldest,) = (bound.partition(">=")[2] for bound in bounds if bound.startswith(f"{face}>="))
+    too_old = f"{face}.__version__, {face}.__version_info__ = {old!r}, {tuple(map(int, old.split('.')))}"
+    for change, message in (
+        (too_old, f"blockfp.{face} needs {library} {oldest} or later, got {old}"),
+        (f"del {private}", f"and {library} {here} has others"),
+    ):
+        script = f"import {face}\n{change}\nimport blockfp.{face}"
+        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+        assert done.stderr.splitlines()[-1].startswith("ImportError: ")
+        assert message in done.stderr.splitlines()[-1]

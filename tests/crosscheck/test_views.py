@@ -1,18 +1,20 @@
 """Codes and scales in the small dtypes of JAX and PyTorch: the bits of NumPy's, and arrays made of them."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from blockfp.jax_backend.linear import products
-from same_bits import assert_same_bits
-from samples import sample
 
-import blockfp
-import blockfp.jax
-import blockfp.torch
-from blockfp.formats import FORMATS
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import jax.numpy as jnp  # noqa: E402
+from blockfp.jax_backend.linear import products  # noqa: E402
+from same_bits import assert_same_bits  # noqa: E402
+from samples import sample  # noqa: E402
+
+import blockfp  # noqa: E402
+import blockfp.jax  # noqa: E402
+import blockfp.torch  # noqa: E402
+from blockfp.formats import FORMATS  # noqa: E402
 
 X = sample("bf16_valued", (3, 40, 70), "float32")
 WITH_DTYPE = [format for format in FORMATS if format.element.bits != 6]

@@ -12,7 +12,9 @@ import blockfp.torch as bfp
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 
 # torch's, of its own pickles.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:The given buffer is not writable:UserWarning"
+)
 
 
 class Dequantized(nn.Module):

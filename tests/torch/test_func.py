@@ -104,6 +104,8 @@ def test_amaxes_are_recorded_once():
         assert torch.equal(a, b)
 
 
+# torch's, of what it loads for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_forward_mode_is_refused():
     model, x = model_of("mxfp8"), batch()
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):

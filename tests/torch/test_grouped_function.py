@@ -76,6 +76,7 @@ def test_compiled_with_counts_in_a_tensor(recipe):
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 reads no format of a weight transposed in compiled code")
 def test_compiled_grouped_mm():
     torch._dynamo.reset()
     weight = bfp.quantize(torch.randn(3, 96, 64), "mxfp8_e4m3_32x32").requires_grad_()

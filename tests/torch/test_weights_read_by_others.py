@@ -36,7 +36,10 @@ def in_inference(layer):
         lambda layer: torch.matmul(X, layer.weight.mT),
         lambda layer: layer.weight @ X[0, 0],
         lambda layer: torch.einsum("bti,oi->bto", X, layer.weight),
-        lambda layer: torch.compile(F.linear, backend="aot_eager")(X, layer.weight),
+        pytest.param(
+            lambda layer: torch.compile(F.linear, backend="aot_eager")(X, layer.weight),
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's compiler fails before it is refused"),
+        ),
         lambda layer: torch.vmap(lambda row: F.linear(row, layer.weight))(X),
         in_inference,
         lambda layer: torch.mm(X[0], layer.weight.detach().T, out=torch.empty(5, 16)),

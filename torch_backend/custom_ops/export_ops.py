@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import is_exporting
 from .library import define, differentiate, fake, impl
 
 without_backward = define("without_backward(Tensor y, Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -20,7 +21,7 @@ def outputs(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
     Without it, gradients of all that lies before the layer would be missing there, and those of other parameters be right.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return y
     wanted = any(each is not None and each.requires_grad for each in (x, weight, bias))
     return without_backward(y, x, weight, bias) if wanted else y

@@ -19,7 +19,8 @@ def key_tensor(key: Key, device: torch.device) -> Tensor:
         ValueError: it is not a seed or two words, or is a tensor on another device. The words of an int64 tensor are looked at
             on the CPU only, and not where they are traced.
     """
-    if isinstance(key, torch.Generator):
+    # torch 2.15 compiles no question whether a tensor is a Generator.
+    if not isinstance(key, Tensor) and isinstance(key, torch.Generator):
         raise TypeError("key must be a seed or two uint32 words, got a torch.Generator: pass random_key(generator)")
     words = key_words(key)
     if not isinstance(key, Tensor):

@@ -52,14 +52,14 @@ def quantize(x: jax.Array, format: Format, nominal: str, *, rows: bool) -> list[
                 parts.append(code)
                 # The scales of 128 rows make a word: bytes would be written one at a time, each to a row of its own.
                 word = word | stored << (k - i) // 4
-            scales[across, top // 128 + i // 128] = word if bytewise else word.view(jnp.float32)
+            mosaic.store(scales, (across, top // 128 + i // 128), word if bytewise else word.view(jnp.float32))
             staged[0][:, mosaic.slice_of(i, 128)] = jnp.concatenate(parts, axis=1)
         for i in range(0, height if rows else 0, 64):
             parts, values = [], mosaic.load_rows(tile, mosaic.slice_of(i, 64))
             for k in range(0, width, block):
                 code, stored = encode(values[:, k : k + block])
                 parts.append(code)
-                outputs[1][left // block + k // block, mosaic.slice_of(top + i, 64)] = as_stored(stored, format)
+                mosaic.store(outputs[1], (left // block + k // block, mosaic.slice_of(top + i, 64)), as_stored(stored, format))
             staged[1][mosaic.slice_of(i, 64)] = jnp.concatenate(parts, axis=1)
         pairs = [(staged[0], codes.at[across, down])]
         mosaic.send(*pairs, *([(staged[1], outputs[0].at[down, across])] if rows else []))

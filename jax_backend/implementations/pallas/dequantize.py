@@ -31,7 +31,7 @@ def rows(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> jax
         else:
             decode = blocks.decode_scale(mosaic.load(scales, at, layout.reduce(1)), format)
             decode = mosaic.spread(decode, code.shape, (0,), layout)
-        values[at] = blocks.values(code, decode, format.element, dtype)
+        mosaic.store(values, at, blocks.values(code, decode, format.element, dtype))
 
     [values] = mosaic.call(
         body,
@@ -69,7 +69,7 @@ def squares(codes: jax.Array, scales: jax.Array, format: Format, dtype: str) -> 
             at = (mosaic.slice_of(row * 32, 32), mosaic.slice_of(start(1, n // 32, 4), 4))
             decode = blocks.decode_scale(mosaic.load(scales, (row, at[1]), layout.reduce((0, 2))), format)
             decode = mosaic.spread(decode, (32, 4, 32), (1,), layout)
-        values[at] = blocks.values(mosaic.load(codes, at, layout), decode, format.element, dtype)
+        mosaic.store(values, at, blocks.values(mosaic.load(codes, at, layout), decode, format.element, dtype))
 
     [values] = mosaic.call(
         body,

@@ -52,8 +52,8 @@ def quantize(x: jax.Array, multiplier: jax.Array, tensor_scale: jax.Array, forma
         stored, encode = blocks.nvfp4_scales(amax, nan, multiplier[0], tensor_scale[0], on_gpu=True)
         encode = mosaic.spread(encode, pair[0].shape, spread, layout)
         low, high = (blocks.e2m1_codes(values, encode, on_gpu=True) for values in pair)
-        codes[at] = (low | (high << 4)).astype(jnp.uint8)
-        scales[scales_at] = stored.astype(jnp.uint8)
+        mosaic.store(codes, at, (low | (high << 4)).astype(jnp.uint8))
+        mosaic.store(scales, scales_at, stored.astype(jnp.uint8))
 
     codes, scales = mosaic.call(
         body,
@@ -96,10 +96,10 @@ def dequantize(codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | No
         pair = [blocks.rounded(blocks.e2m1_values(code) * decode, dtype) for code in (byte & 0xF, byte >> 4)]
         if wide:
             for side, values in enumerate(pair):
-                refs[-1][at, :, side] = values
+                mosaic.store(refs[-1], (at, slice(None), side), values)
         else:
             low, high = (values.view(jnp.int16).astype(jnp.int32) for values in pair)
-            refs[-1][at] = (low & 0xFFFF) | (high << 16)
+            mosaic.store(refs[-1], at, (low & 0xFFFF) | (high << 16))
 
     out = jax.ShapeDtypeStruct((total, width, 2) if wide else (total, width), jnp.float32 if wide else jnp.int32)
     operands = [codes, scales] if tensor_scale is None else [codes, scales, tensor_scale]

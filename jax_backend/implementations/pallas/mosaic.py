@@ -23,7 +23,10 @@ except ImportError as error:
     ) from error
 
 _load: Any = plgpu.load
-_INDEX_IS_AN_ARGUMENT = inspect.signature(_load).parameters["idx"].default is inspect.Parameter.empty
+# JAX 0.10 demands one, 0.11 takes one, 0.12 has none.
+_INDEX = inspect.signature(_load).parameters.get("idx")
+
+_store: Any = getattr(plgpu, "store", None)
 
 # JAX 0.10 can't read swizzled shared memory transposed.
 CAN_TRANSPOSE = jax.__version_info__ >= (0, 11)
@@ -55,8 +58,19 @@ WGMMA = plgpu.Layout.WGMMA
 
 def load(ref: Ref, index: Any, layout: Layout) -> jax.Array:
     """Loads ref[index] from global memory, each register by a load of its own."""
-    where = (ref, index) if _INDEX_IS_AN_ARGUMENT else (ref.at[index],)
+    where = (ref, index) if _INDEX is not None and _INDEX.default is _INDEX.empty else (ref.at[index],)
     return _load(*where, layout=layout, optimized=False)
+
+
+def store(ref: Ref, index: Any, value: jax.Array) -> None:
+    """Stores an array as ref[index] in global memory, each register by a store of its own.
+
+    Before JAX 0.12 an assignment does that. From then on it asks for whole sectors, which the kernels' layouts don't write.
+    """
+    if _store is None:
+        ref[index] = value
+    else:
+        _store(ref.at[index], value, optimized=False)
 
 
 def load_rows(ref: Ref, rows: Any) -> jax.Array:

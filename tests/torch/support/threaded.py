@@ -21,6 +21,9 @@ if not hasattr(threaded_pg.ThreadLocalWorld, "comms"):
     threaded_pg.ThreadLocalWorld.comms = []
 
 
+# In a CUDA build without a device, what stands in for one ends with the thread that first asked, and others then crash.
+torch._C._ensureCUDADeviceGuardSet()
+
 _drawing = threading.RLock()
 
 
