@@ -27,6 +27,7 @@ from ..implementations.jax_internals import (
     JAX_GRAD,
     OPTAX_UPDATES,
     OPTAX_ZEROS,
+    STOP_GRADIENT,
     flattening_caller,
 )
 from . import flax_state, identity, storage
@@ -285,7 +286,7 @@ def _flatten(q: QuantizedArray):
         )
     if caller in CALCULATING:
         raise TypeError(f"{caller[0].partition('.')[0]} would calculate with the codes of a QuantizedArray: {_VALUES}")
-    if q._watched is not None:
+    if q._watched is not None and caller != STOP_GRADIENT:
         q._watched[1].escaped = True
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.static_of(q)
     if caller == OPTAX_ZEROS:

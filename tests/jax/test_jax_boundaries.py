@@ -135,6 +135,37 @@ def test_a_custom_vjp_takes_a_quantized_argument(arrays):
     chex.assert_trees_all_equal(jax.grad(lambda x: (inside(x) * w).sum())(x), 3 * w)
 
 
+@pytest.mark.parametrize("boundary", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap, lambda f: lambda q: lax.map(f, q)])
+@pytest.mark.parametrize("stop", [lax.stop_gradient, mapped(lax.stop_gradient)], ids=["the tree", "each leaf"])
+def test_stop_gradient_of_quantized_arrays(stop, boundary, arrays):
+    """Of target networks and teachers: a product of q with itself stopped, whose derivatives count one factor."""
+    x, w = arrays
+    q = quantize(x)
+
+    def product(q):
+        return q.dequantize() * stop(q).dequantize()
+
+    def loss(q):
+        return (boundary(product)(q) * w).sum()
+
+    expected = q.dequantize() * w
+    for transform in (lambda f: f, jax.jit):
+        chex.assert_trees_all_close(transform(bfp.grad(loss))(q), expected)
+        chex.assert_trees_all_close(transform(jax.grad(lambda x: loss(carrying(x))))(x), expected)
+    tangents = jax.jvp(lambda x: product(carrying(x)), (x,), (w,))[1]
+    chex.assert_trees_all_close(tangents, expected)
+    # What was stopped is a constant to every derivative.
+    assert not jnp.any(bfp.grad(lambda q: (bfp.grad(loss)(q) * w).sum())(q))
+    assert jax.tree.structure(jax.eval_shape(stop, q)) == jax.tree.structure(q)
+
+
+def test_what_is_stopped_may_leave_a_trace(arrays):
+    x, w = arrays
+    teacher = jax.jit(lambda x: lax.stop_gradient(quantize(x)).dequantize())
+    gradient = jax.grad(lambda x: (teacher(x) * x * w).sum())(x)
+    chex.assert_trees_all_close(gradient, quantize(x).dequantize() * w)
+
+
 @pytest.mark.parametrize("outer", [jax.grad, bfp.grad])
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint])
 def test_quantize_params_in_a_loss(outer, inner):
