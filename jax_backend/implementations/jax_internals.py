@@ -33,6 +33,7 @@ __all__ = [
     "JAX_GRAD",
     "OPTAX_UPDATES",
     "OPTAX_ZEROS",
+    "RULES",
     "STOP_GRADIENT",
     "EArray",
     "ExtendedDType",
@@ -120,6 +121,16 @@ def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
 EQUINOX_FILE = ("equinox._serialisation", None)
 """Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
 
+RULES = frozenset(
+    {
+        *(("jax._src.custom_derivatives", f"_flatten_{which}") for which in ("fwd", "bwd", "jvp")),
+        ("equinox._ad", None),
+        ("equinox._filters", None),
+    }
+)
+"""What calls a rule of `jax.custom_vjp` and its like, which may differentiate what it is given, and Equinox on the way there: a
+carrier stays there though it isn't traced, as it does under jit."""
+
 OPTAX_ZEROS = ("optax.tree_utils._tree_math", "tree_zeros_like")
 """optax making moments or sums of gradients, which are arrays of the shape that was quantized."""
 
@@ -152,7 +163,7 @@ CALCULATING = frozenset(
 )
 """Functions of trees that calculate with the leaves, by modules: codes would be taken for values."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *CALCULATING}
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *RULES, *CALCULATING}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

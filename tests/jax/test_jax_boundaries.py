@@ -3,6 +3,7 @@
 from functools import partial
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +71,9 @@ IN_ONE_TRACE = {
     "quantize_params of stacks": lambda x: bfp.dequantize_params(bfp.quantize_params({"w": x}, "nvfp4"))["w"],
     "shard_map": lambda x: over_devices(dequantize)(over_devices(quantize)(x)),
     "columnwise": lambda x: bfp.quantize_columnwise(x, "mxfp4_e2m1").dequantize().mT,
+    "taken by index": lambda x: jnp.stack(
+        [dequantize(mapped(lambda leaf, i=i: jnp.take(leaf, i, 0))(quantize(x))) for i in range(4)]
+    ),
     "while": lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1]), (0, quantize(x)))[1].dequantize(),
 }
 FORWARD_ONLY = {"while"}
@@ -133,6 +137,30 @@ def test_a_custom_vjp_takes_a_quantized_argument(arrays):
     x, w = arrays
     assert not jnp.any(jax.grad(lambda x: (twice(quantize(x)) * w).sum())(x)), "the rule says None"
     chex.assert_trees_all_equal(jax.grad(lambda x: (inside(x) * w).sum())(x), 3 * w)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_rule_of_ones_own_differentiates_again(transform, arrays):
+    """A backward that makes the forward again, from the array that was quantized."""
+
+    def plain(q, x):
+        return jnp.tanh(q.dequantize() * x)
+
+    again = jax.custom_vjp(plain)
+    again.defvjp(lambda *args: (plain(*args), args), lambda args, g: jax.vjp(plain, *args)[1](g))
+    forward = jax.custom_jvp(plain)
+    forward.defjvp(partial(jax.jvp, plain))
+    filtered = eqx.filter_custom_vjp(lambda args: plain(*args))
+    filtered.def_fwd(lambda _, args: (plain(*args), None))
+    filtered.def_bwd(lambda _, g, __, args: eqx.filter_vjp(lambda args: plain(*args), args)[1](g)[0])
+    x, w = arrays
+    q = quantize(w)
+    for rule in (again, forward, lambda *args: filtered(args)):
+        of_both = [transform(bfp.grad(lambda *args, f=f: f(*args).sum(), (0, 1)))(q, x) for f in (rule, plain)]
+        chex.assert_trees_all_close(*of_both, rtol=1e-5, atol=1e-6)
+        assert jnp.any(of_both[0][0])
+        of_x = [transform(jax.grad(lambda x, f=f: f(q, x).sum()))(x) for f in (rule, plain)]
+        chex.assert_trees_all_close(*of_x, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("boundary", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap, lambda f: lambda q: lax.map(f, q)])
