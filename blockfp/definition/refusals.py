@@ -31,9 +31,16 @@ class NoValues:
 
     __hash__ = object.__hash__
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"the truth of a QuantizedArray is not defined: ask `is None`, or its values: {self._remedy}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(f"a QuantizedArray can't be indexed, because codes and scales have other axes: {self._remedy}")
+
     def _refuse(self, other: Any = None) -> NoReturn:
         raise TypeError(f"codes of a QuantizedArray can't be calculated with: {self._remedy}")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = _refuse
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+    __neg__ = __pos__ = __abs__ = __round__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = _refuse

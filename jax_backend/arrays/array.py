@@ -27,6 +27,8 @@ from ..implementations.jax_internals import (
     JAX_GRAD,
     OPTAX_UPDATES,
     OPTAX_ZEROS,
+    RULES,
+    STOP_GRADIENT,
     flattening_caller,
 )
 from . import flax_state, identity, storage
@@ -75,7 +77,7 @@ class QuantizedArray(BlockScaledArray):
 
     _remedy: ClassVar[str] = (
         "q.dequantize() gives values, blockfp.jax.linear multiplies by a quantized weight, and blockfp.jax.with_masters makes "
-        "optax's optimizers take quantized parameters"
+        "optax's optimizers take quantized parameters; jax.tree.map(lambda part: part[i], q) is one array of a stack"
     )
 
     def __post_init__(self):
@@ -285,7 +287,7 @@ def _flatten(q: QuantizedArray):
         )
     if caller in CALCULATING:
         raise TypeError(f"{caller[0].partition('.')[0]} would calculate with the codes of a QuantizedArray: {_VALUES}")
-    if q._watched is not None:
+    if q._watched is not None and caller != STOP_GRADIENT:
         q._watched[1].escaped = True
     leaves, static = (q.codes, q.scales, q.tensor_scale, q.tangent), identity.static_of(q)
     if caller == OPTAX_ZEROS:
@@ -317,7 +319,8 @@ def _unflatten(static: identity.Static | None, leaves):
     ):
         _check_mapped(codes, scales, tensor_scale)
     # Of an array that isn't traced (any more), or a shape, nothing is differentiated.
-    tangent = None if is_carrier(tangent) and not isinstance(tangent, Tracer) else tangent
+    if is_carrier(tangent) and not isinstance(tangent, Tracer) and flattening_caller() not in RULES:
+        tangent = None
     return QuantizedArray(codes, scales, tensor_scale, format, columns, dtype, origin, sharding, tangent)
 
 

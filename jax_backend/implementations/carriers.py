@@ -32,7 +32,8 @@ class _Rules:
 
     @staticmethod
     def physical_element_aval(dtype: CarrierDType):
-        return ShapedArray((0,), np.dtype(np.uint8))
+        # Of a dtype that has the NaN with which JAX fills up what it gathers.
+        return ShapedArray((0,), np.dtype(np.float32))
 
     @staticmethod
     def tangent_dtype(dtype: CarrierDType) -> np.dtype:
@@ -55,8 +56,8 @@ class _Rules:
         return _Concrete(aval, physical_result_handler(aval, sharding, committed)([a._data for a in arrays]))
 
 
-class _carrier(extended_scalar):
-    """Scalar type of carriers."""
+class _carrier(extended_scalar, np.inexact):
+    """Scalar type of carriers; inexact, because libraries ask that of what may have a gradient (`eqx.is_inexact_array`)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,13 +134,13 @@ def _dtype(x) -> CarrierDType:
 
 def _of_concrete(x, *, watch):
     aval = ShapedArray(np.shape(x), _dtype(x))
-    return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.uint8))
+    return _Concrete(aval, jnp.zeros((*np.shape(x), 0), np.float32))
 
 
 def _lowered(ctx, x, *, watch):
     (aval,) = ctx.avals_out
     ctx = ctx.replace(avals_out=[physical_aval(aval)])
-    return mlir.lower_fun(lambda x: jnp.zeros((*x.shape, 0), np.uint8), multiple_results=False)(ctx, x)
+    return mlir.lower_fun(lambda x: jnp.zeros((*x.shape, 0), np.float32), multiple_results=False)(ctx, x)
 
 
 def _jvp(primals, tangents, *, watch):

@@ -21,8 +21,8 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from . import explicit
-from .carriers import carrier_of
-from .jax_internals import unmapped_aval, without_tangents
+from .carriers import carrier_of, is_carrier
+from .jax_internals import stop_also, unmapped_aval, without_tangents
 
 Flat = Sequence[Any]
 
@@ -162,6 +162,14 @@ _attach_p.def_abstract_eval(lambda *args, counts, rule: [a.update(weak_type=Fals
 mlir.register_lowering(_attach_p, lambda ctx, *args, counts, rule: list(args[: counts[0]]))
 ad.primitive_jvps[_attach_p] = _attach_jvp
 batching.primitive_batchers[_attach_p] = _attach_batch
+
+
+def _stopped(carrier: Any) -> Any:
+    (stopped,) = _attach_p.bind(carrier, carrier, counts=(1, 0), rule=lambda *_: [None])
+    return stopped
+
+
+stop_also(is_carrier, _stopped)
 
 
 # linear_map

@@ -10,6 +10,7 @@ tells a flatten nothing about them (`flattening_caller`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from jax._src import core, dtypes
 from jax._src.earray import EArray
 from jax._src.interpreters import ad, mlir, pxla
+from jax._src.lax import lax as lax_functions
 from jax._src.sharding_impls import parse_flatten_op_sharding, physical_sharding
 from jax.sharding import PartitionSpec, Sharding
 
@@ -31,6 +33,8 @@ __all__ = [
     "JAX_GRAD",
     "OPTAX_UPDATES",
     "OPTAX_ZEROS",
+    "RULES",
+    "STOP_GRADIENT",
     "EArray",
     "ExtendedDType",
     "evaluating",
@@ -41,6 +45,7 @@ __all__ = [
     "register_array",
     "runs_at_once",
     "spec_of",
+    "stop_also",
     "unmapped_aval",
     "without_tangents",
 ]
@@ -68,6 +73,16 @@ def runs_at_once() -> bool:
 
 evaluating = core.eval_context
 """Lets functions of arrays that aren't traced run as outside of derivatives: jit finds its compiled programs at once there."""
+
+
+def stop_also(kind: Callable[[Any], bool], stop: Callable[[Any], Any]) -> None:
+    """Makes `lax.stop_gradient` call `stop` for leaves of that kind.
+
+    JAX gives on arrays of an extended dtype as they are there: its own have no tangents that could be stopped. Carriers have,
+    and `jax.tree.map(lax.stop_gradient, params)` shows them to no other function.
+    """
+    others = lax_functions._stop_gradient
+    lax_functions._stop_gradient = lambda x: stop(x) if kind(x) else others(x)
 
 
 def without_tangents(tree: Any) -> Any:
@@ -106,8 +121,21 @@ def spec_of(sharding: Sharding | None, mesh: Any, ndim: int) -> tuple[Any, ...]:
 EQUINOX_FILE = ("equinox._serialisation", None)
 """Equinox on its way to or from a file, which has leaves and no names: a leaf must say the format."""
 
+RULES = frozenset(
+    {
+        *(("jax._src.custom_derivatives", f"_flatten_{which}") for which in ("fwd", "bwd", "jvp")),
+        ("equinox._ad", None),
+        ("equinox._filters", None),
+    }
+)
+"""What calls a rule of `jax.custom_vjp` and its like, which may differentiate what it is given, and Equinox on the way there: a
+carrier stays there though it isn't traced, as it does under jit."""
+
 OPTAX_ZEROS = ("optax.tree_utils._tree_math", "tree_zeros_like")
 """optax making moments or sums of gradients, which are arrays of the shape that was quantized."""
+
+STOP_GRADIENT = ("jax._src.lax.lax", "stop_gradient")
+"""`lax.stop_gradient` of a tree: what it gives is a constant, and loses no derivative."""
 
 JAX_GRAD = ("jax._src.api", "value_and_grad_f")
 """`jax.grad`, whose own message about integers leads on to `allow_int`, and that to an empty gradient. It flattens its argument
@@ -135,7 +163,7 @@ CALCULATING = frozenset(
 )
 """Functions of trees that calculate with the leaves, by modules: codes would be taken for values."""
 
-_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, JAX_GRAD, OPTAX_UPDATES, *CALCULATING}
+_CALLERS = {EQUINOX_FILE, OPTAX_ZEROS, STOP_GRADIENT, JAX_GRAD, OPTAX_UPDATES, *RULES, *CALCULATING}
 
 
 def flattening_caller() -> tuple[str, str | None] | None:

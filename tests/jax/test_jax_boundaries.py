@@ -3,6 +3,7 @@
 from functools import partial
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +71,9 @@ IN_ONE_TRACE = {
     "quantize_params of stacks": lambda x: bfp.dequantize_params(bfp.quantize_params({"w": x}, "nvfp4"))["w"],
     "shard_map": lambda x: over_devices(dequantize)(over_devices(quantize)(x)),
     "columnwise": lambda x: bfp.quantize_columnwise(x, "mxfp4_e2m1").dequantize().mT,
+    "taken by index": lambda x: jnp.stack(
+        [dequantize(mapped(lambda leaf, i=i: jnp.take(leaf, i, 0))(quantize(x))) for i in range(4)]
+    ),
     "while": lambda x: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1]), (0, quantize(x)))[1].dequantize(),
 }
 FORWARD_ONLY = {"while"}
@@ -133,6 +137,61 @@ def test_a_custom_vjp_takes_a_quantized_argument(arrays):
     x, w = arrays
     assert not jnp.any(jax.grad(lambda x: (twice(quantize(x)) * w).sum())(x)), "the rule says None"
     chex.assert_trees_all_equal(jax.grad(lambda x: (inside(x) * w).sum())(x), 3 * w)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_rule_of_ones_own_differentiates_again(transform, arrays):
+    """A backward that makes the forward again, from the array that was quantized."""
+
+    def plain(q, x):
+        return jnp.tanh(q.dequantize() * x)
+
+    again = jax.custom_vjp(plain)
+    again.defvjp(lambda *args: (plain(*args), args), lambda args, g: jax.vjp(plain, *args)[1](g))
+    forward = jax.custom_jvp(plain)
+    forward.defjvp(partial(jax.jvp, plain))
+    filtered = eqx.filter_custom_vjp(lambda args: plain(*args))
+    filtered.def_fwd(lambda _, args: (plain(*args), None))
+    filtered.def_bwd(lambda _, g, __, args: eqx.filter_vjp(lambda args: plain(*args), args)[1](g)[0])
+    x, w = arrays
+    q = quantize(w)
+    for rule in (again, forward, lambda *args: filtered(args)):
+        of_both = [transform(bfp.grad(lambda *args, f=f: f(*args).sum(), (0, 1)))(q, x) for f in (rule, plain)]
+        chex.assert_trees_all_close(*of_both, rtol=1e-5, atol=1e-6)
+        assert jnp.any(of_both[0][0])
+        of_x = [transform(jax.grad(lambda x, f=f: f(q, x).sum()))(x) for f in (rule, plain)]
+        chex.assert_trees_all_close(*of_x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("boundary", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap, lambda f: lambda q: lax.map(f, q)])
+@pytest.mark.parametrize("stop", [lax.stop_gradient, mapped(lax.stop_gradient)], ids=["the tree", "each leaf"])
+def test_stop_gradient_of_quantized_arrays(stop, boundary, arrays):
+    """Of target networks and teachers: a product of q with itself stopped, whose derivatives count one factor."""
+    x, w = arrays
+    q = quantize(x)
+
+    def product(q):
+        return q.dequantize() * stop(q).dequantize()
+
+    def loss(q):
+        return (boundary(product)(q) * w).sum()
+
+    expected = q.dequantize() * w
+    for transform in (lambda f: f, jax.jit):
+        chex.assert_trees_all_close(transform(bfp.grad(loss))(q), expected)
+        chex.assert_trees_all_close(transform(jax.grad(lambda x: loss(carrying(x))))(x), expected)
+    tangents = jax.jvp(lambda x: product(carrying(x)), (x,), (w,))[1]
+    chex.assert_trees_all_close(tangents, expected)
+    # What was stopped is a constant to every derivative.
+    assert not jnp.any(bfp.grad(lambda q: (bfp.grad(loss)(q) * w).sum())(q))
+    assert jax.tree.structure(jax.eval_shape(stop, q)) == jax.tree.structure(q)
+
+
+def test_what_is_stopped_may_leave_a_trace(arrays):
+    x, w = arrays
+    teacher = jax.jit(lambda x: lax.stop_gradient(quantize(x)).dequantize())
+    gradient = jax.grad(lambda x: (teacher(x) * x * w).sum())(x)
+    chex.assert_trees_all_close(gradient, quantize(x).dequantize() * w)
 
 
 @pytest.mark.parametrize("outer", [jax.grad, bfp.grad])
