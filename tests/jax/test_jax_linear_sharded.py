@@ -163,7 +163,7 @@ def test_bad_axes_at_trace_time():
 
     def trace(placed, x_spec, weight_specs=None, **options):
         body = lambda w, x: bfp.linear(x, w, recipe="mxfp8", **options)  # noqa: E731
-        specs = (weight_specs or bfp.partition_specs(placed), x_spec)
+        specs = (bfp.partition_specs(placed) if weight_specs is None else weight_specs, x_spec)
         jax.eval_shape(jax.shard_map(body, mesh=case.mesh, in_specs=specs, out_specs=P(), check_vma=False), placed, x)
 
     with pytest.raises(ValueError, match=r"one axis may cut it .tensor parallelism., got fsdp, tp; FSDP's axes belong to data"):
