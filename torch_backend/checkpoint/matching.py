@@ -14,7 +14,7 @@ from blockfp.errors import BadCheckpoint
 from blockfp.files.names import GROUPS, LAYER_BUFFERS, MODEL, OPTIMIZER, STATE
 
 from ..modules import model_names
-from ..optimizer.adamw import unsupported_setting
+from ..optimizer.state_dicts import unsupported_setting
 from ..quantized_tensor.agreement import kind_of, recipe_of
 
 if TYPE_CHECKING:

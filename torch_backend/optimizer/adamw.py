@@ -9,8 +9,7 @@ kernels the definition (`definition.adamw`) does the same, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -34,8 +33,9 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.tensor import DTYPES, QuantizedTensor
 from ..torch_internals import foreach_add_
 from ..weights.cast_weight import CastWeight
+from . import state_dicts
 from .local_parameter import LocalParameter
-from .optimizer_state import needs_master, new_master, new_moments, portable, renew_master, restore
+from .optimizer_state import needs_master, new_master, new_moments, renew_master
 from .optimizer_step import carry_out
 from .osci_reset import Windows, new_paths, resets
 
@@ -45,7 +45,7 @@ class _Adam(Optimizer):
 
     # torch's GradScaler then hands over its scale and whether a gradient is not finite, instead of going over the gradients.
     _step_supports_amp_scaling = True
-    # What refuses steps that leave scales of delayed scaling stale lets these be (`scale_watch`).
+    # What refuses steps that leave scales of delayed scaling stale lets these be (`scale_watch`). No other optimizer has it.
     updates_scales = True
     _decoupled: bool
 
@@ -67,12 +67,12 @@ class _Adam(Optimizer):
     def _prepare(self) -> None:
         self._known: dict[int, LocalParameter] = {}
         self._tables: dict[torch.device, Table] = {}
-        self.register_state_dict_post_hook(_show, prepend=True)
-        self.register_load_state_dict_pre_hook(_make)
-        self.register_load_state_dict_post_hook(_take, prepend=True)
+        self.register_state_dict_post_hook(state_dicts.show, prepend=True)
+        self.register_load_state_dict_pre_hook(state_dicts.make)
+        self.register_load_state_dict_post_hook(state_dicts.take, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        _renew_masters(self)  # pickles of parameters don't say that values were loaded
+        state_dicts.renew_masters(self)  # pickles of parameters don't say that values were loaded
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -339,64 +339,3 @@ def _check_dtype(name: str | int, param: Tensor, master: str | None) -> None:
     plain = not isinstance(sharding.local_of(param), QuantizedTensor)
     if master is None and param.dtype == torch.float16 and plain:
         raise ValueError("master=None is for quantized, bfloat16 and float32 parameters: float16 ones need a master")
-
-
-# ---- state dicts
-
-_OWN = ("moments", "master", "capturable", "osci_reset")
-"""The settings of how state is kept, which nothing that is loaded changes."""
-
-
-def unsupported_setting(optimizer: Optimizer, settings: Mapping[str, Any]) -> str | None:
-    """Returns the first of torch's settings that AdamW or Adam doesn't have with this value, as NAME=VALUE; else None."""
-    if not isinstance(optimizer, _Adam):
-        return None
-    own = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": optimizer._decoupled}
-    return next((f"{name}={settings[name]}" for name, value in own.items() if bool(settings.get(name, value)) != value), None)
-
-
-@dataclass
-class _Made:
-    """A tensor of a state on its way through torch's `load_state_dict`, which would cast it to the parameter's dtype."""
-
-    value: Tensor
-
-
-def _renew_masters(optimizer: Optimizer) -> None:
-    for param, state in optimizer.state.items():
-        renew_master(LocalParameter(param), state)
-
-
-def _show(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    _renew_masters(optimizer)
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    states = state_dict["state"]
-    shown = {i: portable(param, states[i]) for i, param in zip(ids, params, strict=True) if i in states}
-    state_dict["state"] = shown
-
-
-def _make(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Makes the state dict that torch is to load: states made, settings complete. Nothing is changed before all of it fits."""
-    ours, theirs = optimizer.param_groups, state_dict["param_groups"]
-    if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-        return state_dict  # torch says what is wrong.
-    groups, states = [], {}
-    for own, group in zip(ours, theirs, strict=True):
-        if unfit := unsupported_setting(optimizer, group):
-            raise ValueError(f"what is loaded has {unfit}, which {type(optimizer).__name__} doesn't have")
-        kept = {name: own[name] for name in _OWN}
-        groups.append({**optimizer.defaults, **group, **kept})
-        for param, i in zip(own["params"], group["params"], strict=True):
-            if state_dict["state"].get(i):
-                made = restore(param, state_dict["state"][i], **kept)
-                states[i] = {name: _Made(value) for name, value in made.items()}
-    return {**state_dict, "state": states, "param_groups": groups}
-
-
-def _take(optimizer: Optimizer) -> None:
-    for param, state in optimizer.state.items():
-        optimizer.state[param] = {name: made.value for name, made in state.items()}
-        local = sharding.local_of(param)
-        if "master" in state and isinstance(local, QuantizedTensor):
-            local.initial = None
