@@ -78,7 +78,10 @@ def without_bubbles(rank):
                     assert torch.equal(a.grad, b.grad / MICROBATCHES), (recipe, schedule, number, name)
 
 
-@pytest.mark.parametrize("schedules", ["by_schedules", "without_bubbles"])
+OLD = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's schedules without bubbles take no autograd.Function")
+
+
+@pytest.mark.parametrize("schedules", ["by_schedules", pytest.param("without_bubbles", marks=OLD)])
 def test_pipelines_are_one_process(schedules):
     gloo.run(2, __file__, schedules)
 
