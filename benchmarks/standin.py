@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,8 @@ from blockfp.kernels import products as product_plans
 
 CAPABILITY, CUBLAS = (9, 0), 130000
 _routes = products.route_on
+
+Replacement = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def _idle() -> dict[str, Callable[..., Any]]:
@@ -45,11 +47,14 @@ def _idle() -> dict[str, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def launches(functions: Mapping[str, Callable[..., Any]] | None = None) -> Iterator[None]:
+def launches(
+    functions: Mapping[str, Callable[..., Any]] | None = None, torchs: Sequence[Replacement] | None = None
+) -> Iterator[None]:
     """Lets CPU tensors take the CUDA path until the block ends. Layers and tensors must have been made before it.
 
     Args:
-        functions: the library's; by default they do nothing, and torch's products neither.
+        functions: the library's; by default they do nothing.
+        torchs: functions of torch's, each with what stands for it; by default its products do nothing.
     """
     idle = functions is None
     functions = {**(_idle() if functions is None else functions), "cublas_version": lambda: CUBLAS}
@@ -71,16 +76,9 @@ def launches(functions: Mapping[str, Callable[..., Any]] | None = None) -> Itera
             patches.enter_context(mock.patch.object(kernels, "differing", return_value={}))
         patches.callback(_forget_plans)
         _forget_plans()
-        replaced: list[tuple[Any, Callable[..., Any]]] = [
-            (_routes, _route_on),
-            # torch's builds with CUDA want a device's number, which these tensors don't have.
-            (raw_stream, {None: 0}.get),
-            (torch.mm, _mm if idle else _wide_mm),
-            (rms_norm_backward, _rms_norm_backward if idle else _rms_norm_gradients),
-        ]
-        if idle:
-            replaced += [(torch._scaled_mm, _scaled_mm), (torch._scaled_mm_v2, _scaled_mm), (torch.mul, _mul)]
-        for target, replacement in replaced:
+        # torch's builds with CUDA want a device's number for its stream, which these tensors don't have.
+        own = [(_routes, _route_on), (raw_stream, {None: 0}.get)]
+        for target, replacement in (*own, *(_IDLE if torchs is None else torchs)):
             _replace(patches, target, replacement)
         yield
 
@@ -124,14 +122,6 @@ def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-_torch_mm = torch.mm
-
-
-def _wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """torch.mm, whose sums have another dtype than what is multiplied on CUDA devices only."""
-    return _torch_mm(a, b) if out_dtype is None else _torch_mm(a.to(out_dtype), b.to(out_dtype))
-
-
 def _mul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     return a * b if out is None else out
 
@@ -142,14 +132,10 @@ def _rms_norm_backward(
     return gradient.new_empty(x.shape), None if weight is None else weight.new_empty(weight.shape)
 
 
-def _rms_norm_gradients(
-    gradient: Tensor, x: Tensor, shape: Any, scales: Tensor, weight: Tensor | None, wanted: list[bool]
-) -> list[Tensor | None]:
-    """As torch's operation, which a CPU doesn't have: by autograd, of the norm whose rows were multiplied by `scales`."""
-    x, leaf = x.detach().requires_grad_(), None if weight is None else weight.detach().requires_grad_()
-    inputs = [each for each in (x, leaf) if each is not None]
-    with torch.enable_grad():
-        # Where the mean of squares is zero, eps is what its root was made of.
-        eps = (scales.double() ** -2 - x.double().square().mean(-1, keepdim=True)).median().clamp(min=0).item()
-        found = list(torch.autograd.grad(torch.nn.functional.rms_norm(x, shape, leaf, eps), inputs, gradient))
-    return [each if want else None for each, want in zip([*found, None], wanted, strict=False)]
+_IDLE: tuple[Replacement, ...] = (
+    (torch._scaled_mm, _scaled_mm),
+    (torch._scaled_mm_v2, _scaled_mm),
+    (torch.mm, _mm),
+    (torch.mul, _mul),
+    (rms_norm_backward, _rms_norm_backward),
+)

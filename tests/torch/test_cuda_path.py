@@ -9,9 +9,9 @@ import hashlib
 import emulated_cuda
 import pytest
 import torch
+from arrays import tensors_of, values
 from blockfp.torch_backend.custom_ops import overflow
-from blockfp.torch_backend.linear.linear import LinearState
-from linear_reference import MIXED, assert_close, expected
+from linear_reference import MIXED, SCALES, assert_close, expected, state_of
 
 import blockfp.torch as bfp
 from blockfp import recipes
@@ -24,29 +24,17 @@ SUMS = 2.0**-18
 ALIGNED = 2.0**-15
 
 
-def values(shape, seed, dtype, scale=1.0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def state_of(recipe):
-    if recipe.delayed is None:
-        return None, {}
-    scales = {"input_scale": torch.tensor(60.0), "gradient_scale": torch.tensor(900.0)}
-    tensors = (torch.zeros(4), scales["input_scale"].clone(), torch.zeros(4), scales["gradient_scale"].clone())
-    return LinearState(*tensors), scales
-
-
 def run(recipe, shape, dtype):
     tokens, n, k = shape
     x, weight, gradient = values((tokens, k), 0, dtype), values((n, k), 1, dtype, 0.1), values((tokens, n), 2, dtype)
     recipe = recipes.parse(recipe)
-    state, scales = state_of(recipe)
+    state = state_of(recipe)
     stored = weight if recipe.weight.format is None else bfp.quantize(weight, recipe.weight.format)
     leaf, stored = x.clone().requires_grad_(), stored.requires_grad_()
     with emulated_cuda.launches():
         y = bfp.linear(leaf, stored, recipe=recipe, state=state, key=7)
         y.backward(gradient)
-    wanted = expected(x, weight, gradient, recipe, key=7, **scales)
+    wanted = expected(x, weight, gradient, recipe, key=7, **(SCALES if state is not None else {}))
     return (y, leaf.grad, stored.grad), wanted, state, (x, gradient)
 
 
@@ -74,6 +62,13 @@ def test_mixed(case):
     got, wanted, *_ = run(recipes.fp8_current().replace(**MIXED[case]), (48, 96, 128), torch.bfloat16)
     for actual, result in zip(got, wanted, strict=True):
         assert_close(actual, result, sums=SUMS)
+
+
+def assert_near(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        # Sums in another order move some values over a rounding's border.
+        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
 
 
 def trained(make, x, steps=3):
@@ -121,10 +116,7 @@ def test_modules(name, recipe):
     warned = pytest.warns(match=APART[recipe]) if name == "GroupedLinear" and recipe in APART else contextlib.nullcontext()
     with emulated_cuda.launches(), warned:
         found = trained(lambda: MODULES[name](recipe), x)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        # Sums in another order move some values over a rounding's border.
-        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
+    assert_near(found, wanted)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -166,9 +158,8 @@ def test_training(recipe):
         bfp.convert(model, recipe, weights="quantized")
         optimizer, losses = bfp.AdamW(model.parameters(), lr=1e-2), []
         for step in range(4):
-            loss = (
-                (model(values((16, 64), step, torch.bfloat16)) - values((16, 32), step, torch.bfloat16)).float().square().mean()
-            )
+            x, target = values((16, 64), step, torch.bfloat16), values((16, 32), step, torch.bfloat16)
+            loss = (model(x) - target).float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -180,8 +171,7 @@ def test_training(recipe):
     with emulated_cuda.launches():
         found = trained()
     assert wanted[0][-1] < wanted[0][0]
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours.double() - theirs.double()).norm() <= 0.05 * theirs.double().norm()
+    assert_near(found, wanted)
 
 
 def test_digests():
@@ -220,7 +210,7 @@ def test_only_an_inf_marks_the_parts_of_an_operand(format):
     for value, marked in ((float("nan"), False), (float("-inf"), True)):
         x[5, 40] = value
         q = bfp.quantize(x, format)
-        parts = [part.clone() for part in (q.codes, q.scales, q.tensor_scale) if part is not None]
+        parts = [part.clone() for part in tensors_of(q)]
         before = [part.clone() for part in parts]
         with emulated_cuda.launches():
             overflow.mark(x, [(q.format, parts)])

@@ -14,9 +14,8 @@ from unittest import mock
 import emulated_groups
 import emulated_kernels
 import jax
-import ml_dtypes
 import numpy as np
-import torch
+from arrays import to_torch
 from blockfp.jax_backend.implementations import choice, cuda
 from blockfp.jax_backend.linear import grouped_products, products
 
@@ -87,7 +86,5 @@ def _call(name, out, *arrays, **attributes):
 
 
 def _tensor(x):
-    """A torch tensor on the array's memory."""
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x.view(np.int32) if x.dtype == np.uint32 else x)
+    """A torch tensor on the array's memory; the library's words are int32."""
+    return to_torch(x.view(np.int32) if x.dtype == np.uint32 else x)
