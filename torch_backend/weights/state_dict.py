@@ -36,7 +36,7 @@ from ..quantized_tensor import sharding
 from ..quantized_tensor.dtensors import placed, reduced, replicated
 from ..quantized_tensor.geometry import COPIED
 from ..quantized_tensor.tensor import QuantizedTensor
-from .no_values import NoValues
+from .empty_entry import EmptyEntry
 from .requantize import note_written
 
 
@@ -51,7 +51,7 @@ def stored(param: Tensor) -> dict[str, Tensor]:
     shown = {SUFFIXES[part.name]: _shown(param, q, part) for part in stored_parts(param)}
     own, format = (empty_entry(q, param.shape) for _ in range(2))
     if sharding.mesh_of(param) is None:
-        own = own.as_subclass(NoValues)
+        own = own.as_subclass(EmptyEntry)
     else:
         own, format = replicated(param, own), replicated(param, format)
     return {"": own, **shown, f"{FORMAT}{q.format}": format}

@@ -12,7 +12,7 @@ COMPUTES = {"add", "sub", "rsub", "mul", "div", "true_divide", "divide", "multip
 """The operations that averages are made of, as `_plain_name` calls them."""
 
 
-class NoValues(Tensor):
+class EmptyEntry(Tensor):
     """An empty tensor that takes part in copies, casts and files, and in no arithmetic.
 
     Averages over state dicts (timm's ModelEmaV3, Ultralytics' ModelEMA, ..) go through all that a state dict holds. An average
@@ -23,7 +23,7 @@ class NoValues(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _plain_name(func) in COMPUTES:
-            shape = next((tuple(one.shape[1:]) for one in _leaves(args, kwargs) if isinstance(one, NoValues)), ())
+            shape = next((tuple(one.shape[1:]) for one in _leaves(args, kwargs) if isinstance(one, EmptyEntry)), ())
             raise NotImplementedError(
                 f"{func.__name__} is not defined for what stands under a quantized weight's name in a state dict (the weight's "
                 f"shape is {shape}): beside it are codes and scales, and averages of those are none of the weight. For "
@@ -32,7 +32,7 @@ class NoValues(Tensor):
             )
         result = NO_TORCH_FUNCTION(func, types, args, kwargs or {})
         # A parameter that it is copied into stays what it is, and so does a shape.
-        return result.as_subclass(NoValues) if type(result) is Tensor and result.shape[:1] == (0,) else result
+        return result.as_subclass(EmptyEntry) if type(result) is Tensor and result.shape[:1] == (0,) else result
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
