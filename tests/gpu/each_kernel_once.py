@@ -1,8 +1,10 @@
-"""One small case of every kernel, for compute-sanitizer.
+"""One small case of every kernel, for compute-sanitizer, in parts that may run side by side.
 
 compute-sanitizer --tool memcheck python tests/gpu/each_kernel_once.py
-compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py
+compute-sanitizer --tool racecheck python tests/gpu/each_kernel_once.py --parts casts --formats mxfp8
 """
+
+import argparse
 
 import torch
 from blockfp.torch_backend.custom_ops import cuda, cuda_groups, cuda_layouts, eden_ops, grouped_products, norm_kernels, products
@@ -15,11 +17,27 @@ from blockfp.kernels.products import plan_values
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--formats", default="", help="what the names of the formats begin with that are cast to")
+    options = parser.parse_args()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for name in options.parts:
+        if name == "casts":
+            each_cast(options.formats)
+        elif hopper or name not in HOPPER:
+            PARTS[name]()
+    torch.cuda.synchronize()
+    print("each kernel of", *options.parts, "ran")
+
+
+def each_cast(prefix):
+    """Casts one way and both, of parts, stochastic and rotated; back to values; square blocks' transposes."""
     for dtype in (torch.bfloat16, torch.float32):
         for shape in ((160, 256), (37, 75), (128, 512)):
             x = torch.randn(shape, device="cuda").to(dtype)
             for format in FORMATS:
-                if format.name.endswith(("_floor", "_fp32", "_pow2")):
+                if format.name.endswith(("_floor", "_fp32", "_pow2")) or not format.name.startswith(prefix):
                     continue
                 for key in (None, 3):
                     q = cuda.quantize(x, format, key=key)
@@ -30,19 +48,19 @@ def main():
                 cuda.dequantize(*q, format, "bfloat16", columns=shape[1])
                 if format.square:
                     cuda.transpose(q.codes, q.scales, format, columns=shape[1])
+
+
+def each_rotation():
+    """Rotated and EDEN casts, and scales in the order of tensor cores."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ((160, 256), (37, 75), (128, 512)):
+            x = torch.randn(shape, device="cuda").to(dtype)
             cuda.quantize_both(x, "nvfp4", rotate=True)
             key = torch.tensor([1, 2], dtype=torch.int32, device="cuda")
             for columnwise in (True, False):
                 eden_ops.eden_amaxes(x, key, columnwise, [0, 0])
                 eden_ops.quantize_eden(x, None, key, "gradient", columnwise, [0, 0], None)
             cuda_layouts.interleave_scales(cuda.quantize(x, "mxfp8_e4m3").scales)
-    each_norm()
-    if torch.cuda.get_device_capability() == (9, 0):
-        each_product()
-        each_aligned()
-        each_product_of_values()
-    torch.cuda.synchronize()
-    print("each kernel ran")
 
 
 def each_aligned():
@@ -116,6 +134,18 @@ def each_product_of_values():
             run(random(200, k), random(136, k), torch.empty((200, 136), device="cuda", dtype=dtype))
             run(random(200, k), random(3, 136, k), torch.empty((200, 136), device="cuda", dtype=dtype))
     run(random(72, 512), random(136, 512), torch.empty((3, 72, 136), device="cuda"))
+
+
+HOPPER = ("products", "aligned", "values")
+"""Parts that run on Hopper alone."""
+PARTS = {
+    "casts": each_cast,
+    "rotations": each_rotation,
+    "norms": each_norm,
+    "products": each_product,
+    "aligned": each_aligned,
+    "values": each_product_of_values,
+}
 
 
 if __name__ == "__main__":
