@@ -6,7 +6,9 @@ order and no flushing of subnormals. Every rule gives the *stored* scale and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import groupby
 
 from array_api_compat import array_namespace
 
@@ -158,7 +160,12 @@ def record(history: Array, amax: Array) -> Array:
 
 
 def update(
-    history: Array, scale: Array, element: ElementFormat, *, margin: int = 0, algorithm: str = "max"
+    history: Array,
+    scale: Array,
+    element: ElementFormat | Sequence[ElementFormat],
+    *,
+    margin: int = 0,
+    algorithm: str = "max",
 ) -> tuple[Array, Array]:
     """Takes delayed scaling's step, once per optimizer step: (history, scale) -> (history, scale).
 
@@ -169,7 +176,7 @@ def update(
     Args:
         history: float32 [length, ...], newest first, already max-reduced over the ranks that share the amax.
         scale: float32, of the shape of history[0].
-        element: format of the operand's elements.
+        element: format of the operand's elements; or, of scale [operands], the format of each.
         margin: the scale is divided by 2^margin; -100 to 100.
         algorithm: "max" or "most_recent".
     """
@@ -181,7 +188,11 @@ def update(
     pattern = bits.from_float(history)
     amax = xp.max(pattern, axis=0) if algorithm == "max" else pattern[0]
     safe = xp.where(amax > 0, amax, bits.ONE)
-    target = xp.full_like(safe, bits.constant_bits(element.max * 2.0**-margin))
+    if isinstance(element, Sequence):
+        runs = [(one.max, len(list(alike))) for one, alike in groupby(element)]
+        target = xp.concat([xp.full_like(safe[:count], bits.constant_bits(most * 2.0**-margin)) for most, count in runs])
+    else:
+        target = xp.full_like(safe, bits.constant_bits(element.max * 2.0**-margin))
     quotient = bits.at_most(bits.divide(target, safe), bits.FP32_MAX)
     scale = xp.where(amax > 0, quotient, bits.from_float(scale)).view(xp.float32)
     newest = pattern[:1]

@@ -51,7 +51,7 @@ def delayed_step(history, scale, element_max, margin, algorithm):
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 3, -2])
 @pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("element", [E4M3, E5M2, [E4M3, E5M2, E5M2]], ids=str)
 def test_delayed_scaling(element, length, margin, algorithm):
     rng = np.random.default_rng(length)
     history, scale = np.zeros((length, 3), np.float32), np.ones(3, np.float32)
@@ -64,7 +64,8 @@ def test_delayed_scaling(element, length, margin, algorithm):
             for (h, _), a in zip(expected, amax.tolist(), strict=True):
                 h[0] = max(h[0], a if np.isfinite(a) else 0.0)
         history, scale = scaling.update(history, scale, element, margin=margin, algorithm=algorithm)
-        expected = [delayed_step(h, s, element.max, margin, algorithm) for h, s in expected]
+        most = [one.max for one in (element if isinstance(element, list) else [element] * 3)]
+        expected = [delayed_step(h, s, m, margin, algorithm) for (h, s), m in zip(expected, most, strict=True)]
         np.testing.assert_array_equal(history.T, np.array([h for h, _ in expected], np.float32))
         np.testing.assert_array_equal(scale, np.array([s for _, s in expected], np.float32))
 

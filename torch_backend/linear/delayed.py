@@ -156,10 +156,13 @@ def update_layers(
         _write([one.history[0] for one in members], reduced.unbind())
     if made_up and not any(float(one.history[0]) > 0 for one in operands):
         return
-    for (element, options, _), members in _by(operands, lambda one: (one.element, one.options, one.history.device)):
+    # Of one element after the other: what it is made of are runs then, and all elements are one chain of launches.
+    operands.sort(key=lambda one: one.element.name)
+    for (options, _), members in _by(operands, lambda one: (one.options, one.history.device)):
         histories = torch.stack([one.history for one in members])
         scales = torch.stack([one.scale for one in members])
-        moved, new = scaling.update(histories.t(), scales, element, margin=options.margin, algorithm=options.algorithm)
+        elements = [one.element for one in members]
+        moved, new = scaling.update(histories.t(), scales, elements, margin=options.margin, algorithm=options.algorithm)
         # Rows of one tensor, laid out as the histories: columns would be a launch each.
         _write([one.history for one in members], moved.t().contiguous().unbind())
         _write([one.scale for one in members], new.unbind())
