@@ -110,12 +110,6 @@ __device__ __forceinline__ int32_t amax_within_warp(Amax amax, bool& nan) {
   }
 }
 
-// Raises what is recorded to the amax of a warp's lanes.
-__device__ __forceinline__ void record_amax(int32_t* recorded, int32_t amax) {
-  amax = lanes_max<32>(amax);
-  if (threadIdx.x % 32 == 0 && amax > 0) atomicMax(recorded, amax);
-}
-
 // The stored scale of a tensor: `decode`, or NaN where the tensor holds an Inf and is to be marked.
 __device__ __forceinline__ float stored_tensor_scale(const QuantizeArguments& a, float decode) {
   const bool overflows = a.mark && a.amax != nullptr && __ldg(a.amax) >= kInfinity;

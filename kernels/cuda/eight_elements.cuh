@@ -171,5 +171,12 @@ __device__ __forceinline__ int32_t lanes_max(int32_t x) {
   return x;
 }
 
+// Raises what is recorded to the amax of a warp's lanes, all of which come here. Most warps find a larger one there already, and spare
+// the others a wait: one address takes one such operation at a time.
+__device__ __forceinline__ void raise_amax(int32_t* recorded, int32_t amax) {
+  amax = lanes_max<32>(amax);
+  if (threadIdx.x % 32 == 0 && amax > __ldcg(recorded)) atomicMax(recorded, amax);
+}
+
 }  // namespace cuda
 }  // namespace blockfp

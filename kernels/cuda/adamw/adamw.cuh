@@ -153,12 +153,6 @@ __device__ __forceinline__ void write_square(const StepEntry& e, const StepPlace
   });
 }
 
-// Raises a whole parameter's amax to that of a warp's lanes, all of which come here. Most warps find a larger one there already.
-__device__ __forceinline__ void raise_amax(int32_t* amax, int32_t most) {
-  most = lanes_max<32>(most);
-  if (threadIdx.x % 32 == 0 && most > __ldcg(amax)) atomicMax(amax, most);
-}
-
 // One tile. `kept`: this thread's place in shared memory, for square blocks.
 template <Moments M, Blocks B, bool Vectors>
 __device__ __forceinline__ void step_tile(const StepEntry& e, const StepCoefficients& c, int64_t tile, float4* kept) {

@@ -117,11 +117,8 @@ __global__ void __launch_bounds__(kRotatedThreads)
 #pragma unroll
     for (int r = 0; r < 16; ++r) rotated = max(rotated, largest<T, false>(part[r]));
   }
-  plain = lanes_max<32>(plain);
-  rotated = lanes_max<32>(rotated);
-  if (threadIdx.x % 32 != 0) return;
-  if (plain > 0) atomicMax(out, plain);
-  if (rotated > 0) atomicMax(out + 1, rotated);
+  raise_amax(out, plain);
+  raise_amax(out + 1, rotated);
 }
 
 // fp32 bits of an element of any matrices.
@@ -144,8 +141,7 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_general(const __grid_consta
       most = max(most, bits > kInfinity ? 0 : bits);
     }
   }
-  most = lanes_max<32>(most);
-  if (threadIdx.x % 32 == 0 && most > 0) atomicMax(out, most);
+  raise_amax(out, most);
 }
 
 // A warp for each block of the grid.
@@ -170,7 +166,7 @@ __global__ void __launch_bounds__(kAmaxThreads) amax_blocks(const __grid_constan
   if (threadIdx.x % 32 != 0) return;
   a.blocks[block] = most;
   if (a.nan != nullptr) a.nan[block] = nan;
-  if (a.tensor != nullptr && most > 0) atomicMax(a.tensor, most);
+  if (a.tensor != nullptr && most > __ldcg(a.tensor)) atomicMax(a.tensor, most);
 }
 
 }  // namespace cuda

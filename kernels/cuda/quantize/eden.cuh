@@ -251,13 +251,8 @@ __global__ void __launch_bounds__(kEdenThreads, 2) amax_eden(const __grid_consta
       if (16 * k < place.rows) a.blocks[at + k] = amax, a.nan[at + k] = nan;
     }
   }
-  // Most have nothing larger than what is there already, and spare the others a wait.
-  const auto raise = [](int32_t* out, int32_t amax) {
-    amax = lanes_max<32>(amax);
-    if (threadIdx.x % 32 == 0 && amax > *static_cast<volatile int32_t*>(out)) atomicMax(out, amax);
-  };
-  if (a.plain != nullptr) raise(a.plain, plain);
-  raise(a.rotated, rotated);
+  if (a.plain != nullptr) raise_amax(a.plain, plain);
+  raise_amax(a.rotated, rotated);
 }
 
 template <class T>

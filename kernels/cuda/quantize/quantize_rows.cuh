@@ -80,7 +80,7 @@ __device__ __forceinline__ BlockScale<float> scale_of_piece(const RowPiece<E, Bl
 template <int Block, class E, class T>
 __device__ __forceinline__ void record_row(const QuantizeArguments& a, const RowPiece<E, Block, T>& piece, int32_t amax) {
   if constexpr (Block == 0) {
-    if (a.recorded != nullptr) record_amax(a.recorded, largest<T, false>(piece.x[0]));
+    if (a.recorded != nullptr) raise_amax(a.recorded, largest<T, false>(piece.x[0]));
   } else if constexpr (Block != 16) {
     if (a.recorded != nullptr && amax == kInfinity) *a.recorded = kInfinity;
   }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void quantize_square(const Piece<E, T, R>& piece, con
   BlockScale<float> scale{0, tensor.multiplier};
   bool nan = false;
   if constexpr (Block == 0) {
-    if (a.recorded != nullptr) record_amax(a.recorded, piece.template amax<false>());
+    if (a.recorded != nullptr) raise_amax(a.recorded, piece.template amax<false>());
   } else {
     if constexpr (Block == 128) scale = shared.scale.decide(piece);
     if constexpr (Block < 128) scale = scale_within_warp<Block, Chooses>(piece, tensor, nan);
