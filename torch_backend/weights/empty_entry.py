@@ -37,7 +37,7 @@ class EmptyEntry(Tensor):
                 'averages of weights (EMA, soups) convert with weights="high_precision", or average what '
                 "blockfp.torch.high_precision_state_dict(model) gives"
             )
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})  # pyright: ignore
         # A parameter that it is copied into stays what it is, and so does a shape. `as_subclass` takes an alias.
         kept = type(result) is Tensor and result.shape[:1] == (0,) and func is not torch.ops.aten.alias.default
         return result.as_subclass(EmptyEntry) if kept else result
