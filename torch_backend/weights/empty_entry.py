@@ -42,6 +42,13 @@ class EmptyEntry(Tensor):
         kept = type(result) is Tensor and result.shape[:1] == (0,) and func is not torch.ops.aten.alias.default
         return result.as_subclass(EmptyEntry) if kept else result
 
+    # Which torch refuses of all classes that have a `__torch_dispatch__`.
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.as_subclass(Tensor).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.as_subclass(Tensor).tolist()
+
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
 
